@@ -1,0 +1,56 @@
+"""What the data pipeline hands to the model: rows of packed documents, targets already shifted.
+
+Axes: B rows, T tokens a row; a small t is one rank's share of T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORED_TARGET = -100
+"""Target of a token whose prediction is not counted: a document's last token and padding."""
+
+PADDING_DOCUMENT = -1
+"""Entry of ``Batch.documents`` for padding tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Packed rows of documents, ready to be split between ranks token by token.
+
+    All four per-token tensors have shape [B, T] (or [B, t] after a split) and are cut together, so targets and
+    positions never depend on where a shard ends. ``cu_seqlens`` stays global.
+    """
+
+    tokens: Tensor
+    """Token ids, int64."""
+    targets: Tensor
+    """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none."""
+    positions: Tensor
+    """Place of the token in its document piece, int64, restarting from 0 at every entry of ``cu_seqlens``."""
+    documents: Tensor
+    """Index of the token's segment in ``cu_seqlens``, int64; ``PADDING_DOCUMENT`` for padding."""
+    cu_seqlens: Tensor
+    """Segment boundaries over the flattened B·T tokens, int64 [N+1] on the CPU, from 0 to B·T, ascending, containing
+    every multiple of T. Attention never crosses one. Padding at a row's end is a segment of its own."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens whose prediction counts in the loss."""
+        return int((self.targets != IGNORED_TARGET).sum())
+
+    def flatten_rows(self) -> Batch:
+        """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
+        return self.map_tokens(lambda x: x.reshape(1, -1))
+
+    def map_tokens(self, change) -> Batch:
+        """A batch whose four per-token tensors went through ``change``; ``cu_seqlens`` is kept."""
+        names = ("tokens", "targets", "positions", "documents")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def to(self, device: torch.device) -> Batch:
+        """The per-token tensors on ``device``; ``cu_seqlens`` stays on the CPU, where schedules are built."""
+        return self.map_tokens(lambda x: x.to(device, non_blocking=True))

@@ -1,0 +1,91 @@
+"""What an attention kernel on one device promises, and the words it is asked in.
+
+Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
+
+    i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a side open. Causal
+    attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle has no bounds.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int | None = None
+    hi: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRequest:
+    """What is asked of a kernel, before any tensor exists."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+
+
+class AttentionKernel(Protocol):
+    """Softmax attention over the pairs of one device, and its gradient.
+
+    Several pairs may name the same query row, over disjoint keys; the kernel merges them. Results are *partial
+    results*: owned by the caller and in ``accumulate_dtype`` (float32; float64 for float64 inputs), so that they can be
+    merged across hops without rounding.
+    """
+
+    name: str
+
+    def supports(self, request: KernelRequest) -> str | None:
+        """None when the kernel can serve the request, else the reason why not."""
+        ...
+
+    def forward(
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, t, H, D] and natural-log sum of exponentials [B, t, H]; 0 and −inf on rows without a key."""
+        ...
+
+    def backward(
+        self,
+        dout_BtHD: Tensor,
+        q_BtHD: Tensor,
+        k_BsKD: Tensor,
+        v_BsKD: Tensor,
+        out_BtHD: Tensor,
+        lse_BtH: Tensor,
+        pairs: Sequence[Pair],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of these pairs alone, given the *global* output and log-sum-exp of every query row.
+
+        Summed over all keys a query meets, on whatever ranks, they are the exact gradient.
+        """
+        ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial results for inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine two softmax results over disjoint keys: outputs [..., D], log-sum-exps [...]; rows without a key pass through."""
+    total = torch.logaddexp(lse, block_lse)
+    keep, add = (torch.exp(part - total).nan_to_num(0.0).unsqueeze(-1) for part in (lse, block_lse))
+    return keep * out + add * block_out, total
