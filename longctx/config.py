@@ -52,7 +52,15 @@ class ModelConfig:
     """Standard deviation of initial weights."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_positions",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -62,7 +70,9 @@ class ModelConfig:
                 f"Try one of {divisors}."
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs. Try {self.head_dim + 1}.")
+            raise ConfigError(
+                f"model.head_dim={self.head_dim} must be even: RoPE turns pairs. Try {self.head_dim + 1}."
+            )
         if self.num_experts < 0 or self.shared_ffn_size < 0:
             raise ConfigError("model.num_experts and model.shared_ffn_size must not be negative; 0 means none.")
         if self.num_experts:

@@ -1,0 +1,167 @@
+"""Our checkpoint on disk: a manifest and flat pieces of named tensors. Read here, with safetensors alone.
+
+A checkpoint folder holds ``manifest.json`` (hashed), ``tokenizer.model`` and safetensors files. Every logical tensor
+(a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
+Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage and
+any number of ranks writes this format, and reads any range of it back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longctx.errors import CheckpointError
+
+FORMAT = "longctx-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.model"
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A flat range of one tensor in one role, and the safetensors entry that holds it."""
+
+    file: str
+    key: str
+    start: int
+    numel: int
+
+
+def canonical_hash(manifest: dict[str, Any]) -> str:
+    """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
+    body = {k: v for k, v in manifest.items() if k != "hash"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")))
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes, read in 16 MiB blocks."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as f:
+        while block := f.read(16 * 2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class CheckpointReader:
+    """A committed checkpoint, opened lazily: nothing but the manifest is read until a range is asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read and check the manifest; CheckpointError when it is missing, damaged or of another version."""
+        self.folder = Path(folder)
+        self.manifest = _read_manifest(self.folder)
+        self._pieces = {
+            name: {role: [Piece(**p) for p in pieces] for role, pieces in entry["roles"].items()}
+            for name, entry in self.manifest["tensors"].items()
+        }
+        self._check_cover()
+        self._open: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps taken when it was saved."""
+        return self.manifest["step"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the run computed in; the stored masters are fp32."""
+        return getattr(torch, self.manifest["dtype"])
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Fields of the ModelConfig."""
+        return self.manifest["model"]
+
+    def names(self) -> list[str]:
+        """Logical tensors, in the model's order."""
+        return list(self.manifest["tensors"])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a logical tensor."""
+        return tuple(self.manifest["tensors"][name]["shape"])
+
+    def read(self, name: str, role: str = "master") -> Tensor:
+        """A whole logical tensor in fp32."""
+        shape = self.shape(name)
+        return self.read_range(name, role, 0, torch.Size(shape).numel()).view(shape)
+
+    def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
+        """``numel`` values of the flattened tensor from ``start``, fp32 [numel]; reads only the pieces it needs."""
+        out = torch.empty(numel, dtype=torch.float32)
+        for piece in self._pieces[name][role]:
+            lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if lo < hi:
+                out[lo - start : hi - start] = self._entry(piece)[lo - piece.start : hi - piece.start]
+        return out
+
+    def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, one at a time, in ``dtype`` (default: the run's)."""
+        for name in self.names():
+            yield name, self.read(name).to(dtype or self.dtype)
+
+    def verify(self) -> list[str]:
+        """Problems found by reading every file: empty when all sizes and hashes are as the manifest says."""
+        problems = []
+        for name, entry in self.manifest["files"].items():
+            path = self.folder / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != entry["bytes"]:
+                problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+            elif hash_file(path) != entry["hash"]:
+                problems.append(f"{name} is damaged: its xxh3-128 is not the manifest's")
+        return problems
+
+    def close(self) -> None:
+        """Let go of the open files."""
+        self._open.clear()
+
+    def _entry(self, piece: Piece) -> Any:
+        try:
+            if piece.file not in self._open:
+                self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+            return self._open[piece.file].get_slice(piece.key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.folder / piece.file} cannot be read: {error}.\n"
+                "`python -m launcher checkpoint verify` names every damaged file; resume from an older checkpoint."
+            ) from error
+
+    def _check_cover(self) -> None:
+        """Every role of every tensor must be covered exactly once."""
+        for name, roles in self._pieces.items():
+            for role, pieces in roles.items():
+                at = 0
+                for piece in sorted(pieces, key=lambda p: p.start):
+                    if piece.start != at or Path(piece.file).name != piece.file:
+                        raise CheckpointError(f"{self.folder}: {name} ({role}) is not covered once at value {at}.")
+                    at += piece.numel
+                if at != torch.Size(self.shape(name)).numel():
+                    raise CheckpointError(f"{self.folder}: {name} ({role}) ends at value {at}.")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(f"{path} has format version {manifest.get('version')}; this release reads {VERSION}.")
+    if manifest.get("hash") != canonical_hash(manifest):
+        raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint of the run.")
+    return manifest

@@ -1,0 +1,44 @@
+"""Choosing a kernel by what it supports."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.contract import AttentionKernel, KernelRequest
+from longctx.kernels.cpu_flash import CpuFlashKernel
+from longctx.kernels.reference import ReferenceKernel
+
+log = logging.getLogger(__name__)
+
+KERNELS: dict[str, AttentionKernel] = {"cpu_flash": CpuFlashKernel(), "reference": ReferenceKernel()}
+"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
+
+
+def kernel_request(q_BtHD: Tensor, k_BtKD: Tensor) -> KernelRequest:
+    """What these tensors ask of a kernel."""
+    return KernelRequest(q_BtHD.device.type, q_BtHD.dtype, q_BtHD.shape[-1], q_BtHD.shape[2], k_BtKD.shape[2])
+
+
+@lru_cache(maxsize=64)
+def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
+    """The kernel called ``name``, or with ``"auto"`` the first that supports the request; says once which and why.
+
+    ConfigError when the name is unknown or the named kernel cannot serve the request.
+    """
+    if name == "auto":
+        refusals = {k: kernel.supports(request) for k, kernel in KERNELS.items()}
+        chosen = next((k for k, refusal in refusals.items() if refusal is None), None)
+        if chosen is None:
+            raise ConfigError(f"no attention kernel serves {request}: {refusals}.")
+        passed = [f"{k}: {why}" for k, why in refusals.items() if why]
+        log.info("attention kernel %s for %s%s", chosen, request, f" ({'; '.join(passed)})" if passed else "")
+        return KERNELS[chosen]
+    if name not in KERNELS:
+        raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
+    if refusal := KERNELS[name].supports(request):
+        raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
+    return KERNELS[name]
