@@ -1,0 +1,1 @@
+"""Processes, groups and collectives: meshes, sequence layouts, attention across ranks, ZeRO."""
