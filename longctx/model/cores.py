@@ -107,7 +107,7 @@ class LocalAttention:
             pairs = (_continuation(q_BtHD.shape[1], k_BtKD.shape[1]),)
             return _KernelAttention.apply(q_BtHD, k_BtKD, v_BtKD, pairs, kernel)
         B, T = q_BtHD.shape[:2]
-        if B * T != mask.num_tokens:
+        if mask.num_tokens != B * T:
             raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
         flat = [x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKD)]
         return _KernelAttention.apply(*flat, document_pairs(mask), kernel).view(q_BtHD.shape)
