@@ -1,0 +1,357 @@
+"""``RunConfig``: everything a run is told: defaults, then a TOML file, then flags. Strict, frozen, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+import torch
+import tyro
+from pydantic import TypeAdapter, ValidationError
+
+from longctx.config import PRESETS, ModelConfig
+from longctx.errors import ConfigError
+from parallel.layout import check_layout
+from parallel.mesh import check_degrees
+from parallel.zero import check_zero
+
+QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where the run lives and how it starts."""
+
+    output_dir: str = "runs/quickstart"
+    """Folder of the run: config, metrics, logs, checkpoints, report."""
+    resume: str = "no"
+    """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, or "no"."""
+    seed: int = 0
+    """Seed of the initial weights and the order of the data."""
+    hostfile: str = "launcher"
+    """Hostfile the world size is checked against: "launcher" takes deepspeed's own --hostfile, "none" opts out."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for the others before it gives up with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(ModelConfig):
+    """The decoder: a preset, or fields of its own, or a preset with some fields changed."""
+
+    preset: str = "quickstart"
+    """Named shape that the other fields start from; see longctx/config.py."""
+
+    def config(self) -> ModelConfig:
+        """The model without the preset's name."""
+        values = dataclasses.asdict(self)
+        del values["preset"]
+        return ModelConfig(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """What the run reads."""
+
+    train: str = "runs/data"
+    """Shard folder to train on, as `data build` wrote it."""
+    validation: str = ""
+    """Shard folder to validate on; empty: the "validation" folder inside data.train."""
+    seq_len: int = 4096
+    """Tokens a row; longer documents are cut into rows of this length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """Optimisation."""
+
+    steps: int = 480
+    """Optimiser steps of the whole run, resumed parts included."""
+    tokens_per_step: int = 4096
+    """Tokens (padding included) that one optimiser step sees over all ranks; gradient accumulation follows from it."""
+    micro_batch_rows: int = 1
+    """Rows that go through the model at once."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of weights and activations; masters, moments and accumulation are float32 in any case."""
+    lr: float = 5e-3
+    """Peak learning rate."""
+    warmup_steps: int = 40
+    """Steps of linear warm-up."""
+    final_lr_ratio: float = 0.05
+    """Learning rate at the last step as a share of the peak; cosine in between."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled decay of matrices; norms and biases do not decay."""
+    beta1: float = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: float = 0.95
+    """AdamW's decay of the gradient's square."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 never."""
+    recompute: bool = False
+    """Whether backward recomputes each block (all but attention itself) instead of keeping its activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How the ranks share the work; the data degree is what remains of the world."""
+
+    context: int = 1
+    """Ranks that share one sequence."""
+    ulysses: int = 1
+    """How many of those split heads; not built yet beyond 1."""
+    expert: int = 1
+    """Ranks over which experts are spread; not built yet beyond 1."""
+    layout: str = "zigzag"
+    """Which token lives where: contiguous or zigzag."""
+    transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
+    """How keys and values travel; p2p is built."""
+    kernel: str = "auto"
+    """Attention kernel of one device: auto, cpu_flash or reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSection:
+    """DeepSpeed ZeRO."""
+
+    stage: int = 1
+    """0: nothing partitioned; 1: optimiser state; 2: and gradients; 3: and weights."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where optimiser state lives; only none is built."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """Saving."""
+
+    every_steps: int = 100
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones go once a newer one is committed. 0 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """Held-out loss."""
+
+    every_steps: int = 100
+    """Steps between validations; 0 validates at the end only."""
+    rows: int = 16
+    """Rows of data.seq_len tokens that a validation reads, always the same ones; 0 never validates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A pretraining run. Every key can stand in a TOML file (`--config run.toml`) or be a flag (`--train.lr 1e-3`)."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=lambda: ModelSection(**expand_preset({})))
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    zero: ZeroSection = field(default_factory=ZeroSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return getattr(torch, self.train.dtype)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimiser step sees."""
+        return self.train.tokens_per_step // self.data.seq_len
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches of one rank in a step."""
+        return self.rows_per_step // (self.train.micro_batch_rows * (world_size // self.parallel.context))
+
+    @property
+    def validation_folder(self) -> str:
+        """Shard folder to validate on."""
+        return self.data.validation or str(Path(self.data.train) / "validation")
+
+    def check(self, world_size: int) -> None:
+        """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+        check_degrees(
+            world_size,
+            context=self.parallel.context,
+            ulysses=self.parallel.ulysses,
+            expert=self.parallel.expert,
+        )
+        check_zero(self.zero.stage, self.dtype)
+        _check_built(self)
+        _check_ranges(self)
+        _check_step(self, world_size)
+        check_layout(self.parallel.layout, self.data.seq_len * self.train.micro_batch_rows, self.parallel.context)
+
+    def to_toml(self) -> str:
+        """The resolved config as TOML."""
+        return tomli_w.dumps(dataclasses.asdict(self))
+
+
+def _check_built(config: RunConfig) -> None:
+    if config.parallel.transport not in ("auto", "p2p"):
+        raise ConfigError(f"parallel.transport={config.parallel.transport!r} is not built yet. Use auto or p2p.")
+    if config.zero.offload != "none":
+        raise ConfigError(
+            f"zero.offload={config.zero.offload!r} is not built yet. Use none, and zero.stage=3 for memory."
+        )
+    if config.run.device == "cuda":
+        raise ConfigError("run.device='cuda': kernels for GPUs are not built yet. Use run.device=cpu.")
+
+
+def _check_ranges(config: RunConfig) -> None:
+    at_least = {
+        "data.seq_len": (config.data.seq_len, 1),
+        "train.steps": (config.train.steps, 1),
+        "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
+        "train.warmup_steps": (config.train.warmup_steps, 0),
+        "train.clip_norm": (config.train.clip_norm, 0),
+        "train.weight_decay": (config.train.weight_decay, 0),
+        "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
+        "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
+        "validation.every_steps": (config.validation.every_steps, 0),
+        "validation.rows": (config.validation.rows, 0),
+        "run.seed": (config.run.seed, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if not value >= least:
+            raise ConfigError(f"{name}={value} must be at least {least}.")
+    for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{name}={value} must be a positive number.")
+    for name in ("beta1", "beta2", "final_lr_ratio"):
+        value = getattr(config.train, name)
+        if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
+            raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
+
+
+def _check_step(config: RunConfig, world_size: int) -> None:
+    """tokens_per_step must be whole micro-batches on every data rank."""
+    data_degree = world_size // config.parallel.context
+    unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
+    tokens = config.train.tokens_per_step
+    if tokens < unit or tokens % unit:
+        below = tokens // unit * unit
+        nearest = " or ".join(str(n) for n in (below, below + unit) if n)
+        raise ConfigError(
+            f"train.tokens_per_step={tokens} is not a multiple of {unit} = data.seq_len {config.data.seq_len} × "
+            f"train.micro_batch_rows {config.train.micro_batch_rows} × data degree {data_degree}.\nTry {nearest}."
+        )
+
+
+def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
+    """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
+
+    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
+    like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
+    """
+    argv = [a for a in argv if not a.startswith("--local_rank")]  # the deepspeed launcher adds it
+    argv, path = _take_flag(argv, "--config")
+    argv, preset = _take_flag(argv, "--model.preset")
+    values = read_toml(Path(path) if path else QUICKSTART)
+    if preset is not None:
+        values.setdefault("model", {})["preset"] = preset
+    defaults = from_values(values)
+    with Path(os.devnull).open("w") as nowhere:
+        out, err = (nowhere, nowhere) if quiet else (sys.stdout, sys.stderr)
+        with redirect_stdout(out), redirect_stderr(err):
+            return tyro.cli(
+                RunConfig,
+                args=[{"true": "True", "false": "False"}.get(a, a) for a in argv],  # TOML's spelling works here too
+                default=defaults,
+                prog="pretrain.py",
+                description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
+                "the defaults below are that file's.",
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's values; ConfigError when it is missing or malformed."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        known = sorted(p.name for p in QUICKSTART.parent.glob("*.toml"))
+        raise ConfigError(f"--config {path} does not exist. Recipes in {QUICKSTART.parent}: {known}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
+
+
+def from_values(values: dict[str, Any]) -> RunConfig:
+    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path."""
+    values = dict(values)
+    if not all(isinstance(v, dict) for v in values.values()):
+        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
+        raise ConfigError(
+            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
+        )
+    _refuse_unknown(values)
+    values["model"] = expand_preset(values.get("model", {}))
+    try:
+        # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
+        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
+
+
+def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
+    """The model section's values, the preset's under the ones that are given."""
+    preset = model.get("preset", "quickstart")
+    if preset not in PRESETS:
+        raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
+    return dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
+
+
+def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
+    sections = {f.name: {k.name for k in dataclasses.fields(_section_type(f))} for f in dataclasses.fields(RunConfig)}
+    known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
+    for section, entries in values.items():
+        if section not in sections:
+            raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
+        for key in entries:
+            if key not in sections[section]:
+                raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
+
+
+def _section_type(section: dataclasses.Field) -> Any:
+    return type(section.default_factory())  # type: ignore[misc]
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
+    return f" Did you mean {' or '.join(close[:3])}?"
+
+
+def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
+    rest, value, at = [], None, 0
+    while at < len(argv):
+        if argv[at] == name:
+            if at + 1 == len(argv):
+                raise ConfigError(f"{name} needs a value.")
+            value, at = argv[at + 1], at + 2
+        elif argv[at].startswith(f"{name}="):
+            value, at = argv[at].split("=", 1)[1], at + 1
+        else:
+            rest.append(argv[at])
+            at += 1
+    return rest, value
