@@ -1,0 +1,37 @@
+"""Where a model meets a mesh: one function, in the order that matters."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+from longctx.objectives.causal_lm import CausalLM
+from parallel.attention import ContextParallelAttention
+from parallel.mesh import Mesh
+
+
+def build_parallel_model(
+    config: ModelConfig, mesh: Mesh, *, layout: str, kernel: str = "auto", recompute: bool = False, seed: int = 0
+) -> CausalLM:
+    """The module that ZeRO wraps: a decoder whose attention spans the mesh's context ranks, and its objective.
+
+    Weights depend on ``seed`` and their names alone, so every rank of every mesh starts from the same model.
+    """
+    core = ContextParallelAttention(mesh, layout, kernel)  # 1. attention first: the model is built around its core
+    decoder = Decoder(config, core)
+    decoder.initialize(seed)  # 2. then weights, before anything is partitioned
+    decoder.recompute = recompute  # 3. recomputation wraps blocks, never the core: hops are not repeated
+    return CausalLM(decoder, reduce_counts=_context_sum(mesh))  # 4. the objective outermost: one forward, one module
+
+
+def _context_sum(mesh: Mesh):
+    """Sums router counts over the ranks that share a sequence."""
+
+    def reduce_counts(counts_LSE: Tensor) -> Tensor:
+        if mesh.context_group is not None:
+            dist.all_reduce(counts_LSE, group=mesh.context_group)
+        return counts_LSE
+
+    return reduce_counts

@@ -1,0 +1,110 @@
+"""Starting and ending the process group, from the environment the DeepSpeed launcher sets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from longctx.errors import ClusterError
+
+_LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def environment_rank() -> tuple[int, int]:
+    """(rank, world size) that the launcher gave this process; (0, 1) when there was none."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_process_group(*, timeout_seconds: float) -> None:
+    """Join the gloo process group, or make a group of one when no launcher started this process.
+
+    ClusterError when the ranks do not meet in time.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
+    _choose_gloo_interface()
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+    torch.set_num_threads(threads or _threads_per_process())
+    rank, world_size = environment_rank()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ClusterError(
+            f"rank {rank} of {world_size} could not meet the others at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}\n"
+            "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
+        ) from error
+
+
+def stop_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree_or_raise(problem: Exception | None, wrap: type[Exception] = ClusterError) -> None:
+    """Raise on every rank when any rank met a problem: its own where it has one, else the first rank's message.
+
+    Collective. Turns a failure of one rank into the same orderly end on all of them instead of a hang.
+    """
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if first is not None:
+        raise wrap(f"rank {first[0]}: {first[1]}")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, on every rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _threads_per_process() -> int:
+    """This process's share of the machine's cores."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _choose_gloo_interface() -> None:
+    """Name the interface that routes to MASTER_ADDR, unless the user named one.
+
+    Left alone, gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
+    from the others.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME") or "MASTER_ADDR" not in os.environ:
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((os.environ["MASTER_ADDR"], 9))
+            own = s.getsockname()[0]
+    except OSError:
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(
+            a.family == socket.AF_INET and (a.address == own or (own.startswith("127.") and name == "lo"))
+            for a in addresses
+        ):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return

@@ -1,0 +1,234 @@
+"""The one door to DeepSpeed: ZeRO stages 0–3 around our module, and its state as ranges of named tensors.
+
+DeepSpeed is given no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
+scaled once by their number. Every other set-up of this version is wrong in some stage (see
+docs/decisions/2026-11-deepspeed-grouping.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import: DeepSpeed picks its accelerator there
+
+import deepspeed
+import deepspeed.comm.torch
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from torch import Tensor, nn
+
+from longctx.checkpoint_format import ROLES
+from longctx.errors import ConfigError
+from longctx.objectives.causal_lm import CausalLM
+
+MOMENTS = ROLES[1:]
+
+ReadRange = Callable[[str, str, int, int], Tensor]
+"""(tensor name, role, start, count) -> flat fp32 values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with decoupled weight decay on matrices alone."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 never."""
+
+
+class OwnedRange(NamedTuple):
+    """Values of one tensor in one role that this rank answers for."""
+
+    name: str
+    role: str
+    start: int
+    values: Tensor
+
+
+def check_zero(stage: int, dtype: torch.dtype) -> None:
+    """ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero.stage={stage} must be 0, 1, 2 or 3.")
+    if stage == 0 and dtype == torch.bfloat16:
+        raise ConfigError(
+            "zero.stage=0 with train.dtype=bfloat16 would add gradients up in bfloat16: DeepSpeed refuses fp32 "
+            "accumulation there.\nTry zero.stage=1."
+        )
+
+
+class ZeroEngine:
+    """A ``CausalLM`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
+
+    def __init__(
+        self, model: CausalLM, *, stage: int, dtype: torch.dtype, accumulation: int, options: OptimizerOptions
+    ) -> None:
+        """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step."""
+        check_zero(stage, dtype)
+        _quiet_deepspeed()
+        self.stage, self.dtype, self._options = stage, dtype, options
+        self._shapes = {name: p.shape for name, p in model.decoder.named_parameters()}
+        if stage == 3:
+            for module, parameter in model.decoder.external_parameters():
+                deepspeed.zero.register_external_parameter(module, parameter)
+        optimizer = torch.optim.AdamW(
+            _decay_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, options)
+        )
+
+    @property
+    def model(self) -> CausalLM:
+        """The wrapped module, for evaluation without gradients."""
+        return self._engine.module
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, each counted once."""
+        return sum(shape.numel() for shape in self._shapes.values())
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every parameter, by name."""
+        return dict(self._shapes)
+
+    def forward(self, batch) -> Any:
+        """The module's forward on this rank's share of a micro-batch."""
+        return self._engine(batch)
+
+    def backward(self, loss_share: Tensor) -> None:
+        """Gradients of this rank's additive share of the step's loss; between micro-batches they add up."""
+        self._engine.backward(loss_share * dist.get_world_size(), scale_wrt_gas=False)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # counts the micro-batch; updates nothing
+
+    def step(self, lr: float) -> float:
+        """Clip, update with this learning rate, clear the gradients; returns the gradient norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._plain_gradient_norm() if self.stage == 0 else None
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+
+    def _plain_gradient_norm(self) -> float:
+        """Stage 0 reports no norm; its gradients are whole and already averaged on every rank."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def owned_ranges(self) -> Iterator[OwnedRange]:
+        """Master weights and moments as fp32 ranges; over all ranks every value exactly once."""
+        self._prime_moments()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for index, (name, p) in enumerate(self.model.decoder.named_parameters()):
+            if self.stage == 0:
+                if index % world_size == rank:
+                    state = self._engine.optimizer.state[p]
+                    for role, values in zip(ROLES, (p, *(state[m] for m in MOMENTS)), strict=True):
+                        yield OwnedRange(name, role, 0, values.detach().flatten())
+                continue
+            start, numel, parts = self._partition(name, p)
+            if numel:
+                for role, values in zip(ROLES, parts, strict=True):
+                    yield OwnedRange(name, role, start, values.detach()[:numel])
+
+    def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
+        """Set weights, masters and moments from ``read``, as after ``step`` optimiser steps. Collective in stage 3.
+
+        Without ``moments`` the optimiser starts afresh.
+        """
+        self._prime_moments()
+        for name, p in self.model.decoder.named_parameters():
+            roles = ROLES if moments else ROLES[:1]
+            if self.stage == 0:
+                state = self._engine.optimizer.state[p]
+                start, numel, targets = 0, p.numel(), (p.data.view(-1), *(state[m].view(-1) for m in MOMENTS))
+            else:
+                start, numel, targets = self._partition(name, p)
+            for role, target in zip(roles, targets, strict=False):
+                if numel:
+                    target.data[:numel].copy_(read(name, role, start, numel))
+            if self.stage:
+                self._set_working_weight(name, p, read)
+        for state in self._inner.state.values():
+            if "step" in state:
+                state["step"] = torch.tensor(float(step if moments else 0))  # one each: a shared one counts many times
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        """The AdamW inside whatever wraps it."""
+        optimizer = self._engine.optimizer
+        return optimizer if self.stage == 0 else optimizer.optimizer
+
+    def _partition(self, name: str, p: nn.Parameter) -> tuple[int, int, tuple[Tensor, ...]]:
+        """(start, count, flat tensors by role) of what this rank owns of a parameter in stage 1, 2 or 3."""
+        if self.stage == 3:
+            parts = (safe_get_local_fp32_param(p), *(safe_get_local_optimizer_state(p, m) for m in MOMENTS))
+            start = dist.get_rank() * parts[0].numel()  # equal shares, the last ones padded
+            return start, max(0, min(parts[0].numel(), self._shapes[name].numel() - start)), parts
+        fragment = p._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:
+            return 0, 0, ()
+        address = fragment.lp_fragment_address
+        return address.start, address.numel, tuple(fragment.get_hp_fragment(m) for m in (None, *MOMENTS))
+
+    def _set_working_weight(self, name: str, p: nn.Parameter, read: ReadRange) -> None:
+        """The weights that forward uses follow their masters; DeepSpeed would only do so after its next step."""
+        shape = self._shapes[name]
+        if self.stage < 3:
+            p.data.copy_(read(name, ROLES[0], 0, shape.numel()).view(shape))
+            return
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+            if dist.get_rank() == 0:
+                p.data.copy_(read(name, ROLES[0], 0, shape.numel()).view(shape))
+
+    def _prime_moments(self) -> None:
+        """Give every flat partition its moments: DeepSpeed and AdamW create them at the first step only."""
+        zero, inner = self._engine.optimizer, self._inner
+        flat = [p for group in inner.param_groups for p in group["params"]]
+        flat += list(getattr(zero, "fp32_partitioned_groups_flat", []))
+        for p in flat:
+            if p.numel() and not inner.state[p]:
+                moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
+                inner.state[p].update(step=torch.tensor(0.0), **moments)
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+
+def _decay_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    parameters = list(model.parameters())
+    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]
+
+
+def _deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, options: OptimizerOptions) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": options.clip_norm,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**62,
+    }
+
+
+def _quiet_deepspeed() -> None:
+    """Keep DeepSpeed from compiling an operator that training never calls, and from talking over our log."""
+    # Without this every start on a CPU runs g++ and ninja for deepspeed_shm_comm, which only inference uses.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed_logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
