@@ -1,0 +1,186 @@
+"""Answers about a shard folder as values: what it holds, what a row looks like, what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.build import VALIDATION_FOLDER
+from data_pipeline.manifest import TOKENIZER_FILE, Manifest
+from data_pipeline.pack import PackReport, plan_rows
+from data_pipeline.shards import ShardSet
+from data_pipeline.tokenizer import Tokenizer
+from longctx.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A shard folder in numbers."""
+
+    folder: str
+    split: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    bytes_per_token: float
+    longest_tokens: int
+    mean_tokens: float
+    length_histogram: dict[str, int]
+    """Documents by length: key ``2^k`` counts lengths from 2^k to 2^(k+1) - 1 tokens."""
+    vocab_size: int
+    shards: int
+    shard_bytes: int
+    tokenizer: str
+    manifest_hash: str
+    sources: list[dict[str, Any]]
+    skipped: dict[str, int]
+    packing: PackReport | None
+    """Epoch 0 of seed 0 at the ``seq_len`` that was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceView:
+    """One piece of a packed row."""
+
+    document: int
+    name: str
+    start: int
+    stop: int
+    document_tokens: int
+    head: str
+    """The text it begins with."""
+    tail: str
+    """The text it ends with; empty where ``head`` is the whole piece."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowView:
+    """One packed row, decoded at both ends of every piece."""
+
+    row: int
+    num_rows: int
+    tokens: int
+    padding_tokens: int
+    pieces: list[PieceView]
+
+
+def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
+    """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read."""
+    shards = ShardSet.open(folder, verify=False)
+    manifest, lengths = shards.manifest, shards.lengths
+    if seq_len is not None:
+        _check_seq_len(seq_len)
+    return Description(
+        folder=str(folder),
+        split=manifest.split,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        text_bytes=manifest.text_bytes,
+        bytes_per_token=manifest.text_bytes / max(manifest.tokens, 1),
+        longest_tokens=int(lengths.max(initial=0)),
+        mean_tokens=manifest.tokens / max(manifest.documents, 1),
+        length_histogram=manifest.length_histogram,
+        vocab_size=manifest.vocab_size,
+        shards=len(manifest.shards),
+        shard_bytes=sum(entry.bytes for entry in manifest.shards),
+        tokenizer=manifest.tokenizer,
+        manifest_hash=manifest.hash,
+        sources=manifest.sources,
+        skipped=manifest.skipped,
+        packing=None if seq_len is None else plan_rows(lengths, seq_len).report(lengths),
+    )
+
+
+def show_row(
+    folder: str | Path,
+    *,
+    seq_len: int,
+    row: int,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = True,
+    preview_tokens: int = 32,
+) -> RowView:
+    """Row ``row`` of an epoch as the loader packs it, with ``preview_tokens`` decoded at both ends of each piece."""
+    _check_seq_len(seq_len)
+    shards = ShardSet.open(folder, verify=False)
+    tokenizer = shards.tokenizer()
+    plan = plan_rows(shards.lengths, seq_len, seed=seed, epoch=epoch, shuffle=shuffle)
+    if not 0 <= row < plan.num_rows:
+        raise ConfigError(
+            f"row={row} is not in this epoch, which has rows 0 to {plan.num_rows - 1} at seq_len={seq_len}."
+        )
+    pieces = [_piece_view(shards, tokenizer, piece, preview_tokens) for piece in plan.row(row)]
+    tokens = int(plan.row_tokens[row])
+    return RowView(row=row, num_rows=plan.num_rows, tokens=tokens, padding_tokens=seq_len - tokens, pieces=pieces)
+
+
+def verify(folder: str | Path) -> list[str]:
+    """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
+
+    Reads every byte: manifest hash, sizes, checksums, offsets, ids below the vocabulary size, the tokenizer file, and
+    Arrow files that no manifest lists.
+    """
+    folder = Path(folder)
+    held_out = folder / VALIDATION_FOLDER
+    return [*_problems(folder), *(_problems(held_out) if held_out.is_dir() else [])]
+
+
+def _problems(folder: Path) -> Iterator[str]:
+    try:
+        manifest = Manifest.load(folder)
+    except DataError as error:
+        yield str(error)
+        return
+    listed = {entry.file for entry in manifest.shards}
+    for path in sorted(folder.glob("*.arrow")):
+        if path.name not in listed:
+            yield f"{path} is not listed in the manifest."
+    broken = list(_broken_shards(folder, manifest))
+    yield from broken
+    if not (folder / TOKENIZER_FILE).exists():
+        yield f"{folder / TOKENIZER_FILE} is missing."
+    elif not broken:
+        try:
+            ShardSet.open(folder, verify=False).tokenizer()
+        except DataError as error:
+            yield str(error)
+
+
+def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Shards one by one, so that one damaged file does not hide another."""
+    documents = tokens = 0
+    for entry in manifest.shards:
+        documents, tokens = documents + entry.documents, tokens + entry.tokens
+        try:
+            values = ShardSet.open_one(folder, manifest, entry).shard_tokens(0)
+        except DataError as error:
+            yield str(error)
+            continue
+        largest = int(values.max(initial=0))
+        if largest >= manifest.vocab_size:
+            yield f"{folder / entry.file} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
+    if (documents, tokens) != (manifest.documents, manifest.tokens):
+        yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
+
+
+def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
+    document, start, stop = piece
+    ids = shards.slice(document, start, stop)
+    whole = len(ids) <= 2 * preview
+    return PieceView(
+        document=document,
+        name=shards.name(document),
+        start=start,
+        stop=stop,
+        document_tokens=int(shards.lengths[document]),
+        head=tokenizer.decode(ids if whole else ids[:preview]),
+        tail="" if whole else tokenizer.decode(ids[len(ids) - preview :]),
+    )
+
+
+def _check_seq_len(seq_len: int) -> None:
+    if seq_len < 1:
+        raise ConfigError(f"seq_len={seq_len} must be at least 1.")

@@ -1,0 +1,314 @@
+"""Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any of them.
+
+Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. Micro-batch a of data rank d takes the B rows from
+s·R + a·(D·B) + d·B. Rows of epoch e + 1 follow those of epoch e directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_pipeline.pack import PLAN_VERSION, PackReport, RowPlan, plan_rows
+from data_pipeline.shards import ShardSet
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.errors import ConfigError, DataError
+
+STATE_FORMAT = "longctx-loader"
+
+Pieces = list[tuple[int, int, int]]
+"""One row: document, start, stop of each piece."""
+
+
+def build_loader(
+    folder: str | Path,
+    *,
+    seq_len: int,
+    rows_per_step: int,
+    micro_batch_rows: int = 1,
+    data_rank: int = 0,
+    data_degree: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    verify: bool = True,
+) -> Loader:
+    """An endless iterator of this data rank's micro-batches [micro_batch_rows, seq_len] from a shard folder.
+
+    ``rows_per_step`` counts rows of all ranks and micro-batches together. ``verify`` reads every shard once to check
+    its checksum. Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
+    """
+    _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
+    _check_rows_per_step(rows_per_step, data_degree=data_degree, micro_batch_rows=micro_batch_rows)
+    return Loader(
+        _open(folder, verify=verify),
+        seq_len=seq_len,
+        rows_per_step=rows_per_step,
+        micro_batch_rows=micro_batch_rows,
+        data_rank=data_rank,
+        data_degree=data_degree,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def build_validation_loader(
+    folder: str | Path,
+    *,
+    seq_len: int,
+    max_rows: int | None = None,
+    micro_batch_rows: int = 1,
+    data_rank: int = 0,
+    data_degree: int = 1,
+    verify: bool = True,
+) -> ValidationLoader:
+    """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
+
+    Every rank gets equally many micro-batches; where rows do not divide, the last ones hold padding alone.
+    """
+    _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
+    if max_rows is not None and max_rows < 1:
+        raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
+    return ValidationLoader(
+        _open(folder, verify=verify),
+        seq_len=seq_len,
+        max_rows=max_rows,
+        micro_batch_rows=micro_batch_rows,
+        data_rank=data_rank,
+        data_degree=data_degree,
+    )
+
+
+class Loader:
+    """Endless micro-batches for one data rank. Made by ``build_loader``."""
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        *,
+        seq_len: int,
+        rows_per_step: int,
+        micro_batch_rows: int,
+        data_rank: int,
+        data_degree: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.shards = shards
+        self.seq_len = seq_len
+        self.micro_batches_per_step = rows_per_step // (data_degree * micro_batch_rows)
+        """Micro-batches that this rank takes for one step."""
+        self._rows_per_step = rows_per_step
+        self._micro_batch_rows = micro_batch_rows
+        self._data_rank = data_rank
+        self._data_degree = data_degree
+        self._seed = seed
+        self._shuffle = shuffle
+        self._plans: dict[int, RowPlan] = {}
+        self._epoch = 0
+        self._epoch_row = 0  # next unread row of the epoch
+        self._rows_consumed = 0
+        self._tokens_consumed = 0
+        self._step_rows: list[Pieces] = []  # all ranks' rows of the step under way
+        self._micro_batch = 0  # next micro-batch of that step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Continues where the loader stands; it never ends."""
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch of this data rank."""
+        if self._micro_batch == 0:
+            self._step_rows = self._rows_of_step()
+        width = self._data_degree * self._micro_batch_rows
+        first = self._micro_batch * width + self._data_rank * self._micro_batch_rows
+        batch = build_batch(self.shards, self._step_rows[first : first + self._micro_batch_rows], self.seq_len)
+        self._micro_batch += 1
+        if self._micro_batch == self.micro_batches_per_step:
+            self._finish_step()
+        return batch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the epoch under way. Each epoch packs anew, so the number may differ by a few."""
+        return self._plan(self._epoch).num_rows
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step begins in, from 0."""
+        return self._epoch
+
+    @property
+    def rows_consumed(self) -> int:
+        """Rows of all completed steps, over all ranks."""
+        return self._rows_consumed
+
+    @property
+    def tokens_consumed(self) -> int:
+        """Tokens of all completed steps, over all ranks, without padding."""
+        return self._tokens_consumed
+
+    def pack_report(self) -> PackReport:
+        """Padding, cuts and truncation of the epoch under way."""
+        return self._plan(self._epoch).report(self.shards.lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
+        return {
+            "format": STATE_FORMAT,
+            "plan_version": PLAN_VERSION,
+            "manifest_hash": self.shards.manifest.hash,
+            "seed": self._seed,
+            "seq_len": self.seq_len,
+            "shuffle": self._shuffle,
+            "rows_consumed": self._rows_consumed,
+            "tokens_consumed": self._tokens_consumed,
+            "epoch": self._epoch,
+            "epoch_row": self._epoch_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the step that ``state`` was taken at; ``DataError`` if it belongs to other data or order."""
+        own = self.state_dict()
+        if not isinstance(state, dict) or set(state) != set(own):
+            raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
+        for name in ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle"):
+            if state[name] != own[name]:
+                raise DataError(
+                    f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({self.shards.folder}).\n"
+                    "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
+                )
+        counters = ("rows_consumed", "tokens_consumed", "epoch", "epoch_row")
+        if not all(type(state[name]) is int and state[name] >= 0 for name in counters):
+            raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
+        if state["epoch_row"] >= self._plan(state["epoch"]).num_rows:
+            raise DataError(f"The loader state is damaged: epoch {state['epoch']} has no row {state['epoch_row']}.")
+        self._epoch, self._epoch_row = state["epoch"], state["epoch_row"]
+        self._rows_consumed, self._tokens_consumed = state["rows_consumed"], state["tokens_consumed"]
+        self._micro_batch = 0
+
+    def _rows_of_step(self) -> list[Pieces]:
+        """The next ``rows_per_step`` global rows, across as many epochs as they take."""
+        rows: list[Pieces] = []
+        epoch, row = self._epoch, self._epoch_row
+        while len(rows) < self._rows_per_step:
+            rows.append(self._plan(epoch).row(row))
+            epoch, row = self._after(epoch, row)
+        return rows
+
+    def _finish_step(self) -> None:
+        for _ in self._step_rows:
+            self._epoch, self._epoch_row = self._after(self._epoch, self._epoch_row)
+        self._rows_consumed += len(self._step_rows)
+        self._tokens_consumed += sum(stop - start for row in self._step_rows for _, start, stop in row)
+        self._micro_batch = 0
+
+    def _after(self, epoch: int, row: int) -> tuple[int, int]:
+        return (epoch, row + 1) if row + 1 < self._plan(epoch).num_rows else (epoch + 1, 0)
+
+    def _plan(self, epoch: int) -> RowPlan:
+        if epoch not in self._plans:
+            plan = plan_rows(self.shards.lengths, self.seq_len, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._plans = {e: p for e, p in self._plans.items() if e == self._epoch} | {epoch: plan}
+        return self._plans[epoch]
+
+
+class ValidationLoader:
+    """A fixed number of rows in a fixed order, for one data rank. Made by ``build_validation_loader``."""
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        *,
+        seq_len: int,
+        max_rows: int | None,
+        micro_batch_rows: int,
+        data_rank: int,
+        data_degree: int,
+    ) -> None:
+        self.shards = shards
+        self.seq_len = seq_len
+        self._plan = plan_rows(shards.lengths, seq_len, shuffle=False)
+        self.num_rows = self._plan.num_rows if max_rows is None else min(max_rows, self._plan.num_rows)
+        """Rows with text, over all ranks."""
+        self._micro_batch_rows = micro_batch_rows
+        self._data_rank = data_rank
+        self._data_degree = data_degree
+
+    def __len__(self) -> int:
+        """Micro-batches on each rank, the same everywhere."""
+        return -(-self.num_rows // (self._data_degree * self._micro_batch_rows))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Starts from the first row each time."""
+        for number in range(len(self)):
+            first = (number * self._data_degree + self._data_rank) * self._micro_batch_rows
+            rows = [
+                self._plan.row(r) if r < self.num_rows else [] for r in range(first, first + self._micro_batch_rows)
+            ]
+            yield build_batch(self.shards, rows, self.seq_len)
+
+
+def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
+    """Rows of pieces as a ``Batch`` [len(rows), seq_len]; a row without pieces is all padding.
+
+    Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
+    """
+    places = len(rows) * seq_len
+    tokens = np.full(places, shards.manifest.padding, dtype=np.int64)
+    targets = np.full(places, IGNORED_TARGET, dtype=np.int64)
+    bounds: list[int] = [0]
+    is_padding: list[bool] = []
+    for number, row in enumerate(rows):
+        place = number * seq_len
+        for document, start, stop in row:
+            ids = shards.slice(document, start, stop + 1)  # ends with the document, if that comes first
+            tokens[place : place + stop - start] = ids[: stop - start]
+            targets[place : place + len(ids) - 1] = ids[1:]
+            place += stop - start
+            bounds.append(place)
+            is_padding.append(False)
+        if place < (number + 1) * seq_len:
+            bounds.append((number + 1) * seq_len)
+            is_padding.append(True)
+    cu_seqlens = np.array(bounds, dtype=np.int64)
+    sizes = np.diff(cu_seqlens)
+    segments = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
+    positions = np.arange(places) - np.repeat(cu_seqlens[:-1], sizes)
+    shape = (len(rows), seq_len)
+    return Batch(
+        tokens=torch.from_numpy(tokens.reshape(shape)),
+        targets=torch.from_numpy(targets.reshape(shape)),
+        positions=torch.from_numpy(positions.reshape(shape)),
+        documents=torch.from_numpy(np.repeat(segments, sizes).reshape(shape)),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+    )
+
+
+def _open(folder: str | Path, *, verify: bool) -> ShardSet:
+    shards = ShardSet.open(folder, verify=verify)
+    if not shards.num_documents:
+        raise DataError(f"{folder} holds no documents. Build it again from a source with text.")
+    return shards
+
+
+def _check_sizes(*, seq_len: int, micro_batch_rows: int, data_rank: int, data_degree: int) -> None:
+    for name, value in (("seq_len", seq_len), ("micro_batch_rows", micro_batch_rows), ("data_degree", data_degree)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
+    if not 0 <= data_rank < data_degree:
+        raise ConfigError(f"data_rank={data_rank} must be at least 0 and below data_degree={data_degree}.")
+
+
+def _check_rows_per_step(rows_per_step: int, *, data_degree: int, micro_batch_rows: int) -> None:
+    width = data_degree * micro_batch_rows
+    if rows_per_step < 1 or rows_per_step % width:
+        below = max(rows_per_step // width, 0) * width
+        nearest = f"{below} or {below + width}" if below else f"{width}"
+        raise ConfigError(
+            f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} × "
+            f"micro_batch_rows={micro_batch_rows} = {width} rows. Try rows_per_step={nearest}."
+        )

@@ -1,0 +1,51 @@
+"""A small real corpus, a tokenizer trained on it, and shards built from both, made once for the whole session."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.build import build_shards
+from data_pipeline.sources import Source, open_source
+from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+
+VOCAB_SIZE = 700
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short files of the standard library, one of them twice."""
+    folder = tmp_path_factory.mktemp("corpus")
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(stdlib.glob("*.py")) if 2_000 < path.stat().st_size < 12_000][:40]
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+    shutil.copyfile(files[0], folder / "again.py")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def source(corpus: Path) -> Source:
+    return open_source(corpus)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_tokenizer(source, tmp_path_factory.mktemp("tokenizer") / "small.model", vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def built(source: Source, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shard folder with several shards and a validation split. Read-only: damage a copy."""
+    folder = tmp_path_factory.mktemp("built") / "shards"
+    build_shards(source, tokenizer, folder, validation_fraction=0.2, shard_tokens=20_000)
+    return folder
+
+
+@pytest.fixture
+def damaged(built: Path, tmp_path: Path) -> Path:
+    """A copy of ``built`` to break."""
+    return Path(shutil.copytree(built, tmp_path / "damaged"))

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.inspect import describe, show_row, verify
+from data_pipeline.loader import build_loader
+from data_pipeline.shards import EncodedDocument, ShardSet, ShardWriter
+from data_pipeline.tokenizer import Tokenizer
+from longctx.errors import ConfigError, DataError
+from tests.data_pipeline.test_shards import DAMAGE, edit, flip_byte
+
+
+def test_describe_counts_what_is_there(built: Path):
+    shards = ShardSet.open(built)
+    found = describe(built, seq_len=512)
+    assert found.documents == shards.num_documents
+    assert found.tokens == shards.num_tokens == sum(shards.lengths)
+    assert found.longest_tokens == max(shards.lengths)
+    assert sum(found.length_histogram.values()) == found.documents
+    assert found.bytes_per_token == found.text_bytes / found.tokens
+    assert found.packing is not None
+    assert found.packing.truncated_tokens == 0
+    assert describe(built).packing is None
+    json.dumps(dataclasses.asdict(found))
+
+
+def test_show_row_is_the_row_that_the_loader_gives(built: Path, tokenizer: Tokenizer):
+    loader = build_loader(built, seq_len=512, rows_per_step=1, seed=3)
+    for row in range(6):
+        view = show_row(built, seq_len=512, row=row, seed=3, preview_tokens=10**6)
+        tokens = next(loader).tokens[0, : view.tokens]
+        assert "".join(piece.head for piece in view.pieces) == tokenizer.decode(tokens.numpy())
+        assert view.tokens + view.padding_tokens == 512
+        assert all(piece.tail == "" for piece in view.pieces)
+    assert view.num_rows == loader.num_rows
+
+
+def test_show_row_shows_both_ends(built: Path, corpus: Path):
+    pieces = show_row(built, seq_len=8192, row=0, preview_tokens=8).pieces
+    assert pieces
+    for piece in pieces:
+        text = (corpus / piece.name).read_text()
+        assert text.startswith(piece.head)
+        assert text.endswith(piece.tail)
+        assert 0 < len(piece.tail) < 100
+
+
+def test_show_row_outside_the_epoch(built: Path):
+    with pytest.raises(ConfigError, match=r"row=99999 is not in this epoch, which has rows 0 to \d+"):
+        show_row(built, seq_len=512, row=99_999)
+    with pytest.raises(ConfigError, match="seq_len=0"):
+        describe(built, seq_len=0)
+
+
+def test_verify_finds_nothing_in_a_sound_folder(built: Path):
+    assert verify(built) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verify_finds_every_damage(damaged: Path, damage: str):
+    harm, message = DAMAGE[damage]
+    harm(damaged)
+    problems = verify(damaged)
+    assert len(problems) in (1, 2)
+    assert message in problems[0]
+
+
+def test_verify_finds_several_problems_at_once(damaged: Path):
+    flip_byte(damaged / "00000.arrow", 4000)
+    (damaged / "00001.arrow").unlink()
+    (damaged / "extra.arrow").touch()
+    (damaged / "tokenizer.model").unlink()
+    flip_byte(damaged / "validation" / "tokenizer.model", 3000)
+    problems = verify(damaged)
+    parts = (
+        "extra.arrow is not listed",
+        "00000.arrow is damaged",
+        "00001.arrow is missing",
+        "model is missing",
+        "tokenizer",
+    )
+    assert len(problems) == len(parts)
+    assert all(part in problem for part, problem in zip(parts, problems, strict=True))
+
+
+def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path: Path):
+    writer = ShardWriter(tmp_path, vocab_size=tokenizer.vocab_size)
+    writer.add(EncodedDocument(tokens=np.array([1, 699, 2]), hash=1, name="a", text_bytes=1))
+    writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
+    tokenizer.save(tmp_path / "tokenizer.model")
+    assert verify(tmp_path) == []
+    edit(tmp_path / "manifest.json", lambda m: m.update(vocab_size=699), seal=True)
+    assert verify(tmp_path) == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]
+
+
+def test_a_folder_that_is_none(tmp_path: Path):
+    assert "is not a shard folder" in verify(tmp_path)[0]
+    with pytest.raises(DataError, match="longctx data build"):
+        describe(tmp_path)

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.build import build_shards
+from data_pipeline.loader import Loader, build_batch, build_loader, build_validation_loader
+from data_pipeline.shards import ShardSet
+from data_pipeline.sources import open_source
+from data_pipeline.tokenizer import Tokenizer
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.errors import ConfigError, DataError
+
+SEQ_LEN = 256
+
+
+def loaders(folder: Path, *, degree: int, micro: int = 1, rows_per_step: int = 8, seq_len: int = SEQ_LEN, **options):
+    return [
+        build_loader(
+            folder,
+            seq_len=seq_len,
+            rows_per_step=rows_per_step,
+            micro_batch_rows=micro,
+            data_rank=rank,
+            data_degree=degree,
+            **options,
+        )
+        for rank in range(degree)
+    ]
+
+
+def global_rows(ranks: list[Loader], steps: int) -> list[list[int]]:
+    """The rows of whole steps in their global order, put together from all ranks."""
+    rows = []
+    for _ in range(steps * ranks[0].micro_batches_per_step):
+        for rank in ranks:
+            rows += next(rank).tokens.tolist()
+    return rows
+
+
+def naive_batch(shards: ShardSet, rows: list[list[tuple[int, int, int]]], seq_len: int) -> list[list[list[int]]]:
+    """Tokens, targets, positions and documents written token by token, the way the contract reads."""
+    tokens, targets, positions, documents, segment = [], [], [], [], 0
+    for row in rows:
+        t, g, p, d = [], [], [], []
+        for document, start, stop in row:
+            ids = shards.document(document).tolist()
+            for place in range(start, stop):
+                t.append(ids[place])
+                g.append(ids[place + 1] if place + 1 < len(ids) else IGNORED_TARGET)
+                p.append(place - start)
+                d.append(segment)
+            segment += 1
+        missing = seq_len - len(t)
+        segment += missing > 0
+        tokens.append(t + [shards.manifest.padding] * missing)
+        targets.append(g + [IGNORED_TARGET] * missing)
+        positions.append(p + list(range(missing)))
+        documents.append(d + [PADDING_DOCUMENT] * missing)
+    return [tokens, targets, positions, documents]
+
+
+def check_contract(batch: Batch, shape: tuple[int, int]) -> None:
+    rows, seq_len = shape
+    for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents):
+        assert tensor.shape == shape
+        assert tensor.dtype == torch.int64
+    bounds = batch.cu_seqlens.tolist()
+    assert batch.cu_seqlens.dtype == torch.int64
+    assert bounds == sorted(set(bounds))
+    assert (bounds[0], bounds[-1]) == (0, rows * seq_len)
+    assert set(range(0, rows * seq_len + 1, seq_len)) <= set(bounds)
+    flat = batch.flatten_rows()
+    for segment, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        assert flat.positions[0, start:stop].tolist() == list(range(stop - start))
+        assert set(flat.documents[0, start:stop].tolist()) in ({segment}, {PADDING_DOCUMENT})
+
+
+class TestBatches:
+    @pytest.mark.parametrize(("seq_len", "micro"), [(SEQ_LEN, 1), (SEQ_LEN, 2), (1000, 4), (100_000, 1), (1, 3)])
+    def test_follow_the_contract(self, built: Path, seq_len: int, micro: int):
+        (loader,) = loaders(built, degree=1, micro=micro, rows_per_step=micro, seq_len=seq_len)
+        for batch in itertools.islice(loader, 5):
+            check_contract(batch, (micro, seq_len))
+
+    @pytest.mark.parametrize("seq_len", [37, 256, 5000])
+    def test_equal_the_same_written_token_by_token(self, built: Path, seq_len: int):
+        shards = ShardSet.open(built)
+        loader = build_loader(built, seq_len=seq_len, rows_per_step=3, micro_batch_rows=3)
+        plan = loader._plan(0)
+        for first in range(0, min(plan.num_rows, 30) - 2, 3):
+            rows = [plan.row(index) for index in range(first, first + 3)]
+            batch = next(loader)
+            found = [x.tolist() for x in (batch.tokens, batch.targets, batch.positions, batch.documents)]
+            assert found == naive_batch(shards, rows, seq_len)
+
+    def test_a_cut_document_keeps_its_next_token_as_target(self, built: Path):
+        shards = ShardSet.open(built)
+        document = int(shards.lengths.argmax())
+        ids = shards.document(document).tolist()
+        batch = build_batch(shards, [[(document, 64, 128)]], 64)
+        assert batch.tokens[0].tolist() == ids[64:128]
+        assert batch.targets[0].tolist() == ids[65:129]
+
+    def test_a_document_end_predicts_nothing_and_nothing_predicts_across(self, built: Path, tokenizer: Tokenizer):
+        (loader,) = loaders(built, degree=1, rows_per_step=1, seq_len=8192)
+        for batch in itertools.islice(loader, 4):
+            ends = batch.tokens == tokenizer.document_end
+            assert (batch.targets[ends] == IGNORED_TARGET).all()
+            assert not (batch.targets == tokenizer.document_begin).any()
+            real = (batch.documents != PADDING_DOCUMENT) & ~ends
+            assert (batch.targets[real] != IGNORED_TARGET).all()
+
+    def test_an_epoch_predicts_every_token_but_the_first_once(self, built: Path):
+        shards = ShardSet.open(built)
+        loader = build_loader(built, seq_len=SEQ_LEN, rows_per_step=1)
+        counts = np.zeros(shards.manifest.vocab_size, int)
+        for batch in itertools.islice(loader, loader.num_rows):
+            targets = batch.targets[batch.targets != IGNORED_TARGET]
+            counts += np.bincount(targets.numpy(), minlength=len(counts))
+        expected = [shards.document(i)[1:] for i in range(shards.num_documents)]
+        assert counts.tolist() == np.bincount(np.concatenate(expected), minlength=len(counts)).tolist()
+        assert loader.epoch == 1
+        assert loader.tokens_consumed == shards.num_tokens
+
+
+class TestOrder:
+    @pytest.mark.parametrize(("degree", "micro"), [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
+    def test_global_rows_do_not_depend_on_ranks(self, built: Path, degree: int, micro: int):
+        expected = global_rows(loaders(built, degree=1), 4)
+        ranks = loaders(built, degree=degree, micro=micro)
+        assert global_rows(ranks, 4) == expected
+        states = [rank.state_dict() for rank in ranks]
+        assert all(state == states[0] for state in states)
+
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        st.sampled_from([(1, 1), (2, 2), (4, 1)]),
+        st.sampled_from([(1, 2), (2, 1), (4, 2)]),
+        st.integers(0, 45),
+        st.booleans(),
+    )
+    def test_resuming_equals_not_stopping_whatever_the_ranks(self, built: Path, before, after, stop_at, shuffle):
+        """45 steps of 8 rows at 1024 tokens are several epochs: steps straddle their ends."""
+        options = {"seq_len": 1024, "shuffle": shuffle, "seed": 5, "verify": False}
+        (whole,) = loaders(built, degree=1, **options)
+        for _ in range(stop_at * 8):
+            next(whole)
+        first = loaders(built, degree=before[0], micro=before[1], **options)
+        for rank in first:
+            for _ in range(stop_at * rank.micro_batches_per_step):
+                next(rank)
+        state = json.loads(json.dumps(first[0].state_dict()))
+        assert state == whole.state_dict()
+        second = loaders(built, degree=after[0], micro=after[1], **options)
+        for rank in second:
+            rank.load_state_dict(state)
+        assert global_rows(second, 2) == global_rows([whole], 2)
+        assert second[0].state_dict() == whole.state_dict()
+
+    def test_the_next_epoch_follows_directly_in_a_new_order(self, built: Path):
+        loader = build_loader(built, seq_len=1024, rows_per_step=1)
+        count = loader.num_rows
+        first = [next(loader).tokens.tolist() for _ in range(count)]
+        second = [next(loader).tokens.tolist() for _ in range(loader.num_rows)]
+        assert loader.epoch == 2
+        assert first != second
+        assert loader.tokens_consumed == 2 * loader.shards.num_tokens
+
+    def test_a_state_in_the_middle_of_a_step_is_that_of_its_beginning(self, built: Path):
+        loader = build_loader(built, seq_len=SEQ_LEN, rows_per_step=4)
+        for _ in range(4):
+            next(loader)
+        state = loader.state_dict()
+        ahead = next(loader)
+        assert loader.state_dict() == state
+        loader.load_state_dict(state)
+        assert next(loader).tokens.tolist() == ahead.tokens.tolist()
+
+    def test_another_number_of_rows_a_step_continues_the_same_rows(self, built: Path):
+        (wide,) = loaders(built, degree=1, rows_per_step=8)
+        (narrow,) = loaders(built, degree=1, rows_per_step=2)
+        expected = global_rows(loaders(built, degree=1, rows_per_step=8), 2)
+        assert global_rows([wide], 1) == expected[:8]
+        narrow.load_state_dict(wide.state_dict())
+        assert global_rows([narrow], 4) == expected[8:]
+
+    @pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 512}, {"shuffle": False}])
+    def test_a_state_of_another_order_is_refused(self, built: Path, change: dict):
+        options = {"seq_len": SEQ_LEN, "rows_per_step": 2}
+        state = build_loader(built, **{**options, **change}).state_dict()
+        with pytest.raises(DataError, match=f"{next(iter(change))}="):
+            build_loader(built, **options).load_state_dict(state)
+
+    def test_a_state_of_other_data_or_no_state_is_refused(self, built: Path):
+        loader = build_loader(built, seq_len=SEQ_LEN, rows_per_step=2)
+        other = build_loader(built / "validation", seq_len=SEQ_LEN, rows_per_step=2)
+        with pytest.raises(DataError, match="manifest_hash="):
+            loader.load_state_dict(other.state_dict())
+        with pytest.raises(DataError, match="not a loader state"):
+            loader.load_state_dict({})
+        for name, value in (("epoch_row", 10**9), ("rows_consumed", -1), ("epoch", "1"), ("tokens_consumed", 1.5)):
+            with pytest.raises(DataError, match="state is damaged"):
+                loader.load_state_dict({**loader.state_dict(), name: value})
+
+
+class TestSmallData:
+    @pytest.fixture
+    def tiny(self, tokenizer: Tokenizer, tmp_path: Path) -> Path:
+        (tmp_path / "a.txt").write_text("a very short text")
+        build_shards(open_source(tmp_path / "a.txt"), tokenizer, tmp_path / "out", validation_fraction=0)
+        return tmp_path / "out"
+
+    def test_less_than_one_row_repeats_epoch_by_epoch(self, tiny: Path):
+        ranks = loaders(tiny, degree=2, micro=2, rows_per_step=8, seq_len=4096)
+        assert ranks[0].num_rows == 1
+        batches = [next(ranks[0]) for _ in range(4)]
+        for batch in batches:
+            check_contract(batch, (2, 4096))
+            assert batch.tokens.tolist() == batches[0].tokens.tolist()
+        assert (ranks[0].epoch, ranks[0].rows_consumed) == (16, 16)
+        resumed = loaders(tiny, degree=1, rows_per_step=8, seq_len=4096)[0]
+        resumed.load_state_dict(ranks[0].state_dict())
+        assert resumed.tokens_consumed == 16 * resumed.shards.num_tokens
+
+
+class TestValidation:
+    @pytest.mark.parametrize(("degree", "micro"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+    @pytest.mark.parametrize("max_rows", [None, 1, 5, 10**6])
+    def test_every_row_once_and_ranks_in_step(self, built: Path, degree: int, micro: int, max_rows: int | None):
+        options = {"seq_len": SEQ_LEN, "max_rows": max_rows}
+        expected = [batch.tokens[0].tolist() for batch in build_validation_loader(built, **options)]
+        ranks = [
+            build_validation_loader(built, **options, micro_batch_rows=micro, data_rank=rank, data_degree=degree)
+            for rank in range(degree)
+        ]
+        batches = [list(rank) for rank in ranks]
+        assert len({len(b) for b in batches} | {len(rank) for rank in ranks}) == 1
+        rows = [row for group in zip(*batches, strict=True) for batch in group for row in batch.tokens.tolist()]
+        assert rows[: len(expected)] == expected
+        assert ranks[0].num_rows == len(expected)
+        padding = ranks[0].shards.manifest.padding
+        assert all(set(row) == {padding} for row in rows[len(expected) :])
+        for batch in batches[-1]:
+            check_contract(batch, (micro, SEQ_LEN))
+
+    def test_iterating_again_gives_the_same(self, built: Path):
+        loader = build_validation_loader(built / "validation", seq_len=SEQ_LEN, max_rows=3)
+        first, again = ([batch.tokens.tolist() for batch in loader] for _ in range(2))
+        assert first == again
+        assert len(first) == 3
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"rows_per_step": 10, "data_degree": 4, "micro_batch_rows": 1}, "Try rows_per_step=8 or 12"),
+            (
+                {"rows_per_step": 3, "data_degree": 4},
+                r"data_degree=4 × micro_batch_rows=1 = 4 rows. Try rows_per_step=4",
+            ),
+            ({"rows_per_step": 0}, "Try rows_per_step=1"),
+            ({"rows_per_step": 4, "data_degree": 2, "data_rank": 2}, "data_rank=2 must be"),
+            ({"rows_per_step": 4, "seq_len": 0}, "seq_len=0 must be"),
+            ({"rows_per_step": 4, "micro_batch_rows": 0}, "micro_batch_rows=0 must be"),
+        ],
+    )
+    def test_sizes_that_do_not_fit(self, built: Path, options: dict, message: str):
+        with pytest.raises(ConfigError, match=message):
+            build_loader(built, **{"seq_len": SEQ_LEN, **options})
+
+    def test_max_rows_must_be_positive(self, built: Path):
+        with pytest.raises(ConfigError, match="max_rows=0"):
+            build_validation_loader(built, seq_len=SEQ_LEN, max_rows=0)
+
+    def test_damage_is_noticed_before_the_first_batch(self, damaged: Path):
+        (damaged / "00001.arrow").unlink()
+        with pytest.raises(DataError, match=r"00001.arrow is missing"):
+            build_loader(damaged, seq_len=SEQ_LEN, rows_per_step=1)

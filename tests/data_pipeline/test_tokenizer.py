@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.sources import Document, Source
+from data_pipeline.tokenizer import (
+    DOCUMENT_BEGIN,
+    DOCUMENT_END,
+    PADDING,
+    SMALLEST_VOCAB_SIZE,
+    SPACE_MARK,
+    Tokenizer,
+    train_tokenizer,
+)
+from longctx.errors import DataError
+
+AWKWARD = [
+    "",
+    " ",
+    "  two  spaces  ",
+    "\n",
+    "\r\n\t\0 NUL",
+    "\ufeffBOM",
+    "\U0001f468‍\U0001f469‍\U0001f467 family",
+    "e\u0301 is not \u00e9, \ufb01 is not fi",
+    f"{SPACE_MARK}{SPACE_MARK} a{SPACE_MARK} b {SPACE_MARK}",
+    f"{DOCUMENT_BEGIN}x{DOCUMENT_END}{PADDING}<s></s><unk><pad>",
+    "<0x41><0x0A>",
+    "\x1a\x7f\u0085\u2028\u00a0\u3000",
+    "1234567890",
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode_document(text)) == text
+
+
+@given(st.text())
+def test_any_unicode_comes_back_and_never_makes_a_control_id(tokenizer: Tokenizer, text: str):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not set(ids.tolist()) & {0, tokenizer.document_begin, tokenizer.document_end, tokenizer.padding}
+
+
+def test_documents_are_framed_by_ids_that_text_cannot_make(tokenizer: Tokenizer):
+    ids = tokenizer.encode_document(DOCUMENT_END)
+    assert ids.dtype == np.int32
+    assert (ids[0], ids[-1]) == (tokenizer.document_begin, tokenizer.document_end)
+    assert tokenizer.document_end not in ids[:-1]
+    assert len({tokenizer.document_begin, tokenizer.document_end, tokenizer.padding}) == 3
+
+
+def test_digits_stand_alone(tokenizer: Tokenizer):
+    assert len(tokenizer.encode("2026")) >= 4
+
+
+def test_long_texts_are_cut_for_encoding_without_a_trace(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("data_pipeline.tokenizer._CHUNK_CHARACTERS", 50)
+    for text in ("word " * 100, "line\n" * 100, ("x" * 70 + "\n") * 5, SPACE_MARK * 120):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_same_documents_give_the_same_file(source: Source, tokenizer: Tokenizer, tmp_path: Path):
+    again = train_tokenizer(source, tmp_path / "again.model", vocab_size=tokenizer.vocab_size)
+    assert again.path.read_bytes() == tokenizer.path.read_bytes()
+    assert again.fingerprint == tokenizer.fingerprint == Tokenizer.load(again.path).fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["again.model"]
+
+
+def test_training_writes_nothing_to_the_terminal(source: Source, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    train_tokenizer(source, tmp_path / "a.model", vocab_size=400)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_large_corpus_is_sampled_by_hash_and_not_by_order(source: Source, tmp_path: Path):
+    documents = list(source)
+
+    def train(name: str, **options) -> bytes:
+        return train_tokenizer(documents, tmp_path / name, vocab_size=380, **options).path.read_bytes()
+
+    half = train("half", max_text_bytes=80_000)
+    assert half == train("again", max_text_bytes=80_000)
+    assert half != train("seeded", max_text_bytes=80_000, seed=1)
+    assert half != train("all")
+    calls: list[tuple[int, int]] = []
+    train("small", max_text_bytes=1, progress=lambda *numbers: calls.append(numbers))  # one document is always kept
+    assert calls[-1] == (len(documents), sum(len(d.text.encode()) for d in documents))
+
+
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(source: Source, tmp_path: Path):
+    output = tmp_path / "bad.model"
+    with pytest.raises(DataError, match=f"vocab_size=100 leaves no room.*Try {SMALLEST_VOCAB_SIZE}"):
+        train_tokenizer(source, output, vocab_size=100)
+    with pytest.raises(DataError, match=r"vocab_size=270 is less than .*\nTry (\d+) or more") as caught:
+        train_tokenizer(source, output, vocab_size=270)
+    with pytest.raises(DataError, match=r"vocab_size=900000 is more than this corpus can fill. Try \d+ or less"):
+        train_tokenizer(source, output, vocab_size=900_000)
+    assert not output.exists()
+    nearest = int(str(caught.value).split("Try ")[1].split()[0])
+    assert train_tokenizer(source, output, vocab_size=nearest).vocab_size == nearest
+
+
+def test_no_documents_is_an_error(tmp_path: Path):
+    with pytest.raises(DataError, match="no documents"):
+        train_tokenizer([], tmp_path / "a.model", vocab_size=500)
+
+
+def test_a_corpus_of_space_marks_trains(tmp_path: Path):
+    documents = [Document("a", f"a{SPACE_MARK}b abc abc bca cab ")] * 3
+    assert train_tokenizer(documents, tmp_path / "a.model", vocab_size=266).encode("abc").size
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"not a model", None])
+def test_a_damaged_or_missing_model_is_an_error(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "a.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer=.*a.model") as caught:
+        Tokenizer.load(path)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_every_truncation_of_a_model_is_noticed(tokenizer: Tokenizer, tmp_path: Path):
+    content = tokenizer.path.read_bytes()
+    for size in range(1, len(content), 11):
+        (tmp_path / "cut.model").write_bytes(content[:size])
+        with pytest.raises(DataError):
+            Tokenizer.load(tmp_path / "cut.model")
+
+
+def test_ids_outside_the_vocabulary_are_named(tokenizer: Tokenizer):
+    with pytest.raises(DataError, match="id 700 is not in the vocabulary"):
+        tokenizer.decode([5, 700])
+    with pytest.raises(DataError, match="id -1 is not in the vocabulary"):
+        tokenizer.decode([-1])
+
+
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer):
+    with pytest.raises(DataError, match="surrogate"):
+        tokenizer.encode("half \ud800")
+
+
+def test_an_output_that_cannot_be_written_says_why(source: Source, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"could not be written .*\n.*already stands there"):
+        train_tokenizer(source, tmp_path / "file" / "a.model", vocab_size=400)
