@@ -2,14 +2,14 @@
 
 A checkpoint folder holds ``manifest.json`` (hashed), ``tokenizer.model`` and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
-Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage and
-any number of ranks writes this format, and reads any range of it back.
+Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage
+and any number of ranks writes this format, and reads any range of it back. An imported model has masters only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 
 FORMAT = "longctx-checkpoint"
@@ -41,7 +42,7 @@ class Piece:
 def canonical_hash(manifest: dict[str, Any]) -> str:
     """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
     body = {k: v for k, v in manifest.items() if k != "hash"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")))
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def hash_file(path: Path) -> str:
@@ -64,6 +65,7 @@ class CheckpointReader:
             name: {role: [Piece(**p) for p in pieces] for role, pieces in entry["roles"].items()}
             for name, entry in self.manifest["tensors"].items()
         }
+        self._check_roles()
         self._check_cover()
         self._open: dict[str, Any] = {}
 
@@ -82,6 +84,11 @@ class CheckpointReader:
         """Fields of the ModelConfig."""
         return self.manifest["model"]
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What is stored of every tensor: all of ``ROLES``, or the master alone in an imported model."""
+        return self._roles
+
     def names(self) -> list[str]:
         """Logical tensors, in the model's order."""
         return list(self.manifest["tensors"])
@@ -97,6 +104,12 @@ class CheckpointReader:
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
         """``numel`` values of the flattened tensor from ``start``, fp32 [numel]; reads only the pieces it needs."""
+        if role not in self._roles:
+            raise CheckpointError(
+                f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
+            )
+        if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
+            raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
         out = torch.empty(numel, dtype=torch.float32)
         for piece in self._pieces[name][role]:
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
@@ -109,10 +122,11 @@ class CheckpointReader:
         for name in self.names():
             yield name, self.read(name).to(dtype or self.dtype)
 
-    def verify(self) -> list[str]:
-        """Problems found by reading every file: empty when all sizes and hashes are as the manifest says."""
+    def verify(self, files: Iterable[str] | None = None) -> list[str]:
+        """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
         problems = []
-        for name, entry in self.manifest["files"].items():
+        for name in self.manifest["files"] if files is None else files:
+            entry = self.manifest["files"][name]
             path = self.folder / name
             if not path.is_file():
                 problems.append(f"{name} is missing")
@@ -130,12 +144,27 @@ class CheckpointReader:
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
-            return self._open[piece.file].get_slice(piece.key)
+            entry = self._open[piece.file].get_slice(piece.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self.folder / piece.file} cannot be read: {error}.\n"
                 "`python -m launcher checkpoint verify` names every damaged file; resume from an older checkpoint."
             ) from error
+        if entry.get_dtype() != "F32" or entry.get_shape() != [piece.numel]:
+            raise CheckpointError(
+                f"{piece.key} in {self.folder / piece.file} is {entry.get_dtype()} {entry.get_shape()}; "
+                f"the manifest says F32 [{piece.numel}]."
+            )
+        return entry
+
+    def _check_roles(self) -> None:
+        """Every tensor is there in the same roles: all of them, or the master alone."""
+        found = {frozenset(roles) for roles in self._pieces.values()}
+        if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}):
+            raise CheckpointError(
+                f"{self.folder}: its tensors must all have the roles {ROLES}, or all the master alone."
+            )
+        self._roles = tuple(role for role in ROLES if role in next(iter(found)))
 
     def _check_cover(self) -> None:
         """Every role of every tensor must be covered exactly once."""
@@ -148,6 +177,24 @@ class CheckpointReader:
                     at += piece.numel
                 if at != torch.Size(self.shape(name)).numel():
                     raise CheckpointError(f"{self.folder}: {name} ({role}) ends at value {at}.")
+
+
+def model_config(reader: CheckpointReader) -> ModelConfig:
+    """The config of the checkpoint's model; ConfigError when another release wrote keys that this one does not know."""
+    return ModelConfig.from_dict(reader.model)
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """A checkpoint folder as it is; of a run folder, the committed checkpoint with the highest step."""
+    folder = Path(folder)
+    if (folder / MANIFEST).is_file():
+        return folder
+    steps = [p for p in (folder / "checkpoints").glob("step_*") if (p / MANIFEST).is_file() and p.name[5:].isdecimal()]
+    if not steps:
+        raise CheckpointError(
+            f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with checkpoints/step_NNNNNN."
+        )
+    return max(steps, key=lambda p: int(p.name[5:]))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,15 @@
+"""Checkpoints to and from Hugging Face: one table a family (``families``), strict and streaming in both directions."""
+
+from longctx.conversion.checkpoints import export_checkpoint, import_hf
+from longctx.conversion.hf import HfReader, load_hf, save_hf
+from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer
+
+__all__ = [
+    "HfReader",
+    "check_tokenizer",
+    "export_checkpoint",
+    "export_tokenizer",
+    "import_hf",
+    "load_hf",
+    "save_hf",
+]
