@@ -1,0 +1,89 @@
+"""Tiny models and packed batches for the tests of ``longctx``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.config import ModelConfig
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """Two layers of everything: grouped-query heads, four experts, a shared expert; weights large enough to matter."""
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_size": 48,
+        "num_experts": 4,
+        "expert_ffn_size": 16,
+        "shared_ffn_size": 24,
+        "init_std": 0.1,
+    }
+    return ModelConfig(**{**sizes, **changes})
+
+
+def dense_config(**changes) -> ModelConfig:
+    """The same shape with a dense FFN and nothing of a mixture."""
+    return tiny_config(num_experts=0, shared_ffn_size=0, **changes)
+
+
+def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 97, seed: int = 0) -> Batch:
+    """A batch whose row b packs documents of ``rows[b]`` tokens and ends in ``padding`` tokens of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [n for row in rows for n in (*row, padding) if n]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    shape = (len(rows), sum(rows[0]) + padding)
+    tokens = torch.randint(vocab_size, shape, generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(shape)
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape)
+    targets = tokens.flatten().roll(-1)
+    targets[cu_seqlens[1:] - 1] = IGNORED_TARGET
+    targets = targets.view(shape)
+    if padding:
+        targets[:, -padding:], documents[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
+    return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, cu_seqlens=cu_seqlens)
+
+
+def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:
+    """Rows of one document each."""
+    return packed_batch([[num_tokens]] * num_rows, seed=seed)
+
+
+def documents_of(batch: Batch) -> list[Batch]:
+    """Every segment as a batch of its own."""
+    flat = batch.flatten_rows()
+
+    def cut(a: int, b: int) -> Batch:
+        part = flat.map_tokens(lambda x: x[:, a:b])
+        return Batch(
+            tokens=part.tokens,
+            targets=part.targets,
+            positions=part.positions,
+            documents=part.documents.clamp(max=0),
+            cu_seqlens=torch.tensor([0, b - a]),
+        )
+
+    return [cut(a, b) for a, b in pairwise(batch.cu_seqlens.tolist())]
+
+
+def randomize(module: torch.nn.Module, *, std: float = 0.3, seed: int = 0) -> None:
+    """Give every parameter, norms and biases too, values that a test can tell apart from its neighbours'."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Every parameter's gradient by name, all of them present."""
+    found = {name: p.grad for name, p in module.named_parameters()}
+    missing = [name for name, grad in found.items() if grad is None]
+    assert not missing, f"no gradient: {missing}"
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
