@@ -184,6 +184,9 @@ class TestStaging:
         with pytest.raises(ValueError, match="stop"), staged_folder(target, replace=True):
             raise ValueError("stop")
         assert [p.name for p in target.iterdir()] == ["old"]
+        with pytest.raises(DataError, match="could not be written"), staged_folder(target, replace=True) as staging:
+            staging.rmdir()  # the last rename fails when the old folder has already been moved aside
+        assert [p.name for p in target.iterdir()] == ["old"]
         with staged_folder(target, replace=True) as staging:
             (staging / "new").touch()
         assert [p.name for p in target.iterdir()] == ["new"]
