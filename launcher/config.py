@@ -22,7 +22,6 @@ from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
 from parallel.layout import check_layout
 from parallel.mesh import check_degrees
-from parallel.zero import check_zero
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.toml"
 
@@ -185,6 +184,8 @@ class RunConfig:
 
     def check(self, world_size: int) -> None:
         """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+        from parallel.zero import check_zero  # imports DeepSpeed, which takes seconds: --help should not wait for it
+
         check_degrees(
             world_size,
             context=self.parallel.context,

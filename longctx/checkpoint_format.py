@@ -167,13 +167,18 @@ class CheckpointReader:
         self._roles = tuple(role for role in ROLES if role in next(iter(found)))
 
     def _check_cover(self) -> None:
-        """Every role of every tensor must be covered exactly once."""
+        """Every role of every tensor must be covered exactly once, by files of this folder that the manifest lists."""
+        files = set(self.manifest["files"])
+        if strangers := sorted(name for name in files if Path(name).name != name):
+            raise CheckpointError(f"{self.folder}: the manifest names files outside of its folder: {strangers}.")
         for name, roles in self._pieces.items():
             for role, pieces in roles.items():
                 at = 0
                 for piece in sorted(pieces, key=lambda p: p.start):
-                    if piece.start != at or Path(piece.file).name != piece.file:
+                    if piece.start != at or piece.numel < 0:
                         raise CheckpointError(f"{self.folder}: {name} ({role}) is not covered once at value {at}.")
+                    if piece.file not in files:  # nothing vouches for its bytes
+                        raise CheckpointError(f"{self.folder}: {name} ({role}) lies in the unlisted file {piece.file}.")
                     at += piece.numel
                 if at != torch.Size(self.shape(name)).numel():
                     raise CheckpointError(f"{self.folder}: {name} ({role}) ends at value {at}.")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from longctx.errors import ClusterError
+from longctx import errors
+from longctx.errors import ClusterError, LongCtxError
+
+T = TypeVar("T")
 
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -48,22 +52,35 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-def agree_or_raise(problem: Exception | None, wrap: type[Exception] = ClusterError) -> None:
-    """Raise on every rank when any rank met a problem: its own where it has one, else the first rank's message.
+def agree_or_raise(problem: LongCtxError | None) -> None:
+    """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
 
-    Collective. Turns a failure of one rank into the same orderly end on all of them instead of a hang.
+    Turns a failure of one rank into the same orderly end on all of them instead of a hang.
     """
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if problem is None else str(problem))
+    said = gather_objects(None if problem is None else (type(problem).__name__, str(problem)))
     if problem is not None:
         raise problem
-    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
-    if first is not None:
-        raise wrap(f"rank {first[0]}: {first[1]}")
+    for rank, found in enumerate(said):
+        if found is not None:
+            kind, text = found
+            raise getattr(errors, kind)(f"rank {rank}: {text}")
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """What ``action`` returns, once it has succeeded on all ranks; its LongCtxError on all when it failed on any."""
+    problem, result = None, None
+    try:
+        result = action()
+    except LongCtxError as error:
+        problem = error
+    agree_or_raise(problem)
+    return cast(T, result)
 
 
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value, on every rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,0 +1,293 @@
+"""Writing, finding and loading checkpoints of a run (the format itself: ``longctx/checkpoint_format.py``).
+
+Every rank writes the ranges it owns into one safetensors file of a hidden folder; rank 0 writes the manifest and
+renames the folder. Until that rename the previous checkpoint is the newest one, whatever is killed. All ranks need to
+see the same folder: on a cluster, a shared file system.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from longctx.checkpoint_format import (
+    FORMAT,
+    MANIFEST,
+    ROLES,
+    TOKENIZER,
+    VERSION,
+    CheckpointReader,
+    canonical_hash,
+    hash_file,
+)
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError
+from parallel.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank
+from parallel.zero import ZeroEngine
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+_COMMITTED = re.compile(r"step_(\d{6,})")
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Committed checkpoints of a run, oldest first."""
+    found = [
+        (int(match[1]), path)
+        for path in (run_folder / FOLDER).glob("step_*")
+        if (match := _COMMITTED.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def save_checkpoint(
+    run_folder: Path,
+    engine: ZeroEngine,
+    *,
+    step: int,
+    model: ModelConfig,
+    training: dict[str, Any],
+    tokenizer: Path,
+) -> Path:
+    """Commit the state after ``step`` optimiser steps and return its folder. Collective.
+
+    CheckpointError on every rank when any of them cannot write; nothing is left behind and older checkpoints stay.
+    """
+    target = run_folder / FOLDER / f"step_{step:06d}"
+    partial = target.with_name(f".{target.name}.partial")
+    _on_rank_0(lambda: _make_empty(partial), partial)
+    entry, problem = None, None
+    try:
+        entry = _write_own_ranges(partial, engine)
+    except (OSError, ValueError, RuntimeError) as error:  # safetensors wraps what the system says
+        problem = error
+    try:
+        agree_or_raise(None if problem is None else _explain(problem, partial))
+        entries = gather_objects(entry)
+        _on_rank_0(lambda: _commit(partial, target, entries, engine, step, model, training, tokenizer), partial)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
+    """Load weights and moments into the engine; returns the reader, whose manifest has the rest. Collective.
+
+    Every file's hash is checked first, the files dealt out over the ranks. CheckpointError on all ranks when the
+    checkpoint is damaged or is of another model.
+    """
+
+    def read_and_check() -> CheckpointReader:
+        reader = CheckpointReader(folder)
+        _check_model(reader, engine, model)
+        _check_files(reader)
+        return reader
+
+    reader = on_every_rank(read_and_check)
+    has_moments = all(set(ROLES) <= set(entry["roles"]) for entry in reader.manifest["tensors"].values())
+    engine.load(reader.read_range, step=reader.step, moments=has_moments)
+    reader.close()
+    return reader
+
+
+def find_resume(run_folder: Path, resume: str) -> Path | None:
+    """The checkpoint that ``run.resume`` names; None for "no". CheckpointError when there is none such."""
+    if resume == "no":
+        return None
+    if resume not in ("latest", "newest-good"):
+        folder = Path(resume)
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist.\n{_offer(run_folder)}"
+            )
+        return folder
+    for path in reversed(list_checkpoints(run_folder)):
+        if resume == "latest":
+            return path
+        if problems := _problems(path):
+            log.warning("%s is passed over: %s", path, "; ".join(problems))
+        else:
+            return path
+    raise CheckpointError(
+        f"run.resume={resume!r}, but {run_folder / FOLDER} holds no committed checkpoint.\n"
+        "Start anew with --run.resume no, or name a checkpoint folder."
+    )
+
+
+def prune(run_folder: Path, keep_last: int) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints (0 keeps all), and what killed saves left."""
+    old = list_checkpoints(run_folder)[:-keep_last] if keep_last else []
+    for path in (*old, *(run_folder / FOLDER).glob(".step_*.partial"), *(run_folder / FOLDER).glob(".step_*.old")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_newer(run_folder: Path, step: int) -> None:
+    """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run writes that history anew."""
+    for path in list_checkpoints(run_folder):
+        if int(path.name.removeprefix("step_")) > step:
+            aside = path.with_name(f"{path.name}.discarded")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def _offer(run_folder: Path) -> str:
+    known = [p.name for p in list_checkpoints(run_folder)]
+    if not known:
+        return f"{run_folder / FOLDER} holds no checkpoint either; start anew with --run.resume no."
+    return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
+
+
+def _problems(path: Path) -> list[str]:
+    try:
+        return CheckpointReader(path).verify()
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _check_model(reader: CheckpointReader, engine: ZeroEngine, model: ModelConfig) -> None:
+    own = dataclasses.asdict(model)
+    differing = {k: (reader.model.get(k), v) for k, v in own.items() if reader.model.get(k) != v}
+    if differing:
+        lines = [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
+        raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *lines]))
+    shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
+    stored = {name: reader.shape(name) for name in reader.names()}
+    if shapes != stored:
+        wrong = sorted(set(shapes.items()) ^ set(stored.items()))[:6]
+        raise CheckpointError(f"{reader.folder} holds other tensors than the model: {wrong}.")
+
+
+def _check_files(reader: CheckpointReader) -> None:
+    """This rank's share of the files is whole."""
+    names = sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    if problems := reader.verify(names):
+        raise CheckpointError(
+            f"{reader.folder}: {'; '.join(problems)}.\nTry --run.resume newest-good, which passes damaged ones over."
+        )
+
+
+def _write_own_ranges(folder: Path, engine: ZeroEngine) -> dict[str, Any]:
+    """Write this rank's ranges into one file; returns what the manifest says of it."""
+    file = f"rank_{dist.get_rank():05d}.safetensors"
+    tensors, pieces = {}, []
+    for name, role, start, values in engine.owned_ranges():
+        key = f"{name}/{role}/{start}"
+        # A copy: ranges are views into DeepSpeed's flat buffers, and safetensors refuses shared memory.
+        tensors[key] = values.detach().to("cpu", torch.float32, copy=True)
+        pieces.append((name, role, {"file": file, "key": key, "start": start, "numel": len(values)}))
+    save_file(tensors, folder / file)
+    _sync(folder / file)
+    return {"file": file, "pieces": pieces, "bytes": (folder / file).stat().st_size, "hash": hash_file(folder / file)}
+
+
+def _commit(
+    partial: Path,
+    target: Path,
+    entries: list[dict[str, Any]],
+    engine: ZeroEngine,
+    step: int,
+    model: ModelConfig,
+    training: dict[str, Any],
+    tokenizer: Path,
+) -> None:
+    """Write the manifest beside the pieces and rename the folder: from here on the checkpoint exists."""
+    shutil.copyfile(tokenizer, partial / TOKENIZER)
+    _sync(partial / TOKENIZER)
+    files = {e["file"]: {"bytes": e["bytes"], "hash": e["hash"]} for e in entries}
+    files[TOKENIZER] = {"bytes": (partial / TOKENIZER).stat().st_size, "hash": hash_file(partial / TOKENIZER)}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "model": dataclasses.asdict(model),
+        "tensors": _tensor_table(engine, entries),
+        "files": files,
+        "training": training,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    manifest["hash"] = canonical_hash(manifest)
+    (partial / MANIFEST).write_text(json.dumps(manifest))
+    _sync(partial / MANIFEST)
+    _sync(partial)
+    aside = target.with_name(f".{target.name}.old")
+    if target.exists():  # the same step saved again: the old one steps aside for the length of a rename
+        target.rename(aside)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _tensor_table(engine: ZeroEngine, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    table = {
+        name: {"shape": list(shape), "roles": {role: [] for role in ROLES}} for name, shape in engine.shapes.items()
+    }
+    for entry in entries:
+        for name, role, piece in entry["pieces"]:
+            table[name]["roles"][role].append(piece)
+    return table
+
+
+def _on_rank_0(action, path: Path) -> None:
+    """Run ``action`` on rank 0; CheckpointError everywhere when the system refuses. Collective."""
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = str(_explain(error, path))
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _explain(error: Exception, path: Path) -> CheckpointError:
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    mend = "The disk is full: free some space, or set checkpoint.keep_last lower" if full else "Mend that"
+    return CheckpointError(
+        f"the checkpoint could not be written to {path.parent}: {error}.\n"
+        f"{mend}, then go on with --run.resume latest. Earlier checkpoints are untouched."
+    )
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the system put a file's or folder's content on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def describe_checkpoints(run_folder: Path) -> Iterator[dict[str, Any]]:
+    """One row a committed checkpoint: step, folder, bytes, ranks that wrote it."""
+    for path in list_checkpoints(run_folder):
+        manifest = CheckpointReader(path).manifest
+        yield {
+            "step": manifest["step"],
+            "folder": str(path),
+            "bytes": sum(f["bytes"] for f in manifest["files"].values()),
+            "ranks": manifest["training"].get("world_size", 1),
+            "dtype": manifest["dtype"],
+        }

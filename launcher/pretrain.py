@@ -1,0 +1,33 @@
+"""Pretrain: ``deepspeed --hostfile hostfile launcher/pretrain.py [--config run.toml] [--section.key value …]``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launcher.config import load_run_config
+from launcher.guard import run_guarded
+from launcher.hostfile import check_hostfile
+from parallel.process import environment_rank, start_process_group, stop_process_group
+
+
+def main(argv: list[str]) -> None:
+    """Check everything that can be checked, then train."""
+    rank, world_size = environment_rank()
+    config = load_run_config(argv, quiet=rank != 0)
+    check_hostfile(config.run.hostfile, world_size)
+    config.check(world_size)
+    start_process_group(timeout_seconds=config.run.timeout_seconds)
+    try:
+        from launcher.trainer import Trainer
+
+        Trainer(config).train()
+    finally:
+        stop_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(sys.argv[1:])))

@@ -1,0 +1,93 @@
+"""A run's folder: made before anything is allocated, with what is needed to understand the run later."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from launcher.config import RunConfig
+from launcher.metrics import METRICS_FILE
+from longctx.errors import ConfigError
+from parallel.mesh import Mesh
+
+CONFIG_FILE = "config.toml"
+ENVIRONMENT_FILE = "environment.json"
+LOGS = "logs"
+
+
+def prepare_folder(config: RunConfig) -> Path:
+    """Make the run's folder and return it; ConfigError when it cannot be written or holds a run already."""
+    folder = Path(config.run.output_dir)
+    if config.run.resume == "no" and (folder / METRICS_FILE).exists():
+        raise ConfigError(
+            f"run.output_dir={config.run.output_dir!r} already holds a run.\n"
+            "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
+        )
+    try:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
+            "Choose a folder you may write to (--run.output_dir ...), on a disk with room."
+        ) from error
+    return folder
+
+
+def write_facts(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
+    """Write the resolved config and the environment (rank 0's)."""
+    (folder / CONFIG_FILE).write_text(config.to_toml())
+    (folder / ENVIRONMENT_FILE).write_text(json.dumps(_environment(mesh, num_parameters), indent=1) + "\n")
+
+
+def start_logging(folder: Path, rank: int) -> None:
+    """INFO to ``logs/rank_N.log`` on every rank; on the console INFO of rank 0, warnings of the others."""
+    to_file = logging.FileHandler(folder / LOGS / f"rank_{rank}.log")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_console = logging.StreamHandler(sys.stdout)
+    to_console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    to_console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
+    for logger in ours:
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [to_file, to_console]
+
+
+def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
+    packages = {}
+    for name in ("longctx", "torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "world_size": mesh.world_size,
+        "data": mesh.data,
+        "context": mesh.context,
+        "num_parameters": num_parameters,
+        "command": sys.argv,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,314 @@
+"""``Trainer``: a run from its config. The step reads top to bottom; everything it needs is built once before."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_pipeline.loader import build_loader, build_validation_loader
+from launcher.checkpoint import (
+    FOLDER,
+    find_resume,
+    list_checkpoints,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+    set_aside_newer,
+)
+from launcher.config import RunConfig, TrainSection
+from launcher.metrics import MetricsWriter, Record, console_line, truncate_after
+from launcher.report import write_report
+from launcher.run_folder import prepare_folder, start_logging, write_facts
+from launcher.throughput import document_lengths, mfu, model_tflops, tokens_per_second, training_flops
+from launcher.validation import validate
+from longctx.batch import Batch
+from longctx.errors import ConfigError
+from parallel.layout import SequenceLayout
+from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from parallel.process import on_every_rank
+from parallel.zero import OptimizerOptions, ZeroEngine
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run: folder, data, model and optimiser; ``train`` takes it from where it stands to its last step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Check and build everything; every rank alike. The process group must be up."""
+        self.config, self.model_config = config, config.model.config()
+        self.mesh = Mesh.build(context=config.parallel.context)
+        self.device = torch.device("cpu")
+        self.folder = on_every_rank(lambda: prepare_folder(config))
+        start_logging(self.folder, self.mesh.rank)
+        resume_from = on_every_rank(lambda: find_resume(self.folder, config.run.resume))
+        on_every_rank(self._open_data)
+        tokens = config.data.seq_len * config.train.micro_batch_rows
+        self.layout = SequenceLayout.build(config.parallel.layout, tokens, self.mesh.context)
+        self.engine = self._build_engine()
+        self.step = 0
+        self._resumed = resume_from is not None
+        if resume_from is not None:
+            self._resume(resume_from)
+        if self._leads:
+            write_facts(self.folder, config, self.mesh, self.engine.num_parameters)
+
+    def train(self) -> None:
+        """Run the remaining steps, validating and saving as the config says, and write the report."""
+        config, last = self.config, self.config.train.steps
+        if self.step >= last:
+            log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.step, last)
+            return
+        self._announce()
+        with self._writer() as writer:
+            if self._resumed:
+                writer.write({"kind": "event", "event": "resume", "step": self.step})
+            while self.step < last:
+                writer.write(self._train_step())
+                if self._due(config.validation.every_steps) and config.validation.rows:
+                    writer.write(self._validate())
+                if self._due(config.checkpoint.every_steps):
+                    self._save()
+        self._finish()
+
+    def _train_step(self) -> Record:
+        """One optimiser step over the next rows; returns its record."""
+        started = time.perf_counter()
+        batches = [next(self.loader) for _ in range(self.loader.micro_batches_per_step)]
+        shares = [self._share(batch) for batch in batches]
+        waited = time.perf_counter() - started
+        counts = count_step(shares, self.device)
+        sums = self._forward_backward(shares, counts)
+        lr = learning_rate(self.step + 1, self.config.train)
+        grad_norm = self.engine.step(lr)
+        self.step += 1
+        seconds = time.perf_counter() - started
+        flops = sum(training_flops(self.model_config, document_lengths(b.cu_seqlens.tolist())) for b in batches)
+        return self._record(sums, counts, flops=flops, lr=lr, grad_norm=grad_norm, seconds=seconds, waited=waited)
+
+    def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> Tensor:
+        """Gradients of the step's loss; returns this rank's [Σ nll, Σ balance, tokens by layer and expert], float64."""
+        nll_sum, balance_sum, routed = 0.0, 0.0, None
+        for share in shares:
+            nll, balance, counts_LE = self.engine.forward(share)
+            self.engine.backward(micro_batch_loss(nll, balance, counts, self.model_config.balance_loss_weight))
+            nll_sum, balance_sum = nll_sum + nll.detach().double(), balance_sum + balance.detach().double()
+            routed = counts_LE if routed is None else routed + counts_LE
+        assert routed is not None
+        head = torch.stack([torch.as_tensor(nll_sum), torch.as_tensor(balance_sum)])
+        return torch.cat([head, routed.flatten().double()])
+
+    def _record(
+        self,
+        sums: Tensor,
+        counts: StepCounts,
+        *,
+        flops: int,
+        lr: float,
+        grad_norm: float,
+        seconds: float,
+        waited: float,
+    ) -> Record:
+        """The step's record, over all ranks. Collective."""
+        own_flops = torch.tensor([flops / self.mesh.context], dtype=torch.float64)  # each rank of a sequence counted it
+        total = sum_over_ranks(torch.cat([sums, own_flops]))
+        model, world_size = self.model_config, self.mesh.world_size
+        load = total[2:-1].reshape(-1, max(1, model.num_experts)).long().tolist() if model.num_experts else []
+        rate = tokens_per_second(self.config.train.tokens_per_step, seconds)
+        return {
+            "kind": "train",
+            "step": self.step,
+            "loss": float(total[0]) / max(1, counts.targets),
+            "balance_loss": float(total[1]) / max(1, counts.tokens) / model.num_layers if load else None,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": self.loader.tokens_consumed,
+            "tokens_per_second": rate,
+            "step_seconds": seconds,
+            "data_wait_seconds": waited,
+            "max_memory_bytes": _peak_memory_bytes(),
+            "model_tflops": model_tflops(float(total[-1]), seconds, num_devices=world_size),
+            "mfu": mfu(float(total[-1]), seconds, None),
+            "expert_load": load,
+        }
+
+    def _validate(self) -> Record:
+        assert self.validation is not None
+        record = validate(
+            self.engine.model,
+            self.validation,
+            self._share,
+            seq_len=self.config.data.seq_len,
+            vocab_size=self.model_config.vocab_size,
+        )
+        return {**record, "step": self.step}
+
+    def _share(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch."""
+        flat = batch.flatten_rows()
+        return flat.map_tokens(lambda x: self.layout.split(x, self.mesh.context_rank, 1)).to(self.device)
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps (0: at the end only) is due after this one."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _open_data(self) -> None:
+        config, mesh = self.config, self.mesh
+        common = {
+            "seq_len": config.data.seq_len,
+            "micro_batch_rows": config.train.micro_batch_rows,
+            "data_rank": mesh.data_rank,
+            "data_degree": mesh.data,
+        }
+        self.loader = build_loader(
+            config.data.train, rows_per_step=config.rows_per_step, seed=config.run.seed, **common
+        )
+        vocab_size = self.loader.shards.manifest.vocab_size
+        if vocab_size > self.model_config.vocab_size:
+            raise ConfigError(
+                f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
+                f"model.vocab_size={self.model_config.vocab_size}.\nTry --model.vocab_size {vocab_size}."
+            )
+        self.validation = None
+        if config.validation.rows:
+            self.validation = build_validation_loader(
+                config.validation_folder, max_rows=config.validation.rows, **common
+            )
+
+    def _build_engine(self) -> ZeroEngine:
+        train, parallel = self.config.train, self.config.parallel
+        model = build_parallel_model(
+            self.model_config,
+            self.mesh,
+            layout=parallel.layout,
+            kernel=parallel.kernel,
+            recompute=train.recompute,
+            seed=self.config.run.seed,
+        )
+        options = OptimizerOptions(
+            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
+        )
+        return ZeroEngine(
+            model,
+            stage=self.config.zero.stage,
+            dtype=self.config.dtype,
+            accumulation=self.loader.micro_batches_per_step,
+            options=options,
+        )
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Take weights, moments, data order and step from a checkpoint."""
+        training = load_checkpoint(checkpoint, self.engine, self.model_config).manifest["training"]
+        if "loader" in training:
+            on_every_rank(lambda: self.loader.load_state_dict(training["loader"]))
+            self.step = training["step"]
+        log.info("Resumed from %s at step %d.", checkpoint, self.step)
+        if self._leads:
+            truncate_after(self.folder, self.step)
+            if checkpoint.resolve().parent == (self.folder / FOLDER).resolve():
+                set_aside_newer(self.folder, self.step)
+
+    def _save(self) -> None:
+        """Commit a checkpoint, then let go of the oldest."""
+        started = time.perf_counter()
+        training = {
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "world_size": self.mesh.world_size,
+            "zero_stage": self.engine.stage,
+            "config": dataclasses.asdict(self.config),
+        }
+        path = save_checkpoint(
+            self.folder,
+            self.engine,
+            step=self.step,
+            model=self.model_config,
+            training=training,
+            tokenizer=self.loader.shards.folder / "tokenizer.model",
+        )
+        if self._leads:
+            prune(self.folder, self.config.checkpoint.keep_last)
+        log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
+
+    def _finish(self) -> None:
+        if not self._leads:
+            return
+        report = write_report(self.folder)
+        newest = list_checkpoints(self.folder)[-1]
+        log.info("Done: %d steps. Checkpoint %s, report %s.", self.step, newest, report)
+
+    def _announce(self) -> None:
+        config, model = self.config, self.model_config
+        log.info(
+            "%s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
+            self.mesh.describe(),
+            config.parallel.layout,
+            config.zero.stage,
+            config.train.dtype,
+            self.engine.num_parameters / 1e6,
+            config.rows_per_step,
+            config.data.seq_len,
+            self.loader.micro_batches_per_step,
+        )
+        if model.num_experts:
+            log.info(
+                "%d experts a layer, %d a token%s.",
+                model.num_experts,
+                model.experts_per_token,
+                ", one shared" if model.shared_ffn_size else "",
+            )
+        report = self.loader.pack_report()
+        log.info("Data: %d rows an epoch, %.2f %% padding.", self.loader.num_rows, 100 * report.padding_share)
+
+    @property
+    def _leads(self) -> bool:
+        return self.mesh.rank == 0
+
+    def _writer(self) -> _RecordWriter:
+        return _RecordWriter(MetricsWriter(self.folder) if self._leads else None, self.config.train.steps)
+
+
+@dataclasses.dataclass
+class _RecordWriter:
+    """Writes records to the run folder and the console; does nothing on ranks that do not lead."""
+
+    writer: MetricsWriter | None
+    total_steps: int
+
+    def write(self, record: Record) -> None:
+        if self.writer is not None:
+            self.writer.write(record)
+            log.info(console_line(record, self.total_steps))
+
+    def __enter__(self) -> _RecordWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    """Rate of the ``step``-th step (from 1): linear warm-up, then a cosine from ``lr`` to ``final_lr_ratio`` of it."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    floor = train.final_lr_ratio
+    return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def _peak_memory_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

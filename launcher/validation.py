@@ -1,0 +1,69 @@
+"""Held-out loss: one number, its floor, and how it falls with the distance from the document's start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET, Batch
+from longctx.objectives.causal_lm import CausalLM
+from parallel.loss import sum_over_ranks
+
+
+def validate(
+    model: CausalLM, batches: Iterable[Batch], share: Callable[[Batch], Batch], *, seq_len: int, vocab_size: int
+) -> dict[str, Any]:
+    """A validation record without its step: loss, unigram entropy and loss by position. Collective.
+
+    ``share`` cuts a micro-batch down to this rank's tokens. Sums are float64, so the loss depends on the number
+    of ranks by rounding alone.
+    """
+    edges = position_edges(seq_len)
+    nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
+    targets_by_bin = torch.zeros(len(edges), dtype=torch.int64)
+    histogram = torch.zeros(vocab_size, dtype=torch.int64)
+    for batch in batches:
+        mine = share(batch)
+        nll = model.token_nll(mine).flatten().double()
+        counted = mine.targets.flatten() != IGNORED_TARGET
+        bins = torch.bucketize(mine.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
+        nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
+        targets_by_bin += torch.bincount(bins, minlength=len(edges))
+        histogram += torch.bincount(mine.targets.flatten()[counted], minlength=vocab_size)
+    for total in (nll_by_bin, targets_by_bin, histogram):
+        sum_over_ranks(total)
+    num_targets = int(targets_by_bin.sum())
+    return {
+        "kind": "validation",
+        "loss": float(nll_by_bin.sum()) / max(1, num_targets),
+        "unigram_entropy": entropy(histogram),
+        "num_targets": num_targets,
+        "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
+    }
+
+
+def position_edges(seq_len: int) -> list[int]:
+    """Starts of the position bins: 0, 1, 2, 4, 8, … below ``seq_len``."""
+    return [0, *(2**n for n in range(max(0, seq_len - 1).bit_length()))]
+
+
+def entropy(histogram: Tensor) -> float:
+    """−Σ p·ln p in nats of the distribution a histogram shows: the loss of the best model that knows no context."""
+    total = int(histogram.sum())
+    if not total:
+        return math.nan
+    p = histogram[histogram > 0].double() / total
+    return float(-(p * p.log()).sum())
+
+
+def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:
+    stops = [*edges[1:], seq_len]
+    return [
+        {"start": start, "stop": stop, "loss": float(nll[i]) / int(targets[i]), "num_targets": int(targets[i])}
+        for i, (start, stop) in enumerate(zip(edges, stops, strict=True))
+        if targets[i]
+    ]

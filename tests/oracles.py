@@ -1,0 +1,101 @@
+"""Training by definition in one process: full masks, whole logits, plain AdamW. None of our parallel code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+
+
+class MaskedAttention:
+    """A core that forms every score of the flattened rows and masks what lies in another document or ahead."""
+
+    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None):
+        assert cache is None
+        B, T, H, D = q_BtHD.shape
+        q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
+        lengths = torch.tensor(mask.cu_seqlens).diff()
+        document = torch.arange(len(lengths)).repeat_interleave(lengths)
+        seen = (document[:, None] == document) & torch.ones(B * T, B * T, dtype=torch.bool).tril()
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2).reshape(B, T, H, D)
+
+
+@dataclass
+class Curve:
+    """What a training run shows at each step."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+def train_alone(
+    config: ModelConfig, steps: list[list[Batch]], *, lr: float, clip_norm: float, weight_decay: float = 0.1
+) -> tuple[Curve, dict[str, Tensor]]:
+    """Loss and gradient norm of every step, and the final weights; ``steps`` lists the batches of each step."""
+    decoder = Decoder(config, MaskedAttention(), seed=0)
+    matrices = [p for p in decoder.parameters() if p.ndim >= 2]
+    vectors = [p for p in decoder.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    curve = Curve([], [])
+    for batches in steps:
+        targets = sum(b.num_targets for b in batches)
+        tokens = sum(int((b.documents != PADDING_DOCUMENT).sum()) for b in batches)
+        nll, loss = torch.zeros(()), torch.zeros(())
+        for batch in batches:
+            batch_nll, balance = losses(decoder, batch)
+            nll = nll + batch_nll.detach() / targets
+            loss = loss + batch_nll / targets + config.balance_loss_weight * balance / tokens
+        optimizer.zero_grad()
+        loss.backward()
+        curve.norms.append(float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm)))
+        optimizer.step()
+        curve.losses.append(float(nll))
+    return curve, {name: p.detach().clone() for name, p in decoder.named_parameters()}
+
+
+def losses(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Summed negative log-likelihood and summed balance loss of a batch."""
+    hidden, stats = decoder(
+        batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents, return_stats=True
+    )
+    logits = decoder.logits(hidden).float()
+    nll = functional.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+    balance = torch.zeros(())
+    for layer in stats:
+        for counts, prob_sums in zip(layer.counts_SE, layer.prob_sums_SE, strict=True):
+            if counts.sum():
+                balance = balance + len(counts) * (counts * prob_sums).sum() / counts.sum()
+    return nll, balance
+
+
+def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding: bool = True) -> Batch:
+    """Rows of random documents of very different lengths, one-token documents and padding included."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (rows, seq_len), generator=g)
+    targets, positions, documents = tokens.clone(), torch.empty_like(tokens), torch.empty_like(tokens)
+    bounds = [0]
+    for row in range(rows):
+        cuts = torch.randperm(seq_len - 1, generator=g)[: 2 + seed % 4] + 1
+        ends = sorted({1, *cuts.tolist(), seq_len})
+        for index, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+            padded = padding and stop == seq_len and index and row % 2 == 0
+            targets[row, start : stop - 1] = tokens[row, start + 1 : stop]
+            targets[row, stop - 1] = IGNORED_TARGET
+            positions[row, start:stop] = torch.arange(stop - start)
+            documents[row, start:stop] = PADDING_DOCUMENT if padded else len(bounds) - 1
+            if padded:
+                targets[row, start:stop] = IGNORED_TARGET
+            bounds.append(row * seq_len + stop)
+    return Batch(
+        tokens=tokens, targets=targets, positions=positions, documents=documents, cu_seqlens=torch.tensor(bounds)
+    )
