@@ -52,7 +52,7 @@ _DECODE_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
 
 
 def max_over_mean(counts: Sequence[float]) -> float:
-    """Tokens of the busiest expert over the mean, ``max / (sum / E)``: 1.0 is even, E is one expert for all.
+    """Tokens of the busiest expert over the mean, ``max / (sum / E)``: 1.0 is even, E / top-k the worst.
 
     With experts spread over devices this is how much longer the slowest one computes. NaN when no token was routed.
     """
@@ -66,7 +66,7 @@ def idle_share(counts: Sequence[float]) -> float:
 
 
 def load_entropy(counts: Sequence[float]) -> float:
-    """``−Σ p·ln p`` in nats with ``p = counts / sum``: ln E is even, 0 is one expert for all."""
+    """``−Σ p·ln p`` in nats with ``p = counts / sum``: ln E is even, ln top-k the worst."""
     total = sum(counts)
     if not total:
         return math.nan

@@ -262,7 +262,7 @@ def _speed_figures(run: Run) -> list[Figure]:
         found.append(Figure(label="Wall time", value=duration(max(ends) - min(starts)), note=note))
     memory = max(_known(run.train, "max_memory_bytes"), default=0)
     if memory:
-        found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="the fullest device"))
+        found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="of rank 0"))
     return found
 
 

@@ -1,7 +1,7 @@
 """How fast a run is: one function a quantity, each with its formula.
 
 FLOPs here are *model* FLOPs: what the mathematics needs, two for each multiply-and-add. Work that an implementation
-adds (recomputed activations, masked-out scores, padding) is not counted, so a slower method never looks better.
+adds (recomputed activations, masked-out scores) is not counted, so a slower method never looks better.
 """
 
 from __future__ import annotations
