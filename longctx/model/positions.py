@@ -15,7 +15,7 @@ def rotary_table(positions_Bt: Tensor, head_dim: int, theta: float, dtype: torch
     """Cosines and sines [B, t, 1, D/2] of the angle of every token and channel pair, in float32 (float64 for float64).
 
     Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles
-    are formed in float64, for at a million tokens float32 would already be wrong by 0.06 of a turn's radian.
+    are formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
     """
     channels = torch.arange(0, head_dim, 2, device=positions_Bt.device, dtype=torch.float64)
     angles = positions_Bt.double()[:, :, None, None] * theta ** (-channels / head_dim)
