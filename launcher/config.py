@@ -76,12 +76,15 @@ class TrainSection:
 
     steps: int = 480
     """Optimiser steps of the whole run, resumed parts included."""
+    stop_after: int = 0
+    """End after this step with a checkpoint, the schedule unchanged, to go on later with run.resume; 0 never."""
     tokens_per_step: int = 4096
     """Tokens (padding included) that one optimiser step sees over all ranks; gradient accumulation follows from it."""
     micro_batch_rows: int = 1
     """Rows that go through the model at once."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of weights and activations; masters, moments and accumulation are float32 in any case."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations; auto is bfloat16 where the processor multiplies it natively (and zero.stage is
+    not 0), else float32. Masters, moments and accumulation are float32 in any case."""
     lr: float = 5e-3
     """Peak learning rate."""
     warmup_steps: int = 40
@@ -165,8 +168,15 @@ class RunConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype."""
-        return getattr(torch, self.train.dtype)
+        """The compute dtype, once ``resolve`` has settled it."""
+        return torch.float32 if self.train.dtype == "auto" else getattr(torch, self.train.dtype)
+
+    def resolve(self, *, native_bfloat16: bool) -> RunConfig:
+        """The config with nothing left to the machine: ``train.dtype`` is a dtype."""
+        if self.train.dtype != "auto":
+            return self
+        dtype = "bfloat16" if native_bfloat16 and self.zero.stage else "float32"
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype))
 
     @property
     def rows_per_step(self) -> int:
@@ -219,6 +229,7 @@ def _check_ranges(config: RunConfig) -> None:
         "data.seq_len": (config.data.seq_len, 1),
         "train.steps": (config.train.steps, 1),
         "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
+        "train.stop_after": (config.train.stop_after, 0),
         "train.warmup_steps": (config.train.warmup_steps, 0),
         "train.clip_norm": (config.train.clip_norm, 0),
         "train.weight_decay": (config.train.weight_decay, 0),

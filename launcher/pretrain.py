@@ -11,7 +11,13 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from launcher.config import load_run_config
 from launcher.guard import run_guarded
 from launcher.hostfile import check_hostfile
-from parallel.process import environment_rank, start_process_group, stop_process_group
+from parallel.process import (
+    broadcast_object,
+    environment_rank,
+    has_native_bfloat16,
+    start_process_group,
+    stop_process_group,
+)
 
 
 def main(argv: list[str]) -> None:
@@ -24,6 +30,8 @@ def main(argv: list[str]) -> None:
     try:
         from launcher.trainer import Trainer
 
+        # Rank 0 decides for all, should the hosts differ.
+        config = config.resolve(native_bfloat16=broadcast_object(has_native_bfloat16()))
         Trainer(config).train()
     finally:
         stop_process_group()

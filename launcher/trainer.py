@@ -25,7 +25,7 @@ from launcher.checkpoint import (
     set_aside_newer,
 )
 from launcher.config import RunConfig, TrainSection
-from launcher.metrics import MetricsWriter, Record, console_line, truncate_after
+from launcher.metrics import MetricsWriter, Record, check_tensorboard, console_line, truncate_after
 from launcher.report import write_report
 from launcher.run_folder import prepare_folder, start_logging, write_facts
 from launcher.throughput import document_lengths, mfu, model_tflops, tokens_per_second, training_flops
@@ -52,6 +52,7 @@ class Trainer:
         self.device = torch.device("cpu")
         self.folder = on_every_rank(lambda: prepare_folder(config))
         start_logging(self.folder, self.mesh.rank)
+        on_every_rank(check_tensorboard)
         resume_from = on_every_rank(lambda: find_resume(self.folder, config.run.resume))
         on_every_rank(self._open_data)
         tokens = config.data.seq_len * config.train.micro_batch_rows
@@ -66,7 +67,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining steps, validating and saving as the config says, and write the report."""
-        config, last = self.config, self.config.train.steps
+        config, last = self.config, self._last_step
         if self.step >= last:
             log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.step, last)
             return
@@ -125,7 +126,6 @@ class Trainer:
         total = sum_over_ranks(torch.cat([sums, own_flops]))
         model, world_size = self.model_config, self.mesh.world_size
         load = total[2:-1].reshape(-1, max(1, model.num_experts)).long().tolist() if model.num_experts else []
-        rate = tokens_per_second(self.config.train.tokens_per_step, seconds)
         return {
             "kind": "train",
             "step": self.step,
@@ -134,7 +134,7 @@ class Trainer:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": self.loader.tokens_consumed,
-            "tokens_per_second": rate,
+            "tokens_per_second": tokens_per_second(counts.tokens, seconds),
             "step_seconds": seconds,
             "data_wait_seconds": waited,
             "max_memory_bytes": _peak_memory_bytes(),
@@ -161,7 +161,13 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""
-        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+        return self.step == self._last_step or (every > 0 and self.step % every == 0)
+
+    @property
+    def _last_step(self) -> int:
+        """The step this process ends at."""
+        steps, stop = self.config.train.steps, self.config.train.stop_after
+        return min(steps, stop) if stop else steps
 
     def _open_data(self) -> None:
         config, mesh = self.config, self.mesh
@@ -214,10 +220,13 @@ class Trainer:
             on_every_rank(lambda: self.loader.load_state_dict(training["loader"]))
             self.step = training["step"]
         log.info("Resumed from %s at step %d.", checkpoint, self.step)
-        if self._leads:
-            truncate_after(self.folder, self.step)
-            if checkpoint.resolve().parent == (self.folder / FOLDER).resolve():
-                set_aside_newer(self.folder, self.step)
+        on_every_rank(lambda: self._rewind_folder(checkpoint) if self._leads else None)
+
+    def _rewind_folder(self, checkpoint: Path) -> None:
+        """Set aside what the run did after the checkpoint: it will be done anew."""
+        truncate_after(self.folder, self.step)
+        if checkpoint.resolve().parent == (self.folder / FOLDER).resolve():
+            set_aside_newer(self.folder, self.step)
 
     def _save(self) -> None:
         """Commit a checkpoint, then let go of the oldest."""

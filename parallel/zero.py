@@ -7,11 +7,13 @@ docs/decisions/2026-11-deepspeed-grouping.md).
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,9 +85,10 @@ class ZeroEngine:
         optimizer = torch.optim.AdamW(
             _decay_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
         )
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, options)
-        )
+        with redirect_stdout(io.StringIO()):  # memory figures that no option silences
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, options)
+            )
 
     @property
     def model(self) -> CausalLM:

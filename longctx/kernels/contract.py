@@ -17,8 +17,9 @@ from torch import Tensor
 class Pair:
     """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
 
-    i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a side open. Causal
-    attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle has no bounds.
+    i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
+    side open. Causal attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle
+    has no bounds.
     """
 
     q_start: int
@@ -38,6 +39,10 @@ class KernelRequest:
     head_dim: int
     num_heads: int
     num_kv_heads: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {dtype}, on {self.device_type}"
 
 
 class AttentionKernel(Protocol):
@@ -85,7 +90,10 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine two softmax results over disjoint keys: outputs [..., D], log-sum-exps [...]; rows without a key pass through."""
+    """Combine two softmax results over disjoint keys; a row without a key in one of them takes the other's.
+
+    Outputs are [..., D], log-sum-exps [...].
+    """
     total = torch.logaddexp(lse, block_lse)
     keep, add = (torch.exp(part - total).nan_to_num(0.0).unsqueeze(-1) for part in (lse, block_lse))
     return keep * out + add * block_out, total

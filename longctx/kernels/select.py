@@ -35,7 +35,7 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
         if chosen is None:
             raise ConfigError(f"no attention kernel serves {request}: {refusals}.")
         passed = [f"{k}: {why}" for k, why in refusals.items() if why]
-        log.info("attention kernel %s for %s%s", chosen, request, f" ({'; '.join(passed)})" if passed else "")
+        log.info("Attention kernel: %s for %s%s.", chosen, request, f" ({'; '.join(passed)})" if passed else "")
         return KERNELS[chosen]
     if name not in KERNELS:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")

@@ -1,0 +1,53 @@
+# make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
+# make test    set up, then the tests
+# make setup   the virtual environment alone; seconds when there is nothing to do
+# make bench   ratios against named limits and peers, all in one run
+# make faults  the slow proofs: parity over 20 steps, recall, whole-corpus round trip
+# make lint    what CI runs after the tests
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+RUN ?= runs/quickstart
+
+export DS_ACCELERATOR ?= cpu
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+
+.PHONY: setup demo test bench faults lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version); longctx needs Python 3.11 or newer. Try: make PYTHON=python3.12 setup"; exit 1; }
+	@echo "==> virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "==> torch is installed"; \
+	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
+	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install -q "$(TORCH)"; \
+	else echo "==> torch for CPUs, about 200 MB" && $(BIN)/pip install "$(TORCH)" --index-url "$(TORCH_CPU_INDEX)"; fi
+	@echo "==> longctx, its dependencies and the tools of its tests"
+	@$(BIN)/pip install -q -e '.[dev,hf]'
+	@touch $@
+
+demo: setup
+	@bash launcher/demo.sh $(RUN)
+
+test: setup
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu"
+
+faults: setup
+	@$(BIN)/python -m pytest -m slow --timeout 1800
+
+bench: setup
+	@$(BIN)/python -m benchmarks.ring_attention
+
+lint: setup
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
