@@ -64,7 +64,10 @@ class SafetensorsFolder:
         weight_map = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map of tensor names to file names.")
-        for file in sorted(set(weight_map.values())):
+        files = sorted(set(weight_map.values()))
+        for file in files:  # all names before any content
+            checked_path(self.folder, file)
+        for file in files:
             listed, held = {n for n, f in weight_map.items() if f == file}, set(self._open(file).keys())
             if listed != held:
                 raise CheckpointError(

@@ -1,0 +1,208 @@
+"""The checkpoint reader: any cut into pieces gives the same tensor, anything damaged is named."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from longctx.checkpoint_format import (
+    FORMAT,
+    MANIFEST,
+    ROLES,
+    VERSION,
+    CheckpointReader,
+    canonical_hash,
+    find_checkpoint,
+    hash_file,
+    model_config,
+)
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError, ConfigError
+
+SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
+
+
+def tensor(name: str, role: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    offset = 1000 * ROLES.index(role) + 100 * list(SHAPES).index(name)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + offset
+
+
+def write(folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, **changes) -> Path:
+    """A checkpoint whose flattened tensors are cut at ``cuts``; the pieces alternate between two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, torch.Tensor]] = [{}, {}]
+    table = {}
+    for name, shape in SHAPES.items():
+        table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
+        for role in roles:
+            flat = tensor(name, role).flatten()
+            bounds = [0, *(cuts or {}).get(name, []), len(flat)]
+            for number, (a, b) in enumerate(pairwise(bounds)):
+                key = f"{name}/{role}/{a}/{number}"
+                files[number % 2][key] = flat[a:b].clone()
+                piece = {"file": f"f{number % 2}.safetensors", "key": key, "start": a, "numel": b - a}
+                table[name]["roles"][role].append(piece)
+    for number, content in enumerate(files):
+        save_file(content, folder / f"f{number}.safetensors")
+    paths = [folder / f"f{number}.safetensors" for number in (0, 1)]
+    manifest = {
+        "format": FORMAT, "version": VERSION, "step": 7, "dtype": "bfloat16", "model": {"num_layers": 2},
+        "tensors": table, "training": {},
+        "files": {p.name: {"bytes": p.stat().st_size, "hash": hash_file(p)} for p in paths},
+    }  # fmt: skip
+    return seal(folder, manifest | changes)
+
+
+def seal(folder: Path, manifest: dict) -> Path:
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"hash": canonical_hash(manifest)}))
+    return folder
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text())
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_cut_gives_the_same_tensor(tmp_path_factory, data):
+    cuts = {
+        name: sorted(data.draw(st.lists(st.integers(0, torch.Size(shape).numel()), max_size=5)))
+        for name, shape in SHAPES.items()
+    }
+    reader = CheckpointReader(write(tmp_path_factory.mktemp("ckpt"), cuts))
+    for name in SHAPES:
+        for role in ROLES:
+            whole = tensor(name, role)
+            assert torch.equal(reader.read(name, role), whole)
+            a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
+            assert torch.equal(reader.read_range(name, role, a, b - a), whole.flatten()[a:b])
+    assert reader.verify() == []
+    reader.close()
+    assert torch.equal(reader.read("a.weight"), tensor("a.weight", "master"))
+
+
+def test_what_a_reader_tells(tmp_path):
+    reader = CheckpointReader(write(tmp_path / "c"))
+    assert (reader.step, reader.dtype, reader.roles) == (7, torch.bfloat16, ROLES)
+    assert reader.names() == list(SHAPES)
+    assert {n: reader.shape(n) for n in reader.names()} == SHAPES
+    assert model_config(reader) == ModelConfig(num_layers=2)
+    weights = dict(reader.state_dict())
+    assert list(weights) == list(SHAPES)
+    assert torch.equal(weights["b.bias"], tensor("b.bias", "master").to(torch.bfloat16))
+    assert dict(reader.state_dict(torch.float32))["b.bias"].dtype == torch.float32
+    with pytest.raises(ValueError, match=r"not all in b\.bias"):
+        reader.read_range("b.bias", "master", 1, 3)
+
+
+def test_masters_alone_are_a_checkpoint(tmp_path):
+    reader = CheckpointReader(write(tmp_path / "c", roles=("master",)))
+    assert reader.roles == ("master",)
+    assert torch.equal(reader.read("c.experts"), tensor("c.experts", "master"))
+    with pytest.raises(CheckpointError, match="no exp_avg"):
+        reader.read("c.experts", "exp_avg")
+
+
+@pytest.mark.parametrize("roles", [("exp_avg",), ("master", "exp_avg"), (*ROLES, "more")])
+def test_other_roles_are_refused(tmp_path, roles):
+    folder = write(tmp_path / "c")
+    manifest = manifest_of(folder)
+    pieces = manifest["tensors"]["b.bias"]["roles"]["master"]
+    manifest["tensors"]["b.bias"]["roles"] = dict.fromkeys(roles, pieces)
+    with pytest.raises(CheckpointError, match="roles"):
+        CheckpointReader(seal(folder, manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p.pop(), "ends at value"),
+        (lambda p: p.append(dict(p[-1])), "not covered once"),
+        (lambda p: p[0].update(start=1), "not covered once"),
+        (lambda p: p[0].update(numel=-3), "not covered once"),
+        (lambda p: p[0].update(file="../f0.safetensors"), "unlisted file"),
+        (lambda p: p[0].update(file="other.safetensors"), "unlisted file"),
+    ],
+)
+def test_pieces_cover_a_tensor_once(tmp_path, change, said):
+    folder = write(tmp_path / "c", {"a.weight": [7]})
+    manifest = manifest_of(folder)
+    change(manifest["tensors"]["a.weight"]["roles"]["exp_avg"])
+    with pytest.raises(CheckpointError, match=said):
+        CheckpointReader(seal(folder, manifest))
+
+
+def test_listed_files_lie_in_the_folder(tmp_path):
+    folder = write(tmp_path / "c")
+    manifest = manifest_of(folder)
+    manifest["files"]["../x"] = {"bytes": 0, "hash": ""}
+    with pytest.raises(CheckpointError, match="outside"):
+        CheckpointReader(seal(folder, manifest))
+
+
+@pytest.mark.parametrize("content", [torch.zeros(19), torch.zeros(20, dtype=torch.bfloat16), torch.zeros(4, 5)])
+def test_a_piece_is_what_the_manifest_says(tmp_path, content):
+    folder = write(tmp_path / "c", roles=("master",))
+    save_file({"a.weight/master/0/0": content}, folder / "f0.safetensors")
+    with pytest.raises(CheckpointError, match=r"the manifest says F32 \[20\]"):
+        CheckpointReader(folder).read("a.weight")
+
+
+def test_verify_names_every_damaged_file(tmp_path):
+    folder = write(tmp_path / "c", {"a.weight": [3]})
+    content = bytearray((folder / "f0.safetensors").read_bytes())
+    for at in range(len(content) - 40, len(content)):  # data, not header
+        flipped = content.copy()
+        flipped[at] ^= 1
+        (folder / "f0.safetensors").write_bytes(flipped)
+        (problem,) = CheckpointReader(folder).verify()
+        assert "f0.safetensors is damaged" in problem
+    (folder / "f0.safetensors").write_bytes(content[:-1])
+    (folder / "f1.safetensors").unlink()
+    assert [p.split()[0] for p in CheckpointReader(folder).verify()] == ["f0.safetensors", "f1.safetensors"]
+    assert [p.split()[0] for p in CheckpointReader(folder).verify(["f1.safetensors"])] == ["f1.safetensors"]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointReader(folder).read("a.weight")
+
+
+def test_damaged_manifests_are_refused(tmp_path):
+    folder = write(tmp_path / "c")
+    whole = (folder / MANIFEST).read_text()
+    for text, said in {
+        "": "cannot be read",
+        whole[:-9]: "cannot be read",
+        "[]": "not the manifest",
+        whole.replace('"step": 7', '"step": 8'): "damaged",
+        whole.replace('"version": 1', '"version": 2'): "version 2",
+    }.items():
+        (folder / MANIFEST).write_text(text)
+        with pytest.raises(CheckpointError, match=said):
+            CheckpointReader(folder)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        CheckpointReader(folder)
+
+
+def test_a_config_of_another_release_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="num_wings"):
+        model_config(CheckpointReader(write(tmp_path / "c", model={"num_wings": 2})))
+
+
+def test_find_checkpoint(tmp_path):
+    for step in (9, 10, 100):
+        write(tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
+    for name in ("step_000200", ".step_000300.partial", "step_x"):
+        (tmp_path / "run" / "checkpoints" / name).mkdir()
+    write(tmp_path / "run" / "checkpoints" / "step_000400.discarded")
+    newest = tmp_path / "run" / "checkpoints" / "step_000100"
+    assert find_checkpoint(tmp_path / "run") == find_checkpoint(newest) == newest
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+        find_checkpoint(tmp_path)
