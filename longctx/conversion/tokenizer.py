@@ -121,6 +121,7 @@ def _check_supported(model: Any, path: Path) -> None:
         "it has user-defined symbols": len([i for i in _learned(model) if model.get_score(i) == 0]) > 1,
         "it has unused pieces": any(model.is_unused(i) for i in pieces),
         "it normalises text": model.normalize(probe) != probe.replace(" ", SPACE_MARK),
+        "it has no piece for a space": model.is_unknown(model.piece_to_id(SPACE_MARK)),
         "two of its pieces differ by U+2581 and a space only": len(set(_texts(model))) != model.vocab_size(),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

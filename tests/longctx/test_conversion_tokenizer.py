@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import sys
@@ -97,15 +96,11 @@ def test_ambiguous_merges_follow_sentencepiece(tmp_path):
     """A vocabulary from a two-letter corpus is full of pieces that can be made in several, overlapping ways."""
     rng = random.Random(1)
     words = ["".join(rng.choice("ab") for _ in range(400)) for _ in range(200)]
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words), model_writer=out, vocab_size=420, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, minloglevel=3,
-    )  # fmt: skip
-    (tmp_path / "source.model").write_bytes(out.getvalue())
-    export_tokenizer(tmp_path / "source.model", tmp_path, max_vocab_size=420, max_positions=64)
+    words += ["a b " * 20] * 60
+    model = train_tokenizer(tmp_path / "source.model", texts=words, vocab_size=420)
+    export_tokenizer(model, tmp_path, max_vocab_size=420, max_positions=64)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(300))) for _ in range(300)]
-    check_tokenizer(tmp_path / "source.model", tmp_path, [*texts, "a" * 99, "ab" * 99, "aba" * 99, "aabaa" * 50])
+    check_tokenizer(model, tmp_path, [*texts, "a" * 99, "ab" * 99, "aba" * 99, "aabaa" * 50])
 
 
 def test_special_tokens(exported):
@@ -146,6 +141,13 @@ def test_a_difference_is_found(exported, tmp_path):
 def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path, options, said):
     model = train_tokenizer(tmp_path / "source.model", **options)
     with pytest.raises(DataError, match=said):
+        export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+
+
+def test_a_vocabulary_without_a_space_is_refused(tmp_path):
+    """SentencePiece would spell a space with the bytes of U+2581 then."""
+    model = train_tokenizer(tmp_path / "source.model", texts=["abab" * 9, "ba" * 7], vocab_size=265)
+    with pytest.raises(DataError, match="no piece for a space"):
         export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
 
 

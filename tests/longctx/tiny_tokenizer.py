@@ -17,8 +17,8 @@ def corpus() -> list[str]:
     return [*(Path(f).read_text(encoding="utf-8") for f in files), "Grüße, 日本語 🙂 é\r\n\t\t  \n" * 20]
 
 
-def train_tokenizer(path: Path, vocab_size: int = 600, **options) -> Path:
-    """Train on ``corpus`` and write the model; ``options`` override the pipeline's."""
+def train_tokenizer(path: Path, vocab_size: int = 600, texts: list[str] | None = None, **options) -> Path:
+    """Train on ``texts`` (default: ``corpus``) and write the model; ``options`` override the pipeline's."""
     model = io.BytesIO()
     pipeline = {
         "model_type": "bpe",
@@ -37,7 +37,7 @@ def train_tokenizer(path: Path, vocab_size: int = 600, **options) -> Path:
         "minloglevel": 3,
     }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus()), model_writer=model, vocab_size=vocab_size, **(pipeline | options)
+        sentence_iterator=iter(texts or corpus()), model_writer=model, vocab_size=vocab_size, **(pipeline | options)
     )
     path.write_bytes(model.getvalue())
     return path
