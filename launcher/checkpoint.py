@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longctx.checkpoint_format import (
@@ -73,7 +74,7 @@ def save_checkpoint(
     entry, problem = None, None
     try:
         entry = _write_own_ranges(partial, engine)
-    except (OSError, ValueError, RuntimeError) as error:  # safetensors wraps what the system says
+    except (OSError, SafetensorError) as error:  # safetensors wraps what the system says
         problem = error
     try:
         agree_or_raise(None if problem is None else _explain(problem, partial))
@@ -126,14 +127,19 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
             return path
     raise CheckpointError(
         f"run.resume={resume!r}, but {run_folder / FOLDER} holds no committed checkpoint.\n"
-        "Start anew with --run.resume no, or name a checkpoint folder."
+        "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
     )
 
 
 def prune(run_folder: Path, keep_last: int) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints (0 keeps all), and what killed saves left."""
-    old = list_checkpoints(run_folder)[:-keep_last] if keep_last else []
-    for path in (*old, *(run_folder / FOLDER).glob(".step_*.partial"), *(run_folder / FOLDER).glob(".step_*.old")):
+    """Remove all but the newest ``keep_last`` checkpoints; 0 keeps all."""
+    for path in list_checkpoints(run_folder)[:-keep_last] if keep_last else []:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_partial(run_folder: Path) -> None:
+    """Remove what killed saves left."""
+    for path in (run_folder / FOLDER).glob(".step_*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -141,15 +147,19 @@ def set_aside_newer(run_folder: Path, step: int) -> None:
     """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run writes that history anew."""
     for path in list_checkpoints(run_folder):
         if int(path.name.removeprefix("step_")) > step:
-            aside = path.with_name(f"{path.name}.discarded")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def _offer(run_folder: Path) -> str:
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
-        return f"{run_folder / FOLDER} holds no checkpoint either; start anew with --run.resume no."
+        return f"{run_folder / FOLDER} holds none either; start anew: --run.resume no and another --run.output_dir."
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
 
 
@@ -226,12 +236,10 @@ def _commit(
     (partial / MANIFEST).write_text(json.dumps(manifest))
     _sync(partial / MANIFEST)
     _sync(partial)
-    aside = target.with_name(f".{target.name}.old")
-    if target.exists():  # the same step saved again: the old one steps aside for the length of a rename
-        target.rename(aside)
+    if target.exists():
+        _set_aside(target)
     partial.rename(target)
     _sync(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _tensor_table(engine: ZeroEngine, entries: list[dict[str, Any]]) -> dict[str, Any]:

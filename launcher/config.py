@@ -233,6 +233,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.warmup_steps": (config.train.warmup_steps, 0),
         "train.clip_norm": (config.train.clip_norm, 0),
         "train.weight_decay": (config.train.weight_decay, 0),
+        "train.eps": (config.train.eps, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
         "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
         "validation.every_steps": (config.validation.every_steps, 0),

@@ -25,17 +25,17 @@ LOGS = "logs"
 def prepare_folder(config: RunConfig) -> Path:
     """Make the run's folder and return it; ConfigError when it cannot be written or holds a run already."""
     folder = Path(config.run.output_dir)
-    if config.run.resume == "no" and (folder / METRICS_FILE).exists():
-        raise ConfigError(
-            f"run.output_dir={config.run.output_dir!r} already holds a run.\n"
-            "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
-        )
     try:
+        if config.run.resume == "no" and (folder / METRICS_FILE).exists():
+            raise ConfigError(
+                f"run.output_dir={config.run.output_dir!r} already holds a run.\n"
+                "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
+            )
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable.{os.getpid()}"
         probe.write_text("x")
         probe.unlink()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null character
         raise ConfigError(
             f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
             "Choose a folder you may write to (--run.output_dir ...), on a disk with room."
@@ -55,7 +55,9 @@ def start_logging(folder: Path, rank: int) -> None:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = logging.StreamHandler(sys.stdout)
     to_console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    to_console.addFilter(lambda record: record.name != "launcher.guard")  # it has said so on standard error
     to_console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    logging.raiseExceptions = False  # a full disk must not bury the error that says so under the log's own traceback
     ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
     for logger in ours:
         logger.setLevel(logging.INFO)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from data_pipeline.loader import build_loader, build_validation_loader
 from launcher.checkpoint import (
-    FOLDER,
     find_resume,
     list_checkpoints,
     load_checkpoint,
     prune,
+    remove_partial,
     save_checkpoint,
     set_aside_newer,
 )
@@ -36,7 +36,7 @@ from parallel.layout import SequenceLayout
 from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.process import on_every_rank
+from parallel.process import broadcast_object, on_every_rank
 from parallel.zero import OptimizerOptions, ZeroEngine
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ class Trainer:
         self.folder = on_every_rank(lambda: prepare_folder(config))
         start_logging(self.folder, self.mesh.rank)
         on_every_rank(check_tensorboard)
-        resume_from = on_every_rank(lambda: find_resume(self.folder, config.run.resume))
+        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then said once.
+        found = on_every_rank(lambda: find_resume(self.folder, config.run.resume) if self._leads else None)
+        resume_from = broadcast_object(found)
         on_every_rank(self._open_data)
         tokens = config.data.seq_len * config.train.micro_batch_rows
         self.layout = SequenceLayout.build(config.parallel.layout, tokens, self.mesh.context)
@@ -220,13 +222,13 @@ class Trainer:
             on_every_rank(lambda: self.loader.load_state_dict(training["loader"]))
             self.step = training["step"]
         log.info("Resumed from %s at step %d.", checkpoint, self.step)
-        on_every_rank(lambda: self._rewind_folder(checkpoint) if self._leads else None)
+        on_every_rank(lambda: self._rewind_folder() if self._leads else None)
 
-    def _rewind_folder(self, checkpoint: Path) -> None:
-        """Set aside what the run did after the checkpoint: it will be done anew."""
+    def _rewind_folder(self) -> None:
+        """Set aside what the run did after this step: it will be done anew. Good wherever it is killed."""
+        remove_partial(self.folder)
+        set_aside_newer(self.folder, self.step)  # first: rows may be newer than the newest checkpoint, never older
         truncate_after(self.folder, self.step)
-        if checkpoint.resolve().parent == (self.folder / FOLDER).resolve():
-            set_aside_newer(self.folder, self.step)
 
     def _save(self) -> None:
         """Commit a checkpoint, then let go of the oldest."""

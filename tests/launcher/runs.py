@@ -1,0 +1,172 @@
+"""Tiny runs: their flags, and the deepspeed command that starts them as a user would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.config import RunConfig, load_run_config
+from tests.helpers import REPOSITORY
+
+STEPS = 8
+"""Steps of a tiny run, checkpoints after each second one."""
+
+TINY_MODEL = {
+    "model.preset": "quickstart",
+    "model.vocab_size": 512,
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "model.head_dim": 16,
+    "model.num_experts": 4,
+    "model.expert_ffn_size": 16,
+    "model.shared_ffn_size": 16,
+}
+TINY_RUN = {
+    "data.seq_len": 256,
+    "train.steps": STEPS,
+    "train.tokens_per_step": 1024,
+    "train.dtype": "float32",
+    "train.warmup_steps": 2,
+    "parallel.context": 2,
+    "checkpoint.every_steps": 2,
+    "checkpoint.keep_last": 0,
+    "validation.every_steps": 4,
+    "validation.rows": 3,
+    "run.timeout_seconds": 40.0,
+}
+SCREEN = 25
+"""Lines an error may take."""
+
+
+def flags(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) -> list[str]:
+    """Command-line flags of a tiny run; ``changed`` has further or other keys."""
+    keys = {"data.train": shards, "run.output_dir": output, **TINY_MODEL, **TINY_RUN, **(changed or {})}
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def tiny_config(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) -> RunConfig:
+    """The same as a config, for workers that no launcher started."""
+    return load_run_config(flags(shards, output, {"run.hostfile": "none", **(changed or {})}))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    text: str
+    """What it wrote to standard output and standard error, as it came."""
+    seconds: float
+    orphans: list[str]
+    """Command lines of processes it left behind."""
+    folder: Path
+    """The run's output folder."""
+
+    def ours(self) -> list[str]:
+        """The lines that are not the deepspeed launcher's own."""
+        return [line for line in self.text.splitlines() if line.strip() and not _LAUNCHER_TALKS(line)]
+
+    def check_one_screen(self, code: int, *said: str) -> None:
+        """Ended with this exit code and one screen that holds every one of ``said`` once, without a traceback."""
+        assert self.code == code, self.text
+        assert "Traceback" not in self.text, self.text
+        assert len(self.ours()) < SCREEN, self.text
+        for words in said:
+            assert self.text.count(words) == 1, f"{words!r} is said {self.text.count(words)} times:\n{self.text}"
+        assert not self.orphans, self.orphans
+
+
+def _LAUNCHER_TALKS(line: str) -> bool:  # noqa: N802
+    return "[INFO]" in line or "[WARNING]" in line or "[ERROR] [launch.py" in line
+
+
+def pretrain(arguments: Sequence[str], **options: Any) -> Ended:
+    """``deepspeed … launcher/pretrain.py`` with these arguments on two ranks of this machine, to its end."""
+    return Launch(arguments, **options).wait()
+
+
+class Launch:
+    """A started deepspeed command: watch it, kill its ranks, wait for its end."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        hostfile: str | Path = "hostfile",
+        environment: Mapping[str, str] | None = None,
+        master_address: str = "127.0.0.1",
+    ) -> None:
+        self.arguments = list(arguments)
+        launcher = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", master_address]
+        command = [str(Path(sys.executable).parent / "deepspeed"), *launcher, "--master_port", str(free_port())]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            [*command, "launcher/pretrain.py", *self.arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path, **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return Path(self.arguments[self.arguments.index("--run.output_dir") + 1])
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes that run the script, by rank."""
+        found = {}
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            words = process.cmdline()
+            if "launcher/pretrain.py" in words and "deepspeed.launcher.launch" not in words:
+                found[int(process.environ()["RANK"])] = process
+        return found
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        """Return once the condition holds; the launch must be alive until then."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"it did not come to that:\n{self.wait(1).text}")
+            time.sleep(0.01)
+
+    def wait(self, timeout: float = 90.0) -> Ended:
+        """Wait for the end; a launch that takes longer is killed with all it started, and fails the test."""
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        try:
+            text, _ = self._process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                process.send_signal(signal.SIGKILL)
+            raise AssertionError(f"still running after {timeout} s:\n{self._process.communicate()[0]}") from None
+        seconds = time.monotonic() - self._started
+        return Ended(self._process.returncode, text, seconds, _alive(family, str(self.folder)), self.folder)
+
+
+def _alive(family: list[psutil.Process], mark: str) -> list[str]:
+    """Command lines of those that still run, and of any other process that works on the same output folder."""
+    _, alive = psutil.wait_procs(family, timeout=3)
+    for process in psutil.process_iter(["cmdline"]):
+        if mark in (process.info["cmdline"] or []) and process not in alive:
+            alive.append(process)
+    return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
