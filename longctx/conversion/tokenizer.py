@@ -63,6 +63,7 @@ def check_tokenizer(sentencepiece_model: str | Path, folder: str | Path, texts: 
     """
     model = _load(Path(sentencepiece_model))
     fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
+    fast.model_max_length = 2**60  # of this instance: long texts are no mistake here, so no warnings
     if len(fast) != model.vocab_size():
         raise DataError(f"{folder} has {len(fast)} token ids, {sentencepiece_model} has {model.vocab_size()}.")
     for text in (*texts, *_piece_texts(model)):
