@@ -1,0 +1,8 @@
+"""``python -m launcher VERB``: the same as the console script ``longctx``."""
+
+import sys
+
+from launcher.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
