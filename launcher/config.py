@@ -319,17 +319,21 @@ def from_values(values: dict[str, Any]) -> RunConfig:
     values["model"] = expand_preset(values.get("model", {}))
     try:
         # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
-        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=str), strict=True)
+        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
         raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
 
 
+def _refuse_date(value: Any) -> None:
+    raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
+
+
 def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
     """The model section's values, the preset's under the ones that are given."""
     preset = model.get("preset", "quickstart")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
     return dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
 
