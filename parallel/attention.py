@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, accumulate_dtype
+from longctx.kernels.contract import AttentionKernel, accumulate_dtype, merge_
 from longctx.kernels.select import choose_kernel, kernel_request
 from longctx.model.cores import AttentionMask, KVCache
 from parallel.layout import Ranges, SequenceLayout
@@ -151,14 +151,6 @@ def _take_rows(k: Tensor, v: Tensor, rows: Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a partial result over other keys into the running one, in place (see ``kernels.contract.merge``)."""
-    total = torch.logaddexp(lse, block_lse)
-    out.mul_(torch.exp(lse - total).nan_to_num_(0.0).unsqueeze(-1))
-    out.add_(block_out.mul_(torch.exp(block_lse - total).nan_to_num_(0.0).unsqueeze(-1)))
-    lse.copy_(total)
-
-
 class _RingAttention(torch.autograd.Function):
     """Forward and backward over the hops; the next hop's rows travel while this hop computes."""
 
@@ -175,7 +167,7 @@ class _RingAttention(torch.autograd.Function):
                 work = ring.received(hop)
                 rows = slice(*work.queries)
                 partial = ring.kernel.forward(q[:, rows], *visiting, work.pairs, scale=ring.scale)
-                _merge_into(out[:, rows], lse[:, rows], *partial)
+                merge_(out[:, rows], lse[:, rows], *partial)
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)

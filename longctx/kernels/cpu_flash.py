@@ -4,10 +4,15 @@ Traps of the ATen op that stay in here: its causal mask is aligned top-left what
 a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
 [B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype. Grouped-query attention is native, and
 transposed [B, S, H, D] views cost nothing.
+
+Two measures make float32 gradients more exact than the op's own, at no cost that we could measure: forward works in
+tiles, whose log-sum-exps are merged in float64 (each tile's is rounded on its own, so the errors average out), and
+backward works near exponent 0, where float32 is finest (``_centre``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,10 +20,14 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge
+from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge_
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+_TILE = 1024
+"""Rows and keys of a tile in float32."""
 
 
 class Block(NamedTuple):
@@ -63,21 +72,17 @@ class CpuFlashKernel:
     def forward(
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        partial = accumulate_dtype(q_BtHD.dtype)
-        work = [block for pair in pairs for block in blocks(pair)]
-        whole = slice(0, q_BtHD.shape[1])
-        if len(work) == 1 and work[0].q == whole:
-            out, lse = _block_forward(q_BtHD, k_BsKD, v_BsKD, work[0], scale)
-            return out.to(partial), lse
-        out = q_BtHD.new_zeros(q_BtHD.shape, dtype=partial)
-        lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=partial)
+        work = [tile for pair in pairs for block in blocks(pair) for tile in _tiles(block, q_BtHD.dtype)]
+        out = q_BtHD.new_zeros(q_BtHD.shape, dtype=accumulate_dtype(q_BtHD.dtype))
+        lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(q_BtHD.shape[1], dtype=torch.bool)
-        for block in work:
-            block_out, block_lse = _block_forward(q_BtHD, k_BsKD, v_BsKD, block, scale)
-            if touched[block.q].any():
-                block_out, block_lse = merge(out[:, block.q], lse[:, block.q], block_out, block_lse)
-            out[:, block.q], lse[:, block.q] = block_out, block_lse
-            touched[block.q] = True
+        for tile in work:
+            tile_out, tile_lse = _block_forward(q_BtHD, k_BsKD, v_BsKD, tile, scale)
+            if touched[tile.q].any():
+                merge_(out[:, tile.q], lse[:, tile.q], tile_out.to(out.dtype), tile_lse.double())
+            else:
+                out[:, tile.q], lse[:, tile.q] = tile_out, tile_lse
+            touched[tile.q] = True
         return out, lse
 
     def backward(
@@ -92,6 +97,7 @@ class CpuFlashKernel:
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout_BtHD, lse_BtH = _centre(dout_BtHD, lse_BtH)
         inputs = (q_BtHD, k_BsKD, v_BsKD)
         grads = [x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs]
         for block in (b for pair in pairs for b in blocks(pair)):
@@ -103,6 +109,32 @@ class CpuFlashKernel:
             for grad, row, part in zip(grads, rows, parts, strict=True):
                 grad[:, row] += part.transpose(1, 2)
         return grads[0], grads[1], grads[2]
+
+
+def _tiles(block: Block, dtype: torch.dtype) -> Iterator[Block]:
+    """The block in pieces of at most ``_TILE`` rows and keys, where tiling pays: in float32."""
+    if dtype != torch.float32:
+        yield block
+        return
+    for q in range(block.q.start, block.q.stop, _TILE):
+        rows = slice(q, min(q + _TILE, block.q.stop))
+        seen = rows.stop - block.q.start if block.causal else block.k.stop - block.k.start
+        stop = min(block.k.stop, block.k.start + seen)
+        for k in range(block.k.start, stop, _TILE):
+            diagonal = block.causal and k - block.k.start == q - block.q.start
+            yield Block(rows, slice(k, min(k + _TILE, stop)), diagonal)
+
+
+def _centre(dout_BtHD: Tensor, lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
+    """Output gradients and log-sum-exps, scaled alike by powers of two so that the latter lie near 0.
+
+    Every gradient is linear in exp(score − lse) · dout. With lse − m·ln 2 in place of lse and dout · 2^−m in place of
+    dout it comes out the same, the scaling is exact, and the exponents are where float32 has its finest steps.
+    """
+    if dout_BtHD.dtype != torch.float32:
+        return dout_BtHD, lse_BtH.to(accumulate_dtype(dout_BtHD.dtype))
+    m_BtH = (lse_BtH / math.log(2)).round_().nan_to_num_(neginf=0.0).clamp_(-40, 40)  # 2^-40 keeps dout far from 0
+    return torch.ldexp(dout_BtHD, -m_BtH.unsqueeze(-1).int()), (lse_BtH - m_BtH * math.log(2)).float()
 
 
 def _block_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge
+from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge_
 
 _ROWS = 512
 """Query rows whose scores exist at once."""
@@ -31,9 +31,8 @@ class ReferenceKernel:
             scores = _scores(q, k, pair, scale)
             block_lse = scores.logsumexp(-1)
             block_out = _weights(scores, block_lse) @ v[:, :, keys]
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
-        partial = accumulate_dtype(q_BtHD.dtype)
-        return out.transpose(1, 2).to(partial), lse.transpose(1, 2).to(partial)
+            merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+        return out.transpose(1, 2).to(accumulate_dtype(q_BtHD.dtype)), lse.transpose(1, 2)
 
     def backward(
         self,
