@@ -35,14 +35,14 @@ TINY_MODEL = {
 TINY_RUN = {
     "data.seq_len": 256,
     "train.steps": STEPS,
-    "train.tokens_per_step": 1024,
+    "train.tokens_per_step": 512,
     "train.dtype": "float32",
     "train.warmup_steps": 2,
     "parallel.context": 2,
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 0,
     "validation.every_steps": 4,
-    "validation.rows": 3,
+    "validation.rows": 2,
     "run.timeout_seconds": 40.0,
 }
 SCREEN = 25

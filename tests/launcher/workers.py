@@ -1,0 +1,116 @@
+"""What the tests' forked workers run: a ``Trainer`` without a launcher, and the accidents that befall it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import launcher.checkpoint
+import launcher.guard
+import launcher.trainer
+from launcher.guard import run_guarded
+from launcher.metrics import MetricsWriter, Record, read_metrics, without_timing
+from launcher.trainer import Trainer
+from longctx.errors import CheckpointError
+from parallel.process import gather_objects
+from tests.helpers import run_distributed
+from tests.launcher.runs import SCREEN, tiny_config
+
+
+def train(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
+    """A run to its end, without report and TensorBoard, which take longer than all its steps."""
+    _leave_out_pictures()
+    Trainer(tiny_config(shards, output, changed)).train()
+
+
+def train_each(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Several runs one after the other: their folders and what is changed in each."""
+    for output, changed in runs.items():
+        train(shards, output, changed)
+
+
+def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, step: int) -> None:
+    """``train``, but one rank is killed between the backward pass and the update of a step."""
+    plain = Trainer._forward_backward
+
+    def killed(trainer: Trainer, *args: Any) -> Any:
+        sums = plain(trainer, *args)
+        if trainer.mesh.rank == rank and trainer.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sums
+
+    Trainer._forward_backward = killed
+    train(shards, output, changed)
+
+
+def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, file: str) -> None:
+    """``train``, but one rank is killed in the second save when it puts ``file`` on the disk."""
+    plain, seen = launcher.checkpoint._sync, []
+
+    def killed(path: Path) -> None:
+        seen.append(path.name)
+        if os.environ["RANK"] == str(rank) and seen.count(file) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(path)
+
+    launcher.checkpoint._sync = killed
+    train(shards, output, changed)
+
+
+def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
+    """Each change of the config ends on every rank with one short CheckpointError that has all the words."""
+    _leave_out_pictures()
+    for changed, words in cases:
+        try:
+            Trainer(tiny_config(shards, output, changed))
+        except CheckpointError as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"{changed} was taken")
+        assert all(word in said for word in words), f"{words} expected in: {said}"
+        assert len(said.splitlines()) < SCREEN, said
+
+
+def end_guarded(
+    shards: Path, output: Path, changed: Mapping[str, Any], code: int, words: list[str], limit: int = 0
+) -> None:
+    """``train`` ends with this exit code on all ranks, and rank 0 alone speaks: one screen that has all the words.
+
+    With ``limit``, no file of the last rank may grow beyond so many bytes.
+    """
+    launcher.guard.HEAD_START_SECONDS = 0.0
+    if limit and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()) as out:
+        ended = run_guarded(lambda: train(shards, output, changed))
+    told = gather_objects((ended, said.getvalue()))
+    assert [c for c, _ in told] == [code] * len(told), told
+    assert not any(text for _, text in told[1:]), told
+    text = told[0][1]
+    assert all(text.count(word) == 1 for word in words), f"{words} expected once in: {text}"
+    assert "Traceback" not in text, text
+    assert len(text.splitlines()) < SCREEN, text
+    assert not any(word in out.getvalue() for word in words), f"said on standard output too: {out.getvalue()}"
+
+
+def run(function: Any, world_size: int, *args: Any) -> None:
+    """``run_distributed`` with room for a busy machine."""
+    run_distributed(function, world_size, *args, timeout=100.0)
+
+
+def rows(folder: Path) -> list[Record]:
+    """Training and validation records, timings apart."""
+    return [without_timing(r) for r in read_metrics(folder) if r["kind"] != "event"]
+
+
+def _leave_out_pictures() -> None:
+    launcher.trainer.write_report = lambda folder: folder / "report.html"
+    launcher.trainer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)
