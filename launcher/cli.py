@@ -49,6 +49,9 @@ UNBUILT = {
 """Names that are promised but not built, and what to use until they are."""
 
 
+OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps our line breaks, and gives long flags room beside their text."""
 
@@ -109,6 +112,13 @@ def unbuilt(words: Sequence[str]) -> str | None:
 def _run_verb(arguments: argparse.Namespace) -> int:
     try:
         return arguments.verb(arguments) or DONE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in OUR_PACKAGES:
+            raise
+        raise LongCtxError(
+            f"{error.name} is not installed for {sys.executable}.\n"
+            "Run `make setup` and use .venv/bin/python, or pip install longctx."
+        ) from error
     except OSError as error:
         if error.filename is None:
             raise

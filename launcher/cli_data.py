@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli_console import command, human_bytes, interruptible, note, plural, progress, say, say_json, table
+from launcher.cli_console import command, human_bytes, interruptible, plural, progress, say, say_json, table
 from launcher.guard import DONE, FAILED
 from longctx.errors import ConfigError
 
@@ -161,7 +161,9 @@ def train(arguments: argparse.Namespace) -> None:
         f"a sample of {human_bytes(arguments.max_text_bytes)} from " if text_bytes > arguments.max_text_bytes else ""
     )
     say(f"{arguments.output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{corpus}.")
-    _say_next("data", "build", "--source", source.spec, "--tokenizer", arguments.output, "--output", "DIR")
+    say(
+        f"Next: {command('data', 'build', *_source_words(arguments), '--tokenizer', arguments.output, '--output', 'DIR')}"
+    )
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -241,8 +243,11 @@ def _open_source(arguments: argparse.Namespace) -> Source:
     return open_source(arguments.source, text_field=arguments.text_field, exclude=arguments.exclude)
 
 
-def _say_next(*words: object) -> None:
-    say(f"Next: {command(*words)}")
+def _source_words(arguments: argparse.Namespace) -> list[str]:
+    """The options that name the corpus, as they were given."""
+    excluded = ["--exclude", *arguments.exclude] if arguments.exclude else []
+    field = ["--text-field", arguments.text_field] if arguments.text_field != "text" else []
+    return ["--source", arguments.source, *excluded, *field]
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def _say_build(report: BuildReport) -> None:
     else:
         say(f"{report.output} was made in {report.seconds:.1f} s.")
     say(f"Next: deepspeed --hostfile hostfile launcher/pretrain.py --data.train {report.output}")
-    note(f"Look at it: {command('data', 'inspect', report.output, '--seq-len', 4096)}")
+    say(f"Look at it: {command('data', 'inspect', report.output, '--seq-len', 4096)}")
 
 
 def _description_table(found: list[Description]) -> str:
