@@ -161,9 +161,8 @@ def train(arguments: argparse.Namespace) -> None:
         f"a sample of {human_bytes(arguments.max_text_bytes)} from " if text_bytes > arguments.max_text_bytes else ""
     )
     say(f"{arguments.output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{corpus}.")
-    say(
-        f"Next: {command('data', 'build', *_source_words(arguments), '--tokenizer', arguments.output, '--output', 'DIR')}"
-    )
+    options = ["--tokenizer", arguments.output, "--output", "DIR"]
+    say(f"Next: {command('data', 'build', *_source_words(arguments), *options)}")
 
 
 def build(arguments: argparse.Namespace) -> None:
