@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.launcher.workers import (
     run,
     train,
     train_each,
+    train_until_killed_in_a_resume,
     train_until_killed_in_a_save,
     train_until_killed_in_a_step,
 )
@@ -48,13 +49,14 @@ PAIRS: list[tuple[Written, tuple[int, int]]] = [
 ]
 """What wrote, and the stage and ranks that read."""
 
-KILLS: dict[str, tuple[Callable[..., None], int, Any]] = {
+KILLS: dict[str, tuple[Any, ...]] = {
     "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
     "while a rank writes its pieces": (train_until_killed_in_a_save, 1, "rank_00001.safetensors"),
     "before the rename": (train_until_killed_in_a_save, 0, MANIFEST),
     "after the rename": (train_until_killed_in_a_save, 0, FOLDER),
+    "in the middle of a resume": (train_until_killed_in_a_resume, 4),
 }
-"""Accidents: what is run, which rank is killed, and where."""
+"""Accidents: what is run, and where it is killed."""
 
 
 def settings(kind: str, dtype: str, stage: int, world: int) -> dict[str, Any]:

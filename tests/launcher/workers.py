@@ -8,7 +8,7 @@ import io
 import os
 import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,26 @@ def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[st
     train(shards, output, changed)
 
 
+def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[str, Any], step: int) -> None:
+    """``train``, then go back to the checkpoint of ``step``, but be killed between the two halves of going back."""
+    train(shards, output, changed)
+    halves = []
+
+    def killed_second(half: Callable[..., Any]) -> Callable[..., Any]:
+        def run_half(*args: Any) -> Any:
+            halves.append(half)
+            if len(halves) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return half(*args)
+
+        return run_half
+
+    launcher.trainer.truncate_after = killed_second(launcher.trainer.truncate_after)
+    launcher.trainer.set_aside_newer = killed_second(launcher.trainer.set_aside_newer)
+    checkpoint = output / launcher.checkpoint.FOLDER / f"step_{step:06d}"
+    train(shards, output, {**changed, "run.resume": checkpoint})
+
+
 def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
     """Each change of the config ends on every rank with one short CheckpointError that has all the words."""
     _leave_out_pictures()
@@ -99,6 +119,12 @@ def end_guarded(
     assert "Traceback" not in text, text
     assert len(text.splitlines()) < SCREEN, text
     assert not any(word in out.getvalue() for word in words), f"said on standard output too: {out.getvalue()}"
+
+
+def end_guarded_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], int, list[str]]]) -> None:
+    """``end_guarded`` for each case: what is changed, the exit code, the words."""
+    for changed, code, words in cases:
+        end_guarded(shards, output, changed, code, words)
 
 
 def run(function: Any, world_size: int, *args: Any) -> None:

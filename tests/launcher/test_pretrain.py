@@ -1,0 +1,225 @@
+"""A run as its user meets it: the deepspeed command from start to end, and every way in which it may not start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from launcher.checkpoint import FOLDER, list_checkpoints
+from launcher.config import from_values, load_run_config
+from launcher.metrics import METRICS_FILE, read_metrics
+from longctx.checkpoint_format import CheckpointReader
+from longctx.errors import ClusterError
+from parallel.process import start_process_group
+from tests.helpers import REPOSITORY
+from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain
+from tests.launcher.workers import end_guarded_each, rows, run, train
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the logs, by relative path."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.parent.name != "logs"]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+@pytest.fixture
+def copied(finished: Ended, tmp_path: Path) -> Path:
+    """A copy of the finished run to go on in."""
+    return Path(shutil.copytree(finished.folder, tmp_path / "run"))
+
+
+# From start to end.
+
+
+def test_what_a_run_leaves_behind(finished, shards):
+    folder = finished.folder
+    names = {p.name for p in folder.iterdir()}
+    wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", FOLDER, "report.html", "tensorboard"}
+    assert names == wanted
+    config = from_values(tomllib.loads((folder / "config.toml").read_text()))
+    assert config == load_run_config(flags(shards, folder))
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (environment["world_size"], environment["context"], environment["data"]) == (2, 2, 1)
+    assert "--data.train" in environment["command"]
+    assert environment["packages"]["deepspeed"] != "not installed"
+    assert "<html" in (folder / "report.html").read_text()
+    steps = range(2, STEPS + 1, 2)
+    assert sorted(p.name for p in (folder / FOLDER).iterdir()) == [f"step_{n:06d}" for n in steps]
+    assert all(CheckpointReader(p).verify() == [] for p in list_checkpoints(folder))
+    assert not finished.orphans
+
+
+def test_every_step_has_its_row(finished):
+    records = read_metrics(finished.folder)
+    train_rows = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in train_rows] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records if r["kind"] == "validation"] == [4, 8]
+    keys = "loss balance_loss lr grad_norm tokens tokens_per_second step_seconds data_wait_seconds max_memory_bytes mfu"
+    for row in train_rows:
+        assert set(keys.split()) <= set(row)
+        assert row["grad_norm"] > 0 < row["tokens_per_second"]
+    tokens = [r["tokens"] for r in train_rows]
+    shares = [b - a for a, b in zip([0, *tokens], tokens, strict=False)]
+    assert all(0 < share <= 512 for share in shares)
+    for row, share in zip(train_rows, shares, strict=True):
+        assert [sum(layer) for layer in row["expert_load"]] == [2 * share] * 2, "each token visits two experts"
+    losses = [r["loss"] for r in records if r["kind"] == "validation"]
+    assert losses[1] < losses[0] < 6.3, "it learns"
+
+
+def test_the_console_and_the_logs_of_all_ranks(finished):
+    for step in range(1, STEPS + 1):
+        assert finished.text.count(f"step {step}/{STEPS}  loss") == 1
+    assert "Done: 8 steps." in finished.text
+    assert len(finished.ours()) < 60, "nothing but our own lines:\n" + "\n".join(finished.ours())
+    assert "step 8/8  loss" in (finished.folder / "logs" / "rank_0.log").read_text()
+    assert "Saved" in (finished.folder / "logs" / "rank_1.log").read_text()
+
+
+def test_going_on_to_more_steps(shards, copied, finished):
+    changed = {"run.resume": "latest", "train.steps": STEPS + 2, "validation.rows": 0}
+    run(train, 2, shards, copied, changed)
+    assert rows(copied)[: len(rows(finished.folder))] == rows(finished.folder)
+    assert [r["step"] for r in rows(copied)[len(rows(finished.folder)) :]] == [STEPS + 1, STEPS + 2]
+    before = contents(copied)
+    run(train, 2, shards, copied, changed)
+    after = contents(copied)
+    assert {n for n in after if after[n] != before.get(n)} <= {"environment.json"}, "nothing is left to do"
+
+
+def test_a_lone_process_needs_no_launcher(shards, tmp_path):
+    argv = flags(shards, tmp_path / "run", {"parallel.context": 1, "train.steps": 2, "validation.rows": 0})
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "launcher/pretrain.py", *argv]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2]
+
+
+# A rank dies.
+
+
+def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards, finished, tmp_path):
+    folder = tmp_path / "run"
+    launch = Launch(flags(shards, folder))
+    launch.wait_until(lambda: len(launch.ranks()) == 2)
+    ranks = launch.ranks()
+    launch.wait_until(lambda: bool(list_checkpoints(folder)))
+    ranks[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    ended = launch.wait()
+    assert ended.code != 0
+    assert time.monotonic() - killed < 30
+    assert "lost contact with another rank" in ended.text or "exits with return code = -9" in ended.text
+    assert "Traceback" not in ended.text
+    assert not ended.orphans
+    assert len(rows(folder)) < len(rows(finished.folder)), "it was killed too late to show anything"
+    resumed = pretrain(flags(shards, folder, {"run.resume": "latest"}))
+    assert resumed.code == 0, resumed.text
+    assert rows(folder) == rows(finished.folder), "to the last bit"
+
+
+# It does not start: by the deepspeed command.
+
+
+def test_a_second_run_in_the_same_place_is_refused(shards, copied):
+    before = contents(copied)
+    ended = pretrain(flags(shards, copied))
+    ended.check_one_screen(2, "already holds a run", "--run.resume latest")
+    assert contents(copied) == before
+
+
+def test_an_unknown_flag_is_said_once(shards, tmp_path):
+    ended = pretrain([*flags(shards, tmp_path / "run"), "--train.stepz", "5"])
+    ended.check_one_screen(2, "Unrecognized options: --train.stepz", "--train.steps INT")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
+    ended = pretrain(flags(shards, tmp_path / "run", {"parallel.context": 1}), hostfile=tmp_path / "missing")
+    ended.check_one_screen(1, "missing does not exist", "--run.hostfile none")
+    assert not (tmp_path / "run").exists()
+
+
+# It does not start: said by rank 0 alone, after all ranks have agreed.
+
+
+def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_path):
+    bare = shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("validation"))
+    damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
+    shard = damaged / "00000.arrow"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    truncated = Path(shutil.copytree(shards, tmp_path / "truncated"))
+    (truncated / "00000.arrow").write_bytes(b"")
+    file = tmp_path / "file"
+    file.write_text("")
+    before = contents(copied)
+    cases: list[tuple[dict[str, Any], int, list[str]]] = [
+        ({"data.train": tmp_path / "nowhere"}, 1, ["DataError", "nowhere", "data build"]),
+        ({"data.train": file}, 1, ["DataError", str(file)]),
+        ({"data.train": damaged}, 1, [f"{shard} is damaged"]),
+        ({"data.train": truncated}, 1, ["00000.arrow has 0 bytes"]),
+        ({"data.train": bare}, 1, ["DataError", str(Path(bare) / "validation")]),
+        ({"model.vocab_size": 500}, 2, ["model.vocab_size=500", "Try --model.vocab_size 512"]),
+        ({"run.output_dir": file / "below"}, 2, ["cannot be written", "Not a directory"]),
+        ({"run.output_dir": "/proc/below"}, 2, ["run.output_dir='/proc/below' cannot be written"]),
+        ({"run.output_dir": tmp_path / ("n" * 300)}, 2, ["cannot be written", "File name too long"]),
+        ({"run.output_dir": copied}, 2, ["already holds a run"]),
+        ({"run.output_dir": copied, "run.resume": "latest", "run.seed": 1}, 1, ["seed=0", "this run 1"]),
+        ({"run.output_dir": copied, "run.resume": "latest", "data.seq_len": 128}, 1, ["seq_len=256", "this run 128"]),
+        ({"run.resume": "latest"}, 1, ["holds no committed checkpoint"]),
+        ({"run.resume": "step_2"}, 1, ["run.resume='step_2' is no checkpoint"]),
+    ]
+    run(end_guarded_each, 2, shards, tmp_path / "new", cases)
+    assert contents(tmp_path / "new") == {}, "nothing but the log of the failure"
+    assert contents(copied) == before
+
+
+# The ranks do not meet.
+
+
+@pytest.fixture
+def rank_0_of_2(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    yield monkeypatch
+    assert not dist.is_initialized()
+
+
+def test_a_port_in_use_is_named(rank_0_of_2):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        rank_0_of_2.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ClusterError) as caught:
+            start_process_group(timeout_seconds=5)
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "--master_port" in str(caught.value)
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(rank_0_of_2):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    rank_0_of_2.setenv("MASTER_PORT", str(port))
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match="rank 0 of 2 could not meet the others at 127"):
+        start_process_group(timeout_seconds=1)
+    assert time.monotonic() - started < 20
