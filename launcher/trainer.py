@@ -173,7 +173,7 @@ class Trainer:
 
     def _open_data(self) -> None:
         config, mesh = self.config, self.mesh
-        common = {
+        common: dict[str, Any] = {
             "seq_len": config.data.seq_len,
             "micro_batch_rows": config.train.micro_batch_rows,
             "data_rank": mesh.data_rank,

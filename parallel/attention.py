@@ -48,8 +48,8 @@ def attend(
             f"its share of the layout is {schedule.layout.num_local(mesh.context_rank)} tokens."
         )
     chosen = choose_kernel(kernel, kernel_request(q_BtHD, k_BtKD))
-    scale = q_BtHD.shape[-1] ** -0.5 if scale is None else scale
-    return _RingAttention.apply(q_BtHD, k_BtKD, v_BtKD, _Ring(schedule, mesh, chosen, scale))
+    ring = _Ring(schedule, mesh, chosen, q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
+    return _RingAttention.apply(q_BtHD, k_BtKD, v_BtKD, ring)
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class _RingAttention(torch.autograd.Function):
             if visiting is not None:
                 work = ring.received(hop)
                 rows = slice(*work.queries)
-                local = (x[:, rows] for x in (dout, q))
-                saved = (x[:, rows] for x in (out, lse))
-                grads = ring.kernel.backward(*local, *visiting, *saved, work.pairs, scale=ring.scale)
+                grads = ring.kernel.backward(
+                    dout[:, rows], q[:, rows], *visiting, out[:, rows], lse[:, rows], work.pairs, scale=ring.scale
+                )
                 dq[:, rows] += grads[0]
                 dk_away, dv_away = grads[1], grads[2]
             if returning is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class Mesh:
                 ranks = list(range(first, first + context))
                 created = dist.new_group(ranks)
                 if rank in ranks:
-                    group = created
+                    group = cast(ProcessGroup, created)
         return cls(rank=rank, world_size=world_size, context=context, context_group=group)
 
     @property

@@ -86,9 +86,10 @@ class ZeroEngine:
             _decay_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
         )
         with redirect_stdout(io.StringIO()):  # memory figures that no option silences
-            self._engine, *_ = deepspeed.initialize(
+            # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes we lean on.
+            self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, options)
-            )
+            )[0]
 
     @property
     def model(self) -> CausalLM:

@@ -17,9 +17,9 @@ from longctx.kernels.contract import accumulate_dtype
 class RouterStats(NamedTuple):
     """What one layer's router did with this rank's tokens, per document; adds up over ranks."""
 
-    counts_SE: Tensor  # noqa: N815
+    counts_SE: Tensor
     """Tokens of the document that chose the expert, int64, no gradient."""
-    prob_sums_SE: Tensor  # noqa: N815
+    prob_sums_SE: Tensor
     """Sum over the document's tokens of the expert's probability, float32, with gradient."""
 
 

@@ -23,7 +23,7 @@ class LossSum(NamedTuple):
     """Negative log-likelihood of the targets that count, float32 scalar with gradient."""
     balance_sum: Tensor
     """Load-balance loss, summed over layers and documents, float32 scalar with gradient; before its weight."""
-    counts_LE: Tensor  # noqa: N815
+    counts_LE: Tensor
     """This rank's tokens by layer and expert, padding excluded, int64; [0, 0] in a dense model."""
 
     def total(self, balance_loss_weight: float) -> Tensor:

@@ -75,7 +75,7 @@ class Ended:
 
     def ours(self) -> list[str]:
         """The lines that are not the deepspeed launcher's own."""
-        return [line for line in self.text.splitlines() if line.strip() and not _LAUNCHER_TALKS(line)]
+        return [line for line in self.text.splitlines() if line.strip() and not _is_launchers(line)]
 
     def check_one_screen(self, code: int, *said: str) -> None:
         """Ended with this exit code and one screen that holds every one of ``said`` once, without a traceback."""
@@ -87,7 +87,7 @@ class Ended:
         assert not self.orphans, self.orphans
 
 
-def _LAUNCHER_TALKS(line: str) -> bool:  # noqa: N802
+def _is_launchers(line: str) -> bool:
     return "[INFO]" in line or "[WARNING]" in line or "[ERROR] [launch.py" in line
 
 
