@@ -190,9 +190,9 @@ class _RingAttention(torch.autograd.Function):
             if visiting is not None:
                 work = ring.received(hop)
                 rows = slice(*work.queries)
-                grads = ring.kernel.backward(
-                    dout[:, rows], q[:, rows], *visiting, out[:, rows], lse[:, rows], work.pairs, scale=ring.scale
-                )
+                k_near, v_near = visiting
+                mine = (dout[:, rows], q[:, rows], k_near, v_near, out[:, rows], lse[:, rows])
+                grads = ring.kernel.backward(*mine, work.pairs, scale=ring.scale)
                 dq[:, rows] += grads[0]
                 dk_away, dv_away = grads[1], grads[2]
             if returning is not None:
