@@ -13,9 +13,7 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longctx.checkpoint_format import (
+    CHECKPOINTS,
     FORMAT,
     MANIFEST,
     ROLES,
@@ -33,6 +32,7 @@ from longctx.checkpoint_format import (
     CheckpointReader,
     canonical_hash,
     hash_file,
+    list_checkpoints,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -40,19 +40,6 @@ from parallel.process import agree_or_raise, broadcast_object, gather_objects, o
 from parallel.zero import ZeroEngine
 
 log = logging.getLogger(__name__)
-
-FOLDER = "checkpoints"
-_COMMITTED = re.compile(r"step_(\d{6,})")
-
-
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first."""
-    found = [
-        (int(match[1]), path)
-        for path in (run_folder / FOLDER).glob("step_*")
-        if (match := _COMMITTED.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    ]
-    return [path for _, path in sorted(found)]
 
 
 def save_checkpoint(
@@ -68,7 +55,7 @@ def save_checkpoint(
 
     CheckpointError on every rank when any of them cannot write; nothing is left behind and older checkpoints stay.
     """
-    target = run_folder / FOLDER / f"step_{step:06d}"
+    target = run_folder / CHECKPOINTS / f"step_{step:06d}"
     partial = target.with_name(f".{target.name}.partial")
     _on_rank_0(lambda: _make_empty(partial), partial)
     entry, problem = None, None
@@ -126,7 +113,7 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
         else:
             return path
     raise CheckpointError(
-        f"run.resume={resume!r}, but {run_folder / FOLDER} holds no committed checkpoint.\n"
+        f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.\n"
         "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
     )
 
@@ -139,7 +126,7 @@ def prune(run_folder: Path, keep_last: int) -> None:
 
 def remove_partial(run_folder: Path) -> None:
     """Remove what killed saves left."""
-    for path in (run_folder / FOLDER).glob(".step_*.partial"):
+    for path in (run_folder / CHECKPOINTS).glob(".step_*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -159,7 +146,9 @@ def _set_aside(path: Path) -> None:
 def _offer(run_folder: Path) -> str:
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
-        return f"{run_folder / FOLDER} holds none either; start anew: --run.resume no and another --run.output_dir."
+        return (
+            f"{run_folder / CHECKPOINTS} holds none either; start anew: --run.resume no and another --run.output_dir."
+        )
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
 
 
@@ -286,16 +275,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def describe_checkpoints(run_folder: Path) -> Iterator[dict[str, Any]]:
-    """One row a committed checkpoint: step, folder, bytes, ranks that wrote it."""
-    for path in list_checkpoints(run_folder):
-        manifest = CheckpointReader(path).manifest
-        yield {
-            "step": manifest["step"],
-            "folder": str(path),
-            "bytes": sum(f["bytes"] for f in manifest["files"].values()),
-            "ranks": manifest["training"].get("world_size", 1),
-            "dtype": manifest["dtype"],
-        }

@@ -195,20 +195,16 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoints_of(run: Path) -> list[Path]:
-    """Committed checkpoints of a run folder, oldest first; CheckpointError where there can be none.
-
-    ``launcher.checkpoint`` answers the same, but brings DeepSpeed, which takes seconds to import.
-    """
-    from longctx.checkpoint_format import MANIFEST
+    """Committed checkpoints of a run folder, oldest first; CheckpointError where there can be none."""
+    from longctx import checkpoint_format
+    from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 
     if (run / MANIFEST).is_file():
         raise CheckpointError(f"{run} is a checkpoint, not a run. Give the run's folder, which has checkpoints/ in it.")
-    if not (run / "checkpoints").is_dir() and not (run / "config.toml").is_file():
+    if not (run / CHECKPOINTS).is_dir() and not (run / "config.toml").is_file():
         what = "holds neither checkpoints/ nor a config.toml" if run.is_dir() else "does not exist"
         raise CheckpointError(f"{run} is not a run folder: it {what}. Give the folder that run.output_dir named.")
-    found = [path for path in (run / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    committed = (path for path in found if (path / MANIFEST).is_file())
-    return sorted(committed, key=lambda path: int(path.name.removeprefix("step_")))
+    return checkpoint_format.list_checkpoints(run)
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ and any number of ranks writes this format, and reads any range of it back. An i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,11 @@ FORMAT = "longctx-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that holds its checkpoints."""
 ROLES = ("master", "exp_avg", "exp_avg_sq")
+
+_COMMITTED = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +194,24 @@ def model_config(reader: CheckpointReader) -> ModelConfig:
     return ModelConfig.from_dict(reader.model)
 
 
+def list_checkpoints(run_folder: str | Path) -> list[Path]:
+    """Committed checkpoints of a run, oldest first: folders ``checkpoints/step_NNNNNN`` that have a manifest."""
+    found = (p for p in (Path(run_folder) / CHECKPOINTS).glob("step_*") if (p / MANIFEST).is_file())
+    steps = [(int(match[1]), p) for p in found if (match := _COMMITTED.fullmatch(p.name))]
+    return [path for _, path in sorted(steps)]
+
+
 def find_checkpoint(folder: str | Path) -> Path:
     """A checkpoint folder as it is; of a run folder, the committed checkpoint with the highest step."""
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return folder
-    steps = [p for p in (folder / "checkpoints").glob("step_*") if (p / MANIFEST).is_file() and p.name[5:].isdecimal()]
-    if not steps:
+    committed = list_checkpoints(folder)
+    if not committed:
         raise CheckpointError(
-            f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with checkpoints/step_NNNNNN."
+            f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with {CHECKPOINTS}/step_NNNNNN."
         )
-    return max(steps, key=lambda p: int(p.name[5:]))
+    return committed[-1]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

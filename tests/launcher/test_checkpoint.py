@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from launcher.checkpoint import FOLDER, describe_checkpoints, find_resume, list_checkpoints
+from launcher.checkpoint import find_resume
 from launcher.metrics import DISCARDED_FILE, decode, read_metrics
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, canonical_hash
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, canonical_hash, list_checkpoints
 from longctx.errors import CheckpointError
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import (
@@ -53,7 +53,7 @@ KILLS: dict[str, tuple[Any, ...]] = {
     "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
     "while a rank writes its pieces": (train_until_killed_in_a_save, 1, "rank_00001.safetensors"),
     "before the rename": (train_until_killed_in_a_save, 0, MANIFEST),
-    "after the rename": (train_until_killed_in_a_save, 0, FOLDER),
+    "after the rename": (train_until_killed_in_a_save, 0, CHECKPOINTS),
     "in the middle of a resume": (train_until_killed_in_a_resume, 4),
 }
 """Accidents: what is run, and where it is killed."""
@@ -103,13 +103,13 @@ def resumed(shards, base, written, killed) -> dict[Any, Path]:
     folders: dict[Any, Path] = {}
     for number, (source, target) in enumerate(PAIRS):
         folders[source, target] = base / f"pair_{number}"
-        checkpoint = written[source] / FOLDER / "step_000002"
+        checkpoint = written[source] / CHECKPOINTS / "step_000002"
         starts[target[1]][folders[source, target]] = {**settings(*source[:2], *target), "run.resume": checkpoint}
     for name, folder in killed.items():
         folders[name] = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}_resumed")))
         starts[2][folders[name]] = {"run.resume": "latest"}
     folders["damaged"] = Path(shutil.copytree(written[PLAIN], base / "damaged"))
-    flip_a_byte(folders["damaged"] / FOLDER / "step_000004")
+    flip_a_byte(folders["damaged"] / CHECKPOINTS / "step_000004")
     starts[2][folders["damaged"]] = {**settings(*PLAIN), "run.resume": "newest-good"}
     for world, runs in starts.items():
         run(train_each, world, shards, runs)
@@ -141,14 +141,13 @@ def test_any_stage_and_world_goes_on_from_what_another_wrote(written, resumed, s
 
 
 def test_what_a_checkpoint_says_of_itself(written):
-    first, last = describe_checkpoints(written[PLAIN])
-    assert (first["step"], last["step"], last["ranks"], last["dtype"]) == (2, 4, 2, "float32")
-    files = [p for p in Path(last["folder"]).iterdir() if p.name != MANIFEST]
-    assert last["bytes"] == sum(p.stat().st_size for p in files)
-    reader = CheckpointReader(last["folder"])
-    assert reader.verify() == []
-    assert reader.manifest["training"]["loader"]["rows_consumed"] == 8
-    assert (Path(last["folder"]) / "tokenizer.model").read_bytes()
+    folder = written[PLAIN] / CHECKPOINTS / "step_000004"
+    reader = CheckpointReader(folder)
+    assert (reader.step, str(reader.dtype), reader.verify()) == (4, "torch.float32", [])
+    training = reader.manifest["training"]
+    assert (training["world_size"], training["zero_stage"], training["loader"]["rows_consumed"]) == (2, 1, 8)
+    assert {p.name for p in folder.iterdir()} == {MANIFEST, *reader.manifest["files"]}
+    assert (folder / "tokenizer.model").read_bytes()
 
 
 # Damage.
@@ -197,7 +196,7 @@ DAMAGES = [flip_a_byte, truncate, lose_a_piece, edit_the_manifest, empty_the_man
 
 
 def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_path):
-    good = copied / FOLDER / "step_000004"
+    good = copied / CHECKPOINTS / "step_000004"
     cases = []
     for damage in DAMAGES:
         folder = Path(shutil.copytree(good, tmp_path / damage.__name__))
@@ -214,18 +213,20 @@ def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_pa
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
-    said = damage(copied / FOLDER / "step_000004")
-    assert find_resume(copied, "newest-good") == copied / FOLDER / "step_000002"
+    said = damage(copied / CHECKPOINTS / "step_000004")
+    assert find_resume(copied, "newest-good") == copied / CHECKPOINTS / "step_000002"
     assert "step_000004 is passed over" in caplog.text
     assert said in caplog.text
-    assert find_resume(copied, "latest") == copied / FOLDER / "step_000004", "latest is the newest, checked on loading"
+    assert find_resume(copied, "latest") == copied / CHECKPOINTS / "step_000004", (
+        "latest is the newest, checked on loading"
+    )
 
 
 def test_resume_from_newest_good_rewrites_the_history_after_it(written, resumed):
     folder = resumed["damaged"]
     assert rows(folder) == rows(written[PLAIN])
-    assert CheckpointReader(folder / FOLDER / "step_000004").verify() == []
-    assert (folder / FOLDER / "step_000004.discarded").is_dir()
+    assert CheckpointReader(folder / CHECKPOINTS / "step_000004").verify() == []
+    assert (folder / CHECKPOINTS / "step_000004.discarded").is_dir()
 
 
 def test_there_is_nothing_to_resume_from(tmp_path, copied):
@@ -251,8 +252,8 @@ def test_a_folder_that_is_no_checkpoint_is_answered_with_those_there_are(copied,
 def test_a_killed_run_is_left_with_a_good_checkpoint(killed, name):
     folder = killed[name]
     saving = KILLS[name][0] is train_until_killed_in_a_save and name != "after the rename"
-    assert [p.name for p in (folder / FOLDER).glob(".*")] == ([".step_000004.partial"] if saving else [])
-    newest = folder / FOLDER / ("step_000002" if saving else "step_000004")
+    assert [p.name for p in (folder / CHECKPOINTS).glob(".*")] == ([".step_000004.partial"] if saving else [])
+    newest = folder / CHECKPOINTS / ("step_000002" if saving else "step_000004")
     assert find_resume(folder, "newest-good") == find_resume(folder, "latest") == newest
 
 
@@ -263,7 +264,7 @@ def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(resumed, unb
     for mine, theirs in zip(list_checkpoints(folder), list_checkpoints(unbroken), strict=True):
         files = [CheckpointReader(path).manifest["files"] for path in (mine, theirs)]
         assert files[0] == files[1], f"{mine.name} holds other bytes"
-    assert not list((folder / FOLDER).glob(".*")), "what the killed save left is cleaned up"
+    assert not list((folder / CHECKPOINTS).glob(".*")), "what the killed save left is cleaned up"
 
 
 @pytest.mark.parametrize("name", KILLS)
@@ -281,8 +282,8 @@ def test_rows_that_were_done_again_are_kept_aside(resumed, killed, name):
 @pytest.fixture
 def small_disk(written, tmp_path) -> Iterator[Path]:
     """A file system with room for one checkpoint and not for two."""
-    one = next(iter(describe_checkpoints(written[PLAIN])))["bytes"]
-    size = int(1.6 * one) + 150_000  # the manifest, and a little for metrics and logs
+    one = stored_bytes(list_checkpoints(written[PLAIN])[0])
+    size = int(1.6 * one) + 100_000  # a little for metrics and logs
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.decode().strip()}")
@@ -291,8 +292,8 @@ def small_disk(written, tmp_path) -> Iterator[Path]:
 
 
 def check_older_one_is_good(folder: Path) -> None:
-    assert [p.name for p in (folder / FOLDER).iterdir()] == ["step_000002"], "nothing half-written"
-    assert CheckpointReader(folder / FOLDER / "step_000002").verify() == []
+    assert [p.name for p in (folder / CHECKPOINTS).iterdir()] == ["step_000002"], "nothing half-written"
+    assert CheckpointReader(folder / CHECKPOINTS / "step_000002").verify() == []
 
 
 def test_a_full_disk(shards, small_disk):
@@ -304,7 +305,7 @@ def test_a_full_disk(shards, small_disk):
 
 def test_one_rank_that_cannot_write_ends_all_and_the_older_checkpoint_serves(shards, written, copied, tmp_path):
     """Its files may not grow: the kernel's EFBIG stands for whatever befalls one host of many."""
-    shutil.rmtree(copied / FOLDER / "step_000004")
+    shutil.rmtree(copied / CHECKPOINTS / "step_000004")
     changed = {**settings(*PLAIN), "run.resume": "latest"}
     run(end_guarded, 2, shards, copied, changed, 1, ["CheckpointError", "rank 1", "File too large"], 100_000)
     check_older_one_is_good(copied)

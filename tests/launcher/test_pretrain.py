@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launcher.checkpoint import FOLDER, list_checkpoints
 from launcher.config import from_values, load_run_config
 from launcher.metrics import METRICS_FILE, read_metrics
-from longctx.checkpoint_format import CheckpointReader
+from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
 from parallel.process import start_process_group
 from tests.helpers import REPOSITORY
@@ -48,7 +47,7 @@ def copied(finished: Ended, tmp_path: Path) -> Path:
 def test_what_a_run_leaves_behind(finished, shards):
     folder = finished.folder
     names = {p.name for p in folder.iterdir()}
-    wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", FOLDER, "report.html", "tensorboard"}
+    wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", CHECKPOINTS, "report.html", "tensorboard"}
     assert names == wanted
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
     assert config == load_run_config(flags(shards, folder))
@@ -58,7 +57,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     assert environment["packages"]["deepspeed"] != "not installed"
     assert "<html" in (folder / "report.html").read_text()
     steps = range(2, STEPS + 1, 2)
-    assert sorted(p.name for p in (folder / FOLDER).iterdir()) == [f"step_{n:06d}" for n in steps]
+    assert sorted(p.name for p in (folder / CHECKPOINTS).iterdir()) == [f"step_{n:06d}" for n in steps]
     assert all(CheckpointReader(p).verify() == [] for p in list_checkpoints(folder))
     assert not finished.orphans
 

@@ -18,6 +18,7 @@ import launcher.trainer
 from launcher.guard import run_guarded
 from launcher.metrics import MetricsWriter, Record, read_metrics, without_timing
 from launcher.trainer import Trainer
+from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from parallel.process import gather_objects
 from tests.helpers import run_distributed
@@ -80,7 +81,7 @@ def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[
 
     launcher.trainer.truncate_after = killed_second(launcher.trainer.truncate_after)
     launcher.trainer.set_aside_newer = killed_second(launcher.trainer.set_aside_newer)
-    checkpoint = output / launcher.checkpoint.FOLDER / f"step_{step:06d}"
+    checkpoint = output / CHECKPOINTS / f"step_{step:06d}"
     train(shards, output, {**changed, "run.resume": checkpoint})
 
 
