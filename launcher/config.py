@@ -66,7 +66,7 @@ class DataSection:
     """Shard folder to train on, as `data build` wrote it."""
     validation: str = ""
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
-    seq_len: int = 4096
+    seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
 
 
@@ -74,11 +74,11 @@ class DataSection:
 class TrainSection:
     """Optimisation."""
 
-    steps: int = 480
+    steps: int = 700
     """Optimiser steps of the whole run, resumed parts included."""
     stop_after: int = 0
     """End after this step with a checkpoint, the schedule unchanged, to go on later with run.resume; 0 never."""
-    tokens_per_step: int = 4096
+    tokens_per_step: int = 2048
     """Tokens (padding included) that one optimiser step sees over all ranks; gradient accumulation follows from it."""
     micro_batch_rows: int = 1
     """Rows that go through the model at once."""

@@ -30,7 +30,7 @@ from launcher.run_folder import prepare_folder, start_logging, write_facts
 from launcher.throughput import document_lengths, mfu, model_tflops, tokens_per_second, training_flops
 from launcher.validation import validate
 from longctx.batch import Batch
-from longctx.checkpoint_format import CHECKPOINTS, list_checkpoints
+from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ConfigError
 from parallel.layout import SequenceLayout
 from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks

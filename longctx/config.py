@@ -109,7 +109,9 @@ class ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "quickstart": ModelConfig(num_experts=8, expert_ffn_size=128, shared_ffn_size=256),
-    "quickstart-dense": ModelConfig(),
+    "quickstart": ModelConfig(
+        num_layers=2, num_experts=8, expert_ffn_size=128, shared_ffn_size=256, balance_loss_weight=0.01
+    ),
+    "quickstart-dense": ModelConfig(num_layers=2),
 }
 """Named shapes for ``model.preset``."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.checkpoint import find_resume
 from launcher.metrics import DISCARDED_FILE, decode, read_metrics
