@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launcher.checkpoint import find_resume
 from launcher.metrics import DISCARDED_FILE, decode, read_metrics
@@ -283,7 +282,7 @@ def test_rows_that_were_done_again_are_kept_aside(resumed, killed, name):
 @pytest.fixture
 def small_disk(written, tmp_path) -> Iterator[Path]:
     """A file system with room for one checkpoint and not for two."""
-    one = stored_bytes(list_checkpoints(written[PLAIN])[0])
+    one = sum(path.stat().st_size for path in list_checkpoints(written[PLAIN])[0].iterdir())
     size = int(1.6 * one) + 100_000  # a little for metrics and logs
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:

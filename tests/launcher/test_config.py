@@ -128,8 +128,11 @@ def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
         (["--parallel.context", "3"], ["parallel.context=3 does not divide the 2 ranks", "parallel.context=2"]),
         (["--parallel.context", "0"], ["parallel.context=0 must be at least 1"]),
         (["--data.seq_len", "4098", "--train.tokens_per_step", "4098"], ["4098", "4 equal parts", "4096 or 4100"]),
-        (["--train.tokens_per_step", "5000"], ["train.tokens_per_step=5000", "multiple of 4096", "4096 or 8192"]),
-        (["--train.tokens_per_step", "100"], ["train.tokens_per_step=100", "Try 4096."]),
+        (
+            ["--data.seq_len", "4096", "--train.tokens_per_step", "5000"],
+            ["train.tokens_per_step=5000", "multiple of 4096", "4096 or 8192"],
+        ),
+        (["--data.seq_len", "4096", "--train.tokens_per_step", "100"], ["train.tokens_per_step=100", "Try 4096."]),
         (["--parallel.layout", "zagzig"], ["parallel.layout='zagzig' is unknown", "zigzag"]),
         (["--zero.stage", "4"], ["zero.stage=4 must be 0, 1, 2 or 3"]),
         (["--zero.stage", "0", "--train.dtype", "bfloat16"], ["zero.stage=0", "Try zero.stage=1"]),
