@@ -52,9 +52,8 @@ def _server() -> subprocess.Popen:
 
 def serve() -> None:
     """Answer each request (folder, ranks, seconds) on standard input with the exit code of its workers."""
-    import deepspeed  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.distributed  # noqa: F401
+    for module in ("pytest", "torch._dynamo", "torch._inductor", "deepspeed.module_inject", "torch.distributed.tensor"):
+        importlib.import_module(module)  # what every engine would otherwise import anew, seconds in each worker
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not be read as an answer
