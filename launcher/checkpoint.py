@@ -33,6 +33,7 @@ from longctx.checkpoint_format import (
     canonical_hash,
     hash_file,
     list_checkpoints,
+    model_config,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -160,9 +161,7 @@ def _problems(path: Path) -> list[str]:
 
 
 def _check_model(reader: CheckpointReader, engine: ZeroEngine, model: ModelConfig) -> None:
-    own = dataclasses.asdict(model)
-    differing = {k: (reader.model.get(k), v) for k, v in own.items() if reader.model.get(k) != v}
-    if differing:
+    if differing := model_config(reader).differences(model):
         lines = [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
         raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *lines]))
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}

@@ -15,7 +15,7 @@ while [ -e "$run" ]; do run="$base-$number"; number=$((number + 1)); done
 corpus=(--source stdlib --exclude test '*/test' '*/tests' idlelib encodings pydoc_data)
 
 say() { printf '\n==> %s\n' "$*"; }
-show() { printf '    $ %s\n' "$*"; "$@"; }
+show() { printf '    $'; printf ' %q' "$@"; printf '\n'; "$@"; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 pretrain() {
   # On one machine the launcher would still ask ssh; these two flags say that there is nothing to ask.

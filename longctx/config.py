@@ -7,6 +7,10 @@ from typing import Any
 
 from longctx.errors import ConfigError
 
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+_TRAINING_FIELDS = {"init_std", "balance_loss_weight", "max_positions"}
+_EXPERT_FIELDS = {"experts_per_token", "expert_ffn_size", "shared_ffn_size", "normalize_gates"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -52,17 +56,16 @@ class ModelConfig:
     """Standard deviation of initial weights."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
-        ):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1.")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be a positive number.")
+        self._check_heads()
+        self._check_ffn()
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ConfigError(
@@ -73,8 +76,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.head_dim={self.head_dim} must be even: RoPE turns pairs. Try {self.head_dim + 1}."
             )
-        if self.num_experts < 0 or self.shared_ffn_size < 0:
-            raise ConfigError("model.num_experts and model.shared_ffn_size must not be negative; 0 means none.")
+
+    def _check_ffn(self) -> None:
+        for name in ("num_experts", "shared_ffn_size", "balance_loss_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"model.{name}={getattr(self, name)} must not be negative; 0 means none.")
         if self.num_experts:
             if not 1 <= self.experts_per_token <= self.num_experts:
                 raise ConfigError(
@@ -85,6 +91,17 @@ class ModelConfig:
                 raise ConfigError(f"model.expert_ffn_size={self.expert_ffn_size} must be at least 1.")
         elif self.ffn_size < 1:
             raise ConfigError(f"model.ffn_size={self.ffn_size} must be at least 1 in a dense model.")
+
+    def differences(self, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Fields in which the two are different functions of their weights: name -> (this one's, the other's).
+
+        How weights start, what a loss weighs and sizes that a dense (or expert) model does not read make no difference.
+        """
+        idle = {"ffn_size"} if self.num_experts else _EXPERT_FIELDS
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(ModelConfig)}
+        return {
+            name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in idle | _TRAINING_FIELDS
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
