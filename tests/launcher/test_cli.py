@@ -94,6 +94,11 @@ def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, 
 def start(*words: object, **options) -> subprocess.Popen:
     command = [sys.executable, "-m", "launcher", *map(str, words)]
     pipe = subprocess.PIPE
+
+    def hear_interrupts() -> None:  # a shell's background jobs, and so perhaps these tests, ignore them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    options = {"preexec_fn": hear_interrupts, **options}
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True, **options)
 
 
