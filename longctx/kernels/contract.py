@@ -93,9 +93,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold a softmax result over other keys into ``out`` [..., D] and ``lse`` [...], in place.
 
-    The log-sum-exps are float64. A row without a key in one of the two takes the other's; ``block_out`` is overwritten.
+    The log-sum-exps are float64; a row without a key in one of the two takes the other's.
     """
     total = torch.logaddexp(lse, block_lse)
     keep, add = (torch.exp(part - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1) for part in (lse, block_lse))
-    out.mul_(keep).add_(block_out.mul_(add))
+    out.mul_(keep).addcmul_(block_out, add)
     lse.copy_(total)

@@ -73,7 +73,7 @@ class CpuFlashKernel:
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
     ) -> tuple[Tensor, Tensor]:
         work = [tile for pair in pairs for block in blocks(pair) for tile in _tiles(block, q_BtHD.dtype)]
-        out = q_BtHD.new_zeros(q_BtHD.shape, dtype=accumulate_dtype(q_BtHD.dtype))
+        out = q_BtHD.new_empty(q_BtHD.shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(q_BtHD.shape[1], dtype=torch.bool)
         for tile in work:
@@ -83,6 +83,8 @@ class CpuFlashKernel:
             else:
                 out[:, tile.q], lse[:, tile.q] = tile_out, tile_lse
             touched[tile.q] = True
+        if not touched.all():
+            out[:, ~touched] = 0
         return out, lse
 
     def backward(
@@ -99,16 +101,24 @@ class CpuFlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout_BtHD, lse_BtH = _centre(dout_BtHD, lse_BtH)
         inputs = (q_BtHD, k_BsKD, v_BsKD)
-        grads = [x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs]
-        for block in (b for pair in pairs for b in blocks(pair)):
-            rows = (block.q, block.k, block.k)
-            q, k, v = (x[:, r].transpose(1, 2) for x, r in zip(inputs, rows, strict=True))
+        work = [block for pair in pairs for block in blocks(pair)]
+
+        def gradients(block: Block) -> list[Tensor]:
+            q, k, v = (x[:, r].transpose(1, 2) for x, r in zip(inputs, (block.q, block.k, block.k), strict=True))
             dout, out = (x[:, block.q].transpose(1, 2) for x in (dout_BtHD, out_BtHD))
             lse = lse_BtH[:, block.q].transpose(1, 2)
             parts = _backward(dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=None, scale=scale)
-            for grad, row, part in zip(grads, rows, parts, strict=True):
-                grad[:, row] += part.transpose(1, 2)
-        return grads[0], grads[1], grads[2]
+            return [part.transpose(1, 2).to(accumulate_dtype(part.dtype)) for part in parts]
+
+        everything = (slice(0, q_BtHD.shape[1]), slice(0, k_BsKD.shape[1]))
+        if len(work) == 1 and (work[0].q, work[0].k) == everything:  # the usual hop: nothing to add up
+            dq, dk, dv = gradients(work[0])
+            return dq, dk, dv
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs)
+        for block in work:
+            for total, rows, part in zip((dq, dk, dv), (block.q, block.k, block.k), gradients(block), strict=True):
+                total[:, rows] += part
+        return dq, dk, dv
 
 
 def _tiles(block: Block, dtype: torch.dtype) -> Iterator[Block]:
@@ -134,7 +144,8 @@ def _centre(dout_BtHD: Tensor, lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
     if dout_BtHD.dtype != torch.float32:
         return dout_BtHD, lse_BtH.to(accumulate_dtype(dout_BtHD.dtype))
     m_BtH = (lse_BtH / math.log(2)).round_().nan_to_num_(neginf=0.0).clamp_(-40, 40)  # 2^-40 keeps dout far from 0
-    return torch.ldexp(dout_BtHD, -m_BtH.unsqueeze(-1).int()), (lse_BtH - m_BtH * math.log(2)).float()
+    power_BtH = torch.ldexp(torch.ones_like(m_BtH, dtype=torch.float32), -m_BtH.int())
+    return dout_BtHD * power_BtH.unsqueeze(-1), (lse_BtH - m_BtH * math.log(2)).float()
 
 
 def _block_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
