@@ -28,10 +28,10 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "==> torch is installed"; \
 	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
-	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install -q "$(TORCH)"; \
+	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install "$(TORCH)"; \
 	else echo "==> torch for CPUs, about 200 MB" && $(BIN)/pip install "$(TORCH)" --index-url "$(TORCH_CPU_INDEX)"; fi
 	@echo "==> longctx, its dependencies and the tools of its tests"
-	@$(BIN)/pip install -q -e '.[dev,hf]'
+	@$(BIN)/pip install -e '.[dev,hf]'
 	@touch $@
 
 demo: setup

@@ -158,7 +158,7 @@ def _check_same_recipe(
     if differing:
         raise DataError(
             f"output={output} exists and was built from another {' and '.join(differing)}.\n"
-            "Name another folder, or pass overwrite to replace it."
+            "Name another folder, or replace it with --overwrite (overwrite=True)."
         )
     if (output / VALIDATION_FOLDER).exists():
         ShardSet.open(output / VALIDATION_FOLDER)

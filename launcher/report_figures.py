@@ -186,7 +186,7 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     _finish(right, "step", "seconds", None)
     _log_if_spiky(right, seconds)
     if right.get_yscale() == "linear":
-        right.set_ylim(bottom=0)
+        right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])  # room for the legend above the curves
     right.legend(loc="upper right")
     for axes in (left, right):
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)

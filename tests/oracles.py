@@ -33,6 +33,8 @@ class Curve:
 
     losses: list[float]
     norms: list[float]
+    counts: list[Tensor]
+    """Tokens by layer and expert, [L, E]; [0, 0] in a dense model."""
 
 
 def train_alone(
@@ -44,13 +46,14 @@ def train_alone(
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-    curve = Curve([], [])
+    curve = Curve([], [], [])
     for batches in steps:
         targets = sum(b.num_targets for b in batches)
         tokens = sum(int((b.documents != PADDING_DOCUMENT).sum()) for b in batches)
-        nll, loss = torch.zeros(()), torch.zeros(())
+        nll, loss, counts_LE = torch.zeros(()), torch.zeros(()), torch.zeros(0, 0)
         for batch in batches:
-            batch_nll, balance = losses(decoder, batch)
+            batch_nll, balance, batch_counts_LE = losses(decoder, batch)
+            counts_LE = batch_counts_LE if batch is batches[0] else counts_LE + batch_counts_LE
             nll = nll + batch_nll.detach() / targets
             loss = loss + batch_nll / targets + config.balance_loss_weight * balance / tokens
         optimizer.zero_grad()
@@ -58,11 +61,12 @@ def train_alone(
         curve.norms.append(float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm)))
         optimizer.step()
         curve.losses.append(float(nll))
+        curve.counts.append(counts_LE)
     return curve, {name: p.detach().clone() for name, p in decoder.named_parameters()}
 
 
-def losses(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood and summed balance loss of a batch."""
+def losses(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed negative log-likelihood, summed balance loss, and tokens by layer and expert of a batch."""
     hidden, stats = decoder(
         batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents, return_stats=True
     )
@@ -75,7 +79,8 @@ def losses(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
         for counts, prob_sums in zip(layer.counts_SE, layer.prob_sums_SE, strict=True):
             if counts.sum():
                 balance = balance + len(counts) * (counts * prob_sums).sum() / counts.sum()
-    return nll, balance
+    counts = [layer.counts_SE.sum(0) for layer in stats]
+    return nll, balance, torch.stack(counts) if counts else torch.zeros(0, 0)
 
 
 def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding: bool = True) -> Batch:
