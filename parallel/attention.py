@@ -37,15 +37,21 @@ def attend(
 ) -> Tensor:
     """Attention of this rank's queries over every key of the sequence that the schedule's mask lets them see.
 
-    Inputs are this rank's share under the schedule's layout; B sequences of the same documents may be stacked. Returns
-    [B, t, H, D] in q's dtype. ``scale`` defaults to D^-½. Every rank of the context group must call it alike.
+    Inputs are this rank's share under the schedule's layout: [1, t, …] of it, the same tokens in B rows when the layout
+    is over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, D] in q's dtype. ``scale``
+    defaults to D^-½. Every rank of the context group must call it alike.
     """
     if mesh.context != schedule.layout.degree:
         raise ConfigError(f"the schedule is for {schedule.layout.degree} ranks, the mesh has context {mesh.context}.")
-    if q_BtHD.shape[1] != schedule.layout.num_local(mesh.context_rank) or k_BtKD.shape[1] != q_BtHD.shape[1]:
+    B, t = q_BtHD.shape[:2]
+    share = schedule.layout.num_local(mesh.context_rank)
+    if t != share and B * t == share:  # rows of a flattened micro-batch
+        flat = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKD))
+        return attend(*flat, schedule=schedule, mesh=mesh, kernel=kernel, scale=scale).view(q_BtHD.shape)
+    if t != share or k_BtKD.shape[1] != t:
         raise ConfigError(
-            f"rank {mesh.rank} was given {q_BtHD.shape[1]} queries and {k_BtKD.shape[1]} keys; "
-            f"its share of the layout is {schedule.layout.num_local(mesh.context_rank)} tokens."
+            f"rank {mesh.rank} was given {t} queries and {k_BtKD.shape[1]} keys; "
+            f"its share of the layout is {share} tokens."
         )
     chosen = choose_kernel(kernel, kernel_request(q_BtHD, k_BtKD))
     ring = _Ring(schedule, mesh, chosen, q_BtHD.shape[-1] ** -0.5 if scale is None else scale)

@@ -94,6 +94,25 @@ def check_repetition():
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+def test_rows_of_a_batch_equal_their_flattened_sequence():
+    q, k, v, _ = inputs(24, 4, 2, 16, torch.float32)
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 24, 1), [0, 5, 12, 24])
+    flat = attend(q, k, v, schedule=schedule, mesh=Mesh.build())
+    rows = [x.view(2, 12, *x.shape[2:]) for x in (q, k, v)]
+    assert torch.equal(attend(*rows, schedule=schedule, mesh=Mesh.build()).view(flat.shape), flat)
+
+
+def test_stacked_sequences_share_a_schedule():
+    stacked = [
+        torch.cat(pair) for pair in zip(*(inputs(12, 4, 2, 16, torch.float32, s)[:3] for s in (1, 2)), strict=True)
+    ]
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 12, 1), [0, 5, 12])
+    out = attend(*stacked, schedule=schedule, mesh=Mesh.build())
+    for row in range(2):
+        alone = attend(*(x[row : row + 1] for x in stacked), schedule=schedule, mesh=Mesh.build())
+        torch.testing.assert_close(out[row : row + 1], alone)
+
+
 def test_wrong_share_is_named():
     q, k, v, _ = inputs(8, 4, 2, 16, torch.float32)
     schedule = Schedule.build(SequenceLayout.build("contiguous", 16, 1))

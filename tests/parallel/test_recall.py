@@ -1,8 +1,9 @@
 """A task that only long-range gradients can solve, learnt over several ranks.
 
-The first half of a row holds (key, value) pairs at random places, the second half asks for values by key; the loss is
-on the answers alone. With the contiguous layout every answer lies on another rank than its question. The rows grow
-from 32 to 512 tokens: without that curriculum even one process learns next to nothing in the same number of steps.
+The first quarter of a row holds (key, value) pairs at random places, the last quarter asks for values by key; the
+loss is on the answers alone. So every answer is at least half a row away from its question and, with the contiguous
+layout, on another rank. The rows grow from 32 to 512 tokens: without that curriculum even one process learns next to
+nothing in the same number of steps.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ CONFIG = ModelConfig(
 
 
 def recall_rows(length: int, seed: int) -> Batch:
-    """Rows of ``length`` tokens; the answers are at least as far away as the key stands in the other half."""
+    """Rows of ``length`` tokens: pairs, noise, questions; a question's target is the value that followed its key."""
     g = torch.Generator().manual_seed(seed)
-    rows, half, pairs = TOKENS_PER_BATCH // length, length // 2, min(8, length // 8)
+    rows, quarter, pairs = TOKENS_PER_BATCH // length, length // 4, min(8, length // 8)
     questions = min(16, length // 8)
     tokens = torch.randint(NOISE, (rows, length), generator=g)
     targets = torch.full_like(tokens, IGNORED_TARGET)
     keys = torch.rand(rows, KEYS, generator=g).argsort(1)[:, :pairs]
     values = torch.randint(VALUES, (rows, pairs), generator=g)
-    slots = 2 * torch.rand(rows, half // 2, generator=g).argsort(1)[:, :pairs]
+    slots = 2 * torch.rand(rows, quarter // 2, generator=g).argsort(1)[:, :pairs]
     tokens.scatter_(1, slots, NOISE + keys)
     tokens.scatter_(1, slots + 1, NOISE + KEYS + values)
     asked = torch.randint(pairs, (rows, questions), generator=g)
-    places = half + torch.rand(rows, half, generator=g).argsort(1)[:, :questions]
+    places = 3 * quarter + torch.rand(rows, quarter, generator=g).argsort(1)[:, :questions]
     tokens.scatter_(1, places, NOISE + keys.gather(1, asked))
     targets.scatter_(1, places, NOISE + KEYS + values.gather(1, asked))
     positions = torch.arange(length).expand(rows, length).contiguous()
