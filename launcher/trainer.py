@@ -261,6 +261,8 @@ class Trainer:
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config
+        if self._leads and torch.cuda.is_available():
+            log.warning("This machine has a GPU, but kernels for GPUs are not built yet: computing on the CPU.")
         log.info(
             "%s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
             self.mesh.describe(),
