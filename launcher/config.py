@@ -74,7 +74,7 @@ class DataSection:
 class TrainSection:
     """Optimisation."""
 
-    steps: int = 600
+    steps: int = 700
     """Optimiser steps of the whole run, resumed parts included."""
     stop_after: int = 0
     """End after this step with a checkpoint, the schedule unchanged, to go on later with run.resume; 0 never."""

@@ -30,7 +30,7 @@ say "1/6 tokenizer"
 say "2/6 shards"
 show python -m launcher data build "${corpus[@]}" --tokenizer "$work/tokenizer.model" --output "$work/data"
 say "3/6 pretraining, the first part"
-pretrain --train.stop_after 300
+pretrain --train.stop_after 350
 say "4/6 pretraining, resumed"
 pretrain --run.resume latest
 say "5/6 export to Hugging Face"
