@@ -5,7 +5,7 @@ a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its
 [B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype. Grouped-query attention is native, and
 transposed [B, S, H, D] views cost nothing.
 
-Two measures make float32 gradients more exact than the op's own, at no cost that we could measure: forward works in
+Two measures make float32 gradients more exact than the op's own, for a few per cent of its time: forward works in
 tiles, whose log-sum-exps are merged in float64 (each tile's is rounded on its own, so the errors average out), and
 backward works near exponent 0, where float32 is finest (``_centre``).
 """
@@ -58,7 +58,7 @@ def blocks(pair: Pair) -> Iterator[Block]:
 
 
 class CpuFlashKernel:
-    """The fast kernel on CPUs: within 4 % of one process's ``scaled_dot_product_attention`` in a ring."""
+    """The fast kernel on CPUs; docs/parallel.md holds a ring of it against ``scaled_dot_product_attention``."""
 
     name = "cpu_flash"
 
