@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, accumulate_dtype, merge_
+from longctx.kernels.contract import AttentionKernel, Scores, accumulate_dtype, merge_
 from longctx.kernels.select import choose_kernel, kernel_request
 from longctx.model.cores import AttentionMask, KVCache
 from parallel.layout import Ranges, SequenceLayout
@@ -54,7 +54,8 @@ def attend(
             f"its share of the layout is {share} tokens."
         )
     chosen = choose_kernel(kernel, kernel_request(q_BtHD, k_BtKD))
-    ring = _Ring(schedule, mesh, chosen, q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
+    scores = Scores(scale=q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
+    ring = _Ring(schedule, mesh, chosen, scores)
     return _RingAttention.apply(q_BtHD, k_BtKD, v_BtKD, ring)
 
 
@@ -96,7 +97,7 @@ class _Ring:
     schedule: Schedule
     mesh: Mesh
     kernel: AttentionKernel
-    scale: float
+    scores: Scores
 
     def received(self, hop: int) -> Hop:
         """This rank's work in a hop."""
@@ -164,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         degree = ring.mesh.context
         arriving = ring.fetch(k, v, 1) if degree > 1 else None
-        out, lse = ring.kernel.forward(q, k, v, ring.received(0).pairs, scale=ring.scale)
+        out, lse = ring.kernel.forward(q, k, v, ring.received(0).pairs, scores=ring.scores)
         for hop in range(1, degree):
             assert arriving is not None
             visiting = arriving.wait()
@@ -172,7 +173,7 @@ class _RingAttention(torch.autograd.Function):
             if visiting is not None:
                 work = ring.received(hop)
                 rows = slice(*work.queries)
-                partial = ring.kernel.forward(q[:, rows], *visiting, work.pairs, scale=ring.scale)
+                partial = ring.kernel.forward(q[:, rows], *visiting, work.pairs, scores=ring.scores)
                 merge_(out[:, rows], lse[:, rows], *partial)
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -186,7 +187,7 @@ class _RingAttention(torch.autograd.Function):
         degree = ring.mesh.context
         arriving = ring.fetch(k, v, 1) if degree > 1 else None
         pairs = ring.received(0).pairs
-        dq, dk, dv = ring.kernel.backward(dout, q, k, v, out, lse, pairs, scale=ring.scale)
+        dq, dk, dv, _ = ring.kernel.backward(dout, q, k, v, out, lse, pairs, scores=ring.scores)
         returning: tuple[int, _Arriving] | None = None
         for hop in range(1, degree):
             assert arriving is not None
@@ -198,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
                 rows = slice(*work.queries)
                 k_near, v_near = visiting
                 mine = (dout[:, rows], q[:, rows], k_near, v_near, out[:, rows], lse[:, rows])
-                grads = ring.kernel.backward(*mine, work.pairs, scale=ring.scale)
+                grads = ring.kernel.backward(*mine, work.pairs, scores=ring.scores)
                 dq[:, rows] += grads[0]
                 dk_away, dv_away = grads[1], grads[2]
             if returning is not None:

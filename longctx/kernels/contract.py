@@ -1,13 +1,14 @@
 """What an attention kernel on one device promises, and the words it is asked in.
 
-Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D head size.
+Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D query/key head size,
+V value head size, N buckets of a bias table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ class Pair:
 
     i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
     side open. Causal attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle
-    has no bounds.
+    has no bounds. ``step`` and ``offset`` tell how far apart in the document the two tokens are: ``step·(i − j) +
+    offset`` tokens. Only scores that depend on distance (``Scores.needs_distances``) read them.
     """
 
     q_start: int
@@ -28,6 +30,73 @@ class Pair:
     k_stop: int
     lo: int | None = None
     hi: int | None = None
+    step: int = 1
+    offset: int = 0
+
+    def shifted(self, *, queries: int = 0, keys: int = 0) -> Pair:
+        """The same work with query rows counted ``queries``, key rows ``keys`` further on."""
+        by = queries - keys
+        lo, hi = (None if bound is None else bound + by for bound in (self.lo, self.hi))
+        return Pair(
+            self.q_start + queries,
+            self.q_stop + queries,
+            self.k_start + keys,
+            self.k_stop + keys,
+            lo,
+            hi,
+            self.step,
+            self.offset - self.step * by,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A learned bias for every head and bucket of distances (T5, arXiv 1910.10683 §2.1 and its code).
+
+    With n buckets on a side, distances below n/2 have a bucket each, larger ones share buckets that widen
+    logarithmically up to ``max_distance``; beyond it the last bucket serves. A bidirectional table spends half of its
+    buckets on keys that come after their query; otherwise such keys count as distance 0.
+    """
+
+    table_NH: Tensor
+    max_distance: int = 128
+    bidirectional: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """How a query and a key become a score: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
+
+    The soft cap comes first and the biases after it, as in flash-attn. Distances are in tokens.
+    """
+
+    scale: float
+    """Factor of the dot product; usually D^-½."""
+    softcap: float | None = None
+    """Bound on the scaled dot product's size (Gemma 2); None for none."""
+    alibi_slopes_H: Tensor | None = None
+    """Each query head's float32 slope of ALiBi (arXiv 2108.12409); positive slopes favour near keys. No gradient."""
+    relative_bias: RelativeBias | None = None
+    """A learned bias of the distance; its table receives a gradient."""
+
+    @property
+    def needs_distances(self) -> bool:
+        """Whether scores depend on where the two tokens stand."""
+        return self.alibi_slopes_H is not None or self.relative_bias is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a score is the scaled dot product and nothing else."""
+        return self.softcap is None and not self.needs_distances
+
+    def of_heads(self, start: int, stop: int) -> Scores:
+        """The scores of query heads [start, stop) alone."""
+        slopes, bias = self.alibi_slopes_H, self.relative_bias
+        return replace(
+            self,
+            alibi_slopes_H=None if slopes is None else slopes[start:stop],
+            relative_bias=None if bias is None else replace(bias, table_NH=bias.table_NH[:, start:stop]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +108,32 @@ class KernelRequest:
     head_dim: int
     num_heads: int
     num_kv_heads: int
+    value_dim: int | None = None
+    """Head size of the values; None when it is ``head_dim``."""
+    window: bool = False
+    """Whether pairs may have an upper bound ``hi``."""
+    softcap: bool = False
+    alibi: bool = False
+    relative_bias: bool = False
+    deterministic: bool = False
+    """Whether the backward pass must give equal bits on repetition."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {dtype}, on {self.device_type}"
+        values = "" if self.value_dim in (None, self.head_dim) else f" (values {self.value_dim})"
+        wishes = [n for n in ("window", "softcap", "alibi", "relative_bias", "deterministic") if getattr(self, n)]
+        extra = "".join(f", {w.replace('_', ' ')}" for w in wishes)
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}{values}, {dtype}, on {self.device_type}{extra}"
+
+
+class Gradients(NamedTuple):
+    """A kernel's gradients, partial results all."""
+
+    dq_BtHD: Tensor
+    dk_BsKD: Tensor
+    dv_BsKV: Tensor
+    dtable_NH: Tensor | None = None
+    """Of the relative bias's table; None where the scores have none."""
 
 
 class AttentionKernel(Protocol):
@@ -61,26 +152,27 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, t, H, D] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
+        """Output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
         ...
 
     def backward(
         self,
-        dout_BtHD: Tensor,
+        dout_BtHV: Tensor,
         q_BtHD: Tensor,
         k_BsKD: Tensor,
-        v_BsKD: Tensor,
-        out_BtHD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
         lse_BtH: Tensor,
         pairs: Sequence[Pair],
         *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of these pairs alone, given the *global* output and log-sum-exp of every query row.
+        scores: Scores,
+    ) -> Gradients:
+        """Gradients of these pairs alone, given the *global* output and log-sum-exp of every query row.
 
-        Summed over all keys a query meets, on whatever ranks, they are the exact gradient.
+        Summed over all keys a query meets, on whatever ranks, they are the exact gradient. ``lse`` may be larger than
+        the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
         """
         ...
 
@@ -91,7 +183,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a softmax result over other keys into ``out`` [..., D] and ``lse`` [...], in place.
+    """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
 
     The log-sum-exps are float64; a row without a key in one of the two takes the other's.
     """

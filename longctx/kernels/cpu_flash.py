@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge_
+from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -70,14 +70,14 @@ class CpuFlashKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         work = [tile for pair in pairs for block in blocks(pair) for tile in _tiles(block, q_BtHD.dtype)]
         out = q_BtHD.new_empty(q_BtHD.shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(q_BtHD.shape[1], dtype=torch.bool)
         for tile in work:
-            tile_out, tile_lse = _block_forward(q_BtHD, k_BsKD, v_BsKD, tile, scale)
+            tile_out, tile_lse = _block_forward(q_BtHD, k_BsKD, v_BsKD, tile, scores.scale)
             if touched[tile.q].any():
                 merge_(out[:, tile.q], lse[:, tile.q], tile_out.to(out.dtype), tile_lse.double())
             else:
@@ -97,8 +97,8 @@ class CpuFlashKernel:
         lse_BtH: Tensor,
         pairs: Sequence[Pair],
         *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores: Scores,
+    ) -> Gradients:
         dout_BtHD, lse_BtH = _centre(dout_BtHD, lse_BtH)
         inputs = (q_BtHD, k_BsKD, v_BsKD)
         work = [block for pair in pairs for block in blocks(pair)]
@@ -107,18 +107,18 @@ class CpuFlashKernel:
             q, k, v = (x[:, r].transpose(1, 2) for x, r in zip(inputs, (block.q, block.k, block.k), strict=True))
             dout, out = (x[:, block.q].transpose(1, 2) for x in (dout_BtHD, out_BtHD))
             lse = lse_BtH[:, block.q].transpose(1, 2)
-            parts = _backward(dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=None, scale=scale)
+            parts = _backward(dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=None, scale=scores.scale)
             return [part.transpose(1, 2).to(accumulate_dtype(part.dtype)) for part in parts]
 
         everything = (slice(0, q_BtHD.shape[1]), slice(0, k_BsKD.shape[1]))
         if len(work) == 1 and (work[0].q, work[0].k) == everything:  # the usual hop: nothing to add up
             dq, dk, dv = gradients(work[0])
-            return dq, dk, dv
+            return Gradients(dq, dk, dv)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs)
         for block in work:
             for total, rows, part in zip((dq, dk, dv), (block.q, block.k, block.k), gradients(block), strict=True):
                 total[:, rows] += part
-        return dq, dk, dv
+        return Gradients(dq, dk, dv)
 
 
 def _tiles(block: Block, dtype: torch.dtype) -> Iterator[Block]:

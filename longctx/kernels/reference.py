@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge_
+from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
 
 _ROWS = 512
 """Query rows whose scores exist at once."""
@@ -22,15 +22,15 @@ class ReferenceKernel:
         return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scale: float
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKD)
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
         for pair in _row_blocks(pairs):
             rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
-            scores = _scores(q, k, pair, scale)
-            block_lse = scores.logsumexp(-1)
-            block_out = _weights(scores, block_lse) @ v[:, :, keys]
+            values = _scores(q, k, pair, scores.scale)
+            block_lse = values.logsumexp(-1)
+            block_out = _weights(values, block_lse) @ v[:, :, keys]
             merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
         return out.transpose(1, 2).to(accumulate_dtype(q_BtHD.dtype)), lse.transpose(1, 2)
 
@@ -44,23 +44,23 @@ class ReferenceKernel:
         lse_BtH: Tensor,
         pairs: Sequence[Pair],
         *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores: Scores,
+    ) -> Gradients:
         q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKD)
         dout, out = (x.double().transpose(1, 2) for x in (dout_BtHD, out_BtHD))
         lse, delta = lse_BtH.double().transpose(1, 2), (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for pair in _row_blocks(pairs):
             rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
-            weights = _weights(_scores(q, k, pair, scale), lse[:, :, rows])
-            dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows]) * scale
+            weights = _weights(_scores(q, k, pair, scores.scale), lse[:, :, rows])
+            dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows]) * scores.scale
             dv[:, :, keys] += weights.mT @ dout[:, :, rows]
             dq[:, :, rows] += dscores @ k[:, :, keys]
             dk[:, :, keys] += dscores.mT @ q[:, :, rows]
         partial = accumulate_dtype(q_BtHD.dtype)
         K = k_BsKD.shape[2]
         dk, dv = (g.unflatten(1, (K, -1)).sum(2) for g in (dk, dv))  # query heads that shared a key head
-        return tuple(g.transpose(1, 2).to(partial) for g in (dq, dk, dv))  # type: ignore[return-value]
+        return Gradients(*(g.transpose(1, 2).to(partial) for g in (dq, dk, dv)))
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

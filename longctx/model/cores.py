@@ -14,19 +14,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import AttentionKernel, Pair
+from longctx.errors import ConfigError
+from longctx.kernels.contract import AttentionKernel, Pair, Scores
 from longctx.kernels.select import choose_kernel, kernel_request
+from longctx.model.stash import Stash
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query may see: earlier tokens of its own document.
+    """Which keys a query may see: those of its own document, earlier ones alone if ``causal``, near ones if windowed.
 
     ``cu_seqlens`` are the global boundaries of the (flattened) sequence, also when this process holds only a part.
     """
 
     cu_seqlens: tuple[int, ...]
     causal: bool = True
+    window: int | None = None
+    """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
+    sink_tokens: int = 0
+    """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,13 +55,21 @@ class AttentionCore(Protocol):
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
-        v_BtKD: Tensor,
+        v_BtKV: Tensor,
         *,
         mask: AttentionMask,
         layer: int,
         cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        stash: Stash | None = None,
     ) -> Tensor:
-        """Output [B, t, H, D] in q's dtype; scores are scaled by D^-½."""
+        """Output [B, t, H, V] in q's dtype.
+
+        ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a
+        key without value that every query sees (GPT-OSS). A ``stash`` keeps the result of a layer that backward will
+        recompute, so that the core's work and communication are not done again.
+        """
         ...
 
 
@@ -100,7 +114,12 @@ class LocalAttention:
         mask: AttentionMask,
         layer: int,
         cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        stash: Stash | None = None,
     ) -> Tensor:
+        if scores is not None or sinks_H is not None or mask.window is not None or mask.sink_tokens:
+            raise ConfigError("windows, sinks and score rules are not built yet in one process's core.")
         kernel = choose_kernel(self.kernel, kernel_request(q_BtHD, k_BtKD))
         if cache is not None:
             k_BtKD, v_BtKD = cache.append(layer, k_BtKD, v_BtKD)
@@ -130,8 +149,8 @@ class _KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, pairs: Sequence[Pair], kernel: AttentionKernel) -> Tensor:
-        ctx.pairs, ctx.kernel, ctx.scale = pairs, kernel, q.shape[-1] ** -0.5
-        out, lse = kernel.forward(q, k, v, pairs, scale=ctx.scale)
+        ctx.pairs, ctx.kernel, ctx.scores = pairs, kernel, Scores(scale=q.shape[-1] ** -0.5)
+        out, lse = kernel.forward(q, k, v, pairs, scores=ctx.scores)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -139,5 +158,5 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        grads = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.pairs, scale=ctx.scale)
-        return *(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None, None
+        grads = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.pairs, scores=ctx.scores)
+        return *(g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True)), None, None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Pair, accumulate_dtype, merge_
+from longctx.kernels.contract import KernelRequest, Pair, Scores, accumulate_dtype, merge_
 from longctx.kernels.cpu_flash import CpuFlashKernel, blocks
 from longctx.kernels.reference import ReferenceKernel
 from longctx.kernels.select import choose_kernel
@@ -113,13 +113,13 @@ def test_kernel_against_definition(kernel, name, dtype):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     expected = plain_attention(*leaves, band_matrix(pairs, 20, 20))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    out, lse = kernel.forward(q, k, v, pairs, scale=SCALE)
-    grads = kernel.backward(dout, q, k, v, out.to(dtype), lse, pairs, scale=SCALE)
-    assert {x.dtype for x in (out, *grads)} == {accumulate_dtype(dtype)}
+    out, lse = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
+    grads = kernel.backward(dout, q, k, v, out.to(dtype), lse, pairs, scores=Scores(scale=SCALE))
+    assert {x.dtype for x in (out, *grads[:3])} == {accumulate_dtype(dtype)}
     assert lse.dtype == torch.float64
     wanted = torch.autograd.grad(expected[0], leaves, dout.double()) if pairs else [torch.zeros_like(x) for x in leaves]
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]  # some ulps at values near 4
-    for got, want in zip((out, lse, *grads), (*expected, *wanted), strict=True):
+    for got, want in zip((out, lse, *grads[:3]), (*expected, *wanted), strict=True):
         torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
@@ -127,9 +127,9 @@ def test_gradients_over_visits_sum_to_the_whole():
     """What a ring does: backward part by part with the global out and lse."""
     kernel, (q, k, v) = CpuFlashKernel(), tensors(16, 16, torch.float64)
     pairs, dout = [Pair(0, 16, 0, 6), Pair(0, 16, 6, 16, lo=0)], torch.ones(2, 16, 4, 8, dtype=torch.float64)
-    out, lse = kernel.forward(q, k, v, pairs, scale=SCALE)
-    whole = kernel.backward(dout, q, k, v, out, lse, pairs, scale=SCALE)
-    parts = [kernel.backward(dout, q, k, v, out, lse, [p], scale=SCALE) for p in pairs]
+    out, lse = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
+    whole = kernel.backward(dout, q, k, v, out, lse, pairs, scores=Scores(scale=SCALE))[:3]
+    parts = [kernel.backward(dout, q, k, v, out, lse, [p], scores=Scores(scale=SCALE))[:3] for p in pairs]
     torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*parts, strict=True)))
 
 
@@ -193,8 +193,8 @@ def test_float32_is_more_exact_than_the_op_it_is_made_of(pair):
     scale = 32**-0.5
     for kernel, found, cast in ((ReferenceKernel(), exact, torch.float64), (CpuFlashKernel(), ours, torch.float32)):
         inputs = [x.to(cast) for x in (q, k, v)]
-        out, lse = kernel.forward(*inputs, [pair], scale=scale)
-        found += [out, *kernel.backward(dout.to(cast), *inputs, out, lse, [pair], scale=scale)]
+        out, lse = kernel.forward(*inputs, [pair], scores=Scores(scale=scale))
+        found += [out, *kernel.backward(dout.to(cast), *inputs, out, lse, [pair], scores=Scores(scale=scale))[:3]]
     for name, got, want in zip(("out", "dq", "dk", "dv"), ours, exact, strict=True):
         error = ((got.double() - want).norm() / want.norm()).item()
         assert error <= 5e-7, f"{name}: {error:.1e}"  # several tiles a row; one process's SDPA shows 4e-7 to 5e-7

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
+from longctx.kernels.contract import Scores
 from longctx.kernels.reference import ReferenceKernel
 from longctx.kernels.select import KERNELS
 from longctx.model.cores import AttentionMask, document_pairs
@@ -27,8 +28,8 @@ def oracle(q, k, v, dout, cu_seqlens, causal):
     pairs, kernel = document_pairs(AttentionMask(tuple(cu_seqlens), causal)), ReferenceKernel()
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, pairs, scale=scale)
-    return out, *kernel.backward(dout, q, k, v, out, lse, pairs, scale=scale)
+    out, lse = kernel.forward(q, k, v, pairs, scores=Scores(scale=scale))
+    return out, *kernel.backward(dout, q, k, v, out, lse, pairs, scores=Scores(scale=scale))[:3]
 
 
 def relative_error(got, want):
