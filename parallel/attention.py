@@ -1,7 +1,8 @@
-"""Exact attention over a sequence that is spread over ranks: a loop of hops around a one-device kernel.
+"""Exact attention over a sequence that is spread over ranks: a transport's visits around a one-device kernel.
 
-Axes: B batch, t this rank's tokens, H query heads, K key/value heads, D head size. Partial results, and the gradients
-on the wire, are float32 (float64 for float64 inputs): rounding does not grow with the number of ranks.
+Axes: B batch, t this rank's tokens, n the tokens of its ring index (all ranks that share rows together), H query heads,
+K key/value heads, h and k this rank's share of them, D query/key head size, V value head size. Partial results, and the
+gradients on the wire, are float32 (float64 for float64 inputs): rounding does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,53 +11,78 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, Scores, accumulate_dtype, merge_
-from longctx.kernels.select import choose_kernel, kernel_request
+from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores, accumulate_dtype, merge_
+from longctx.kernels.select import choose_kernel
+from longctx.kernels.sinks import apply_sinks, sinks_gradient
 from longctx.model.cores import AttentionMask, KVCache
-from parallel.layout import Ranges, SequenceLayout
+from longctx.model.stash import Stash
+from parallel.agreement import agree
+from parallel.heads import HeadSplit, heads_to_rows, rows_to_heads
 from parallel.mesh import Mesh
-from parallel.schedule import Hop, Schedule
-
-_KEYS, _GRADS = 1, 2
-"""Message tags: rows on their way to a query, gradients on their way home."""
+from parallel.schedule import Schedule, cached_layout
+from parallel.transport import Transport, Visit, build_transport
 
 
+@torch.compiler.disable
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
-    v_BtKD: Tensor,
+    v_BtKV: Tensor,
     *,
     schedule: Schedule,
     mesh: Mesh,
     kernel: str = "auto",
     scale: float | None = None,
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+    transport: str = "auto",
+    wire: torch.dtype | None = None,
+    deterministic: bool = False,
+    stash: Stash | None = None,
+    agree_again: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries over every key of the sequence that the schedule's mask lets them see.
 
     Inputs are this rank's share under the schedule's layout: [1, t, …] of it, the same tokens in B rows when the layout
-    is over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, D] in q's dtype. ``scale``
-    defaults to D^-½. Every rank of the context group must call it alike.
+    is over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, V] in q's dtype. Every rank
+    of the context group must call it alike; with a schedule's first use (or ``agree_again``) they compare what they
+    were given before the first byte travels.
+
+    ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H`` are
+    learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto. ``wire`` is the dtype
+    of gradients under way (default: float32, float64 for float64 inputs). ``deterministic`` asks for kernels whose
+    backward repeats to the bit.
+    ConfigError for what a kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late.
     """
-    if mesh.context != schedule.layout.degree:
-        raise ConfigError(f"the schedule is for {schedule.layout.degree} ranks, the mesh has context {mesh.context}.")
     B, t = q_BtHD.shape[:2]
     share = schedule.layout.num_local(mesh.context_rank)
+    options = {
+        "schedule": schedule,
+        "mesh": mesh,
+        "kernel": kernel,
+        "scale": scale,
+        "scores": scores,
+        "sinks_H": sinks_H,
+        "transport": transport,
+        "wire": wire,
+        "deterministic": deterministic,
+        "stash": stash,
+        "agree_again": agree_again,
+    }
     if t != share and B * t == share:  # rows of a flattened micro-batch
-        flat = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKD))
-        return attend(*flat, schedule=schedule, mesh=mesh, kernel=kernel, scale=scale).view(q_BtHD.shape)
-    if t != share or k_BtKD.shape[1] != t:
-        raise ConfigError(
-            f"rank {mesh.rank} was given {t} queries and {k_BtKD.shape[1]} keys; "
-            f"its share of the layout is {share} tokens."
-        )
-    chosen = choose_kernel(kernel, kernel_request(q_BtHD, k_BtKD))
-    scores = Scores(scale=q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
-    ring = _Ring(schedule, mesh, chosen, scores)
-    return _RingAttention.apply(q_BtHD, k_BtKD, v_BtKD, ring)
+        flat = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        return attend(*flat, **options).unflatten(1, (B, t)).squeeze(0)
+    scores = _check_scores(scores, scale, q_BtHD.shape[-1])
+    if stash is None or not stash.replaying:  # a layer that is computed again has agreed already, and sends nothing
+        words = _words(q_BtHD, k_BtKD, v_BtKV, scores, transport, wire)
+        problem = _problem(q_BtHD, k_BtKD, v_BtKV, sinks_H, schedule, mesh)
+        agree(schedule, mesh, words, problem, again=agree_again)
+    call = _build_call(q_BtHD, k_BtKD, v_BtKV, schedule, mesh, kernel, scores, transport, wire, deterministic, stash)
+    table = None if scores.relative_bias is None else scores.relative_bias.table_NH
+    return _Attention.apply(q_BtHD, k_BtKD, v_BtKV, table, sinks_H, call)
 
 
 @dataclass(frozen=True)
@@ -66,157 +92,272 @@ class ContextParallelAttention:
     mesh: Mesh
     layout: str
     kernel: str = "auto"
+    transport: str = "auto"
+    wire: torch.dtype | None = None
+    deterministic: bool = False
 
+    @torch.compiler.disable
     def __call__(
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
-        v_BtKD: Tensor,
+        v_BtKV: Tensor,
         *,
         mask: AttentionMask,
         layer: int,
         cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        stash: Stash | None = None,
     ) -> Tensor:
         if cache is not None:
             raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
-        schedule = build_schedule(self.layout, self.mesh.context, mask)
-        return attend(q_BtHD, k_BtKD, v_BtKD, schedule=schedule, mesh=self.mesh, kernel=self.kernel)
+        return attend(
+            q_BtHD,
+            k_BtKD,
+            v_BtKV,
+            schedule=build_schedule(self.layout, self.mesh.context, self.mesh.ulysses, mask),
+            mesh=self.mesh,
+            kernel=self.kernel,
+            scores=scores,
+            sinks_H=sinks_H,
+            transport=self.transport,
+            wire=self.wire,
+            deterministic=self.deterministic,
+            stash=stash,
+            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
+        )
 
 
 @lru_cache(maxsize=8)
-def build_schedule(kind: str, degree: int, mask: AttentionMask) -> Schedule:
-    """The schedule of a mask, built once a batch and shared by all layers."""
-    layout = SequenceLayout.build(kind, mask.num_tokens, degree)
-    return Schedule.build(layout, mask.cu_seqlens, causal=mask.causal)
+def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
+    """The schedule of a mask, built once a batch and shared by all layers of that mask."""
+    layout = cached_layout(kind, degree, ulysses, mask.cu_seqlens)
+    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens)
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """What the hops of one attention call have in common."""
+class _Call:
+    """What the passes of one attention call have in common."""
 
-    schedule: Schedule
-    mesh: Mesh
+    transport: Transport
     kernel: AttentionKernel
     scores: Scores
+    """Of this rank's heads."""
+    mesh: Mesh
+    heads: HeadSplit
+    num_heads: int
+    num_kv_heads: int
+    stash: Stash | None
 
-    def received(self, hop: int) -> Hop:
-        """This rank's work in a hop."""
-        return self.schedule.hop(self.mesh.context_rank, hop)
+    @property
+    def query_heads(self) -> slice:
+        """This rank's."""
+        return slice(*self.heads.queries[self.mesh.ulysses_rank])
 
-    def sent(self, hop: int) -> Hop:
-        """The work of the rank that meets this rank's keys in that hop."""
-        return self.schedule.hop(self._rank(hop), hop)
+    def to_heads(self, x: Tensor, *, keys: bool = False) -> Tensor:
+        """[B, t, heads, …] → [B, n, this rank's heads, …]; itself where heads are not split."""
+        group = self.mesh.ulysses_group
+        ranges = self.heads.keys if keys else self.heads.queries
+        return x if group is None else rows_to_heads(x, ranges, self.mesh.ulysses_rank, group)
 
-    def _rank(self, places: int) -> int:
-        return (self.mesh.context_rank + places) % self.mesh.context
+    def to_rows(self, x: Tensor, *, keys: bool = False) -> Tensor:
+        """The inverse; heads that several ranks hold are summed."""
+        group = self.mesh.ulysses_group
+        ranges, count = (self.heads.keys, self.num_kv_heads) if keys else (self.heads.queries, self.num_heads)
+        return x if group is None else heads_to_rows(x, ranges, count, group)
 
-    def fetch(self, k: Tensor, v: Tensor, hop: int) -> _Arriving:
-        """Start hop ``hop``'s keys and values on their way, and this rank's own to whoever needs them."""
-        away, home = self.sent(hop), self.received(hop)
-        outgoing = _take_rows(k, v, away.rows) if away.rows else None
-        shape = (2, k.shape[0], home.num_rows, *k.shape[2:])
-        incoming = k.new_empty(shape) if home.rows else None
-        return self._exchange(outgoing, self._rank(hop), incoming, self._rank(-hop), _KEYS)
+    def expand(self, x_BskD: Tensor) -> Tensor:
+        """Key heads as the kernel wants them: one for each query head where the rank's groups are uneven."""
+        wanted = self.heads.key_of_query(self.mesh.ulysses_rank)
+        return x_BskD if wanted is None else x_BskD[:, :, wanted]
 
-    def give_back(self, dk: Tensor | None, dv: Tensor | None, like: Tensor, hop: int) -> _Arriving:
-        """Start the gradients of hop ``hop``'s rows on their way to the owner, and receive those of this rank's own."""
-        away = self.sent(hop)
-        outgoing = None if dk is None or dv is None else torch.stack((dk, dv))
-        shape = (2, like.shape[0], away.num_rows, *like.shape[2:])
-        incoming = like.new_empty(shape, dtype=accumulate_dtype(like.dtype)) if away.rows else None
-        return self._exchange(outgoing, self._rank(-hop), incoming, self._rank(hop), _GRADS)
-
-    def _exchange(self, outgoing: Tensor | None, to: int, incoming: Tensor | None, source: int, tag: int) -> _Arriving:
-        group, peer = self.mesh.context_group, self.mesh.context_peer
-        ops = []
-        if outgoing is not None:
-            ops.append(dist.P2POp(dist.isend, outgoing, peer(to), group, tag))
-        if incoming is not None:
-            ops.append(dist.P2POp(dist.irecv, incoming, peer(source), group, tag))
-        return _Arriving(incoming, outgoing, dist.batch_isend_irecv(ops) if ops else [])
-
-
-@dataclass
-class _Arriving:
-    """Rows in flight; keeps both buffers alive until they are through."""
-
-    incoming: Tensor | None
-    outgoing: Tensor | None
-    works: list
-
-    def wait(self) -> tuple[Tensor, Tensor] | None:
-        """The two tensors that arrived, [B, rows, K, D] each; None when nothing was to come."""
-        for work in self.works:
-            work.wait()
-        self.outgoing = None
-        return None if self.incoming is None else (self.incoming[0], self.incoming[1])
+    def fold(self, grad_BshD: Tensor) -> Tensor:
+        """Gradients of expanded key heads, summed into the heads they came from."""
+        wanted = self.heads.key_of_query(self.mesh.ulysses_rank)
+        if wanted is None:
+            return grad_BshD
+        B, s, _, D = grad_BshD.shape
+        first, last = self.heads.keys[self.mesh.ulysses_rank]
+        index = torch.tensor(wanted, device=grad_BshD.device)
+        return grad_BshD.new_zeros(B, s, last - first, D).index_add_(2, index, grad_BshD)
 
 
-def _take_rows(k: Tensor, v: Tensor, rows: Ranges) -> Tensor:
-    """The given rows of keys and values in one buffer [2, B, rows, K, D]."""
-    parts = [torch.stack((k[:, start:stop], v[:, start:stop])) for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+class _Attention(torch.autograd.Function):
+    """Rows to heads, the visits, heads to rows; and the way back.
 
-
-class _RingAttention(torch.autograd.Function):
-    """Forward and backward over the hops; the next hop's rows travel while this hop computes."""
+    Without a stash what the kernel saw is kept for backward. With one (the layer is recomputed) q, k and v come as the
+    recomputation makes them and are traded for heads again in backward, so that recomputing sends nothing.
+    """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        degree = ring.mesh.context
-        arriving = ring.fetch(k, v, 1) if degree > 1 else None
-        out, lse = ring.kernel.forward(q, k, v, ring.received(0).pairs, scores=ring.scores)
-        for hop in range(1, degree):
-            assert arriving is not None
-            visiting = arriving.wait()
-            arriving = ring.fetch(k, v, hop + 1) if hop + 1 < degree else None
-            if visiting is not None:
-                work = ring.received(hop)
-                rows = slice(*work.queries)
-                partial = ring.kernel.forward(q[:, rows], *visiting, work.pairs, scores=ring.scores)
-                merge_(out[:, rows], lse[:, rows], *partial)
-        out = out.to(q.dtype)
-        ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sinks: Tensor | None, call: _Call
+    ) -> Tensor:
+        ctx.call, ctx.lean = call, call.stash is not None
+        known = None if call.stash is None else call.stash.recall()
+        if known is not None:
+            out, lse = known
+            ctx.save_for_backward(q, k, v, out, lse, sinks)
+            return out
+        heads = (call.to_heads(q), call.to_heads(k, keys=True), call.to_heads(v, keys=True))
+        out_heads, lse = _visit_all(call, *heads)
+        if sinks is not None:
+            out_heads, lse = apply_sinks(out_heads, lse, sinks[call.query_heads])
+        out_heads = out_heads.to(q.dtype)
+        out = call.to_rows(out_heads)
+        if call.stash is not None:
+            call.stash.keep(out.detach(), lse)
+            ctx.save_for_backward(q, k, v, out, lse, sinks)
+        else:
+            ctx.save_for_backward(*heads, out_heads, lse, sinks)
         return out
 
     @staticmethod
     def backward(ctx, dout: Tensor):  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        ring: _Ring = ctx.ring
-        degree = ring.mesh.context
-        arriving = ring.fetch(k, v, 1) if degree > 1 else None
-        pairs = ring.received(0).pairs
-        dq, dk, dv, _ = ring.kernel.backward(dout, q, k, v, out, lse, pairs, scores=ring.scores)
-        returning: tuple[int, _Arriving] | None = None
-        for hop in range(1, degree):
-            assert arriving is not None
-            visiting = arriving.wait()
-            arriving = ring.fetch(k, v, hop + 1) if hop + 1 < degree else None
-            dk_away, dv_away = None, None
-            if visiting is not None:
-                work = ring.received(hop)
-                rows = slice(*work.queries)
-                k_near, v_near = visiting
-                mine = (dout[:, rows], q[:, rows], k_near, v_near, out[:, rows], lse[:, rows])
-                grads = ring.kernel.backward(*mine, work.pairs, scores=ring.scores)
-                dq[:, rows] += grads[0]
-                dk_away, dv_away = grads[1], grads[2]
-            if returning is not None:
-                _add_home(dk, dv, ring, *returning)
-            returning = (hop, ring.give_back(dk_away, dv_away, k, hop))
-        if returning is not None:
-            _add_home(dk, dv, ring, *returning)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        call: _Call = ctx.call
+        dtypes = (q.dtype, k.dtype, v.dtype)
+        if ctx.lean:
+            q, k, v, out = (
+                call.to_heads(q),
+                call.to_heads(k, keys=True),
+                call.to_heads(v, keys=True),
+                call.to_heads(out),
+            )
+        dout = call.to_heads(dout)
+        dq, dk, dv, dtable = _visit_all_backward(call, dout, q, k, v, out, lse)
+        dsinks = None
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks)
+            dsinks[call.query_heads] = sinks_gradient(dout, out, lse, sinks[call.query_heads]).to(sinks.dtype)
+        if dtable is not None and call.mesh.ulysses > 1:
+            whole = dtable.new_zeros(dtable.shape[0], call.num_heads)
+            whole[:, call.query_heads] = dtable
+            dtable = whole
+        dq = call.to_rows(dq.to(dtypes[0]))
+        dk, dv = (call.to_rows(g, keys=True) for g in (dk, dv))  # summed over ranks before they are rounded
+        return dq, dk.to(dtypes[1]), dv.to(dtypes[2]), dtable, dsinks, None
 
 
-def _add_home(dk: Tensor, dv: Tensor, ring: _Ring, hop: int, arriving: _Arriving) -> None:
-    """Add the gradients that came back in hop order, so the sum is the same on every run."""
-    grads = arriving.wait()
-    if grads is None:
-        return
-    at = 0
-    for start, stop in ring.sent(hop).rows:
-        for total, part in zip((dk, dv), grads, strict=True):
-            total[:, start:stop] += part[:, at : at + stop - start]
-        at += stop - start
+def _visit_all(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over all visits, merged in float32 (log-sum-exps in float64)."""
+    results: list[tuple[Tensor, Tensor]] = []
+
+    def compute(visit: Visit) -> None:
+        keys, values = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV)
+        part = call.kernel.forward(q[:, visit.queries], keys, values, visit.pairs, scores=call.scores)
+        if not results:  # the rank's own keys come first and name all its queries
+            results.append(part)
+            return
+        out, lse = results[0]
+        merge_(out[:, visit.queries], lse[:, visit.queries], *part)
+
+    call.transport.run(k, v, compute)
+    return results[0]
+
+
+def _visit_all_backward(
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of this rank's rows and heads, and the bias table's gradient, summed over all visits."""
+    sums: list[Tensor | None] = []
+
+    def compute(visit: Visit) -> tuple[Tensor, Tensor]:
+        keys, values, rows = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV), visit.queries
+        mine = (dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, rows])
+        grads = call.kernel.backward(*mine, visit.pairs, scores=call.scores)
+        if not sums:
+            sums.extend((grads.dq_BtHD, grads.dtable_NH))
+        else:
+            assert sums[0] is not None
+            sums[0][:, rows] += grads.dq_BtHD
+            if grads.dtable_NH is not None:
+                sums[1] = grads.dtable_NH if sums[1] is None else sums[1] + grads.dtable_NH
+        return call.fold(grads.dk_BsKD), call.fold(grads.dv_BsKV)
+
+    dk, dv = call.transport.run_backward(k, v, compute)
+    dq, dtable = sums
+    assert dq is not None
+    return dq, dk, dv, dtable
+
+
+def _build_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    mesh: Mesh,
+    kernel: str,
+    scores: Scores,
+    transport: str,
+    wire: torch.dtype | None,
+    deterministic: bool,
+    stash: Stash | None,
+) -> _Call:
+    H, K = q.shape[2], k.shape[2]
+    heads = HeadSplit.build(H, K, mesh.ulysses)
+    start, stop = heads.queries[mesh.ulysses_rank]
+    first, last = heads.keys[mesh.ulysses_rank]
+    request = KernelRequest(
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        stop - start,
+        stop - start if heads.key_of_query(mesh.ulysses_rank) else last - first,
+        value_dim=v.shape[3],
+        window=schedule.window is not None,
+        softcap=scores.softcap is not None,
+        alibi=scores.alibi_slopes_H is not None,
+        relative_bias=scores.relative_bias is not None,
+        deterministic=deterministic,
+    )
+    if scores.needs_distances:
+        schedule = schedule.with_distances()
+    return _Call(
+        transport=build_transport(transport, schedule, mesh, wire=wire),
+        kernel=choose_kernel(kernel, request),
+        scores=scores.of_heads(start, stop),
+        mesh=mesh,
+        heads=heads,
+        num_heads=H,
+        num_kv_heads=K,
+        stash=stash,
+    )
+
+
+def _check_scores(scores: Scores | None, scale: float | None, head_dim: int) -> Scores:
+    if scores is not None and scale is not None:
+        raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
+    return Scores(scale=head_dim**-0.5 if scale is None else scale) if scores is None else scores
+
+
+def _words(q: Tensor, k: Tensor, v: Tensor, scores: Scores, transport: str, wire: torch.dtype | None) -> str:
+    """What every rank must have been given alike, besides the schedule."""
+    B, _, H, D = q.shape
+    return (
+        f"{B} × {H}/{k.shape[2]} heads of {D} (values {v.shape[3]}), {q.dtype}, scale {scores.scale:.6g}, soft cap "
+        f"{scores.softcap}, transport {transport}, gradients as {wire or accumulate_dtype(q.dtype)}"
+    )
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh) -> str | None:
+    """What is wrong with this rank's tensors."""
+    share, keys = (x.num_local(mesh.context_rank) for x in (schedule.layout, schedule.key_layout))
+    if (q.shape[1], k.shape[1], v.shape[1]) != (share, keys, keys):
+        return (
+            f"rank {mesh.rank} was given {q.shape[1]} queries, {k.shape[1]} keys and {v.shape[1]} values; its share of "
+            f"the layout is {share} tokens. Give it SequenceLayout.split of each."
+        )
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0] or k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
+        return (
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit each other: batch "
+            "sizes must agree, keys and values have the same heads, queries and keys the same head size."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}; all must have one dtype."
+    if q.shape[2] % k.shape[2]:
+        return f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads."
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        return f"sinks_H has shape {tuple(sinks.shape)}; it needs one logit for each of {q.shape[2]} query heads."
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,34 +15,60 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks arranged as data × context: rank = data_rank · context + context_rank.
+    """Ranks arranged as data × ring × ulysses: rank = (data_rank · ring_degree + ring_rank) · ulysses + ulysses_rank.
 
-    The ranks of a context group are neighbours, so they share a node where they can.
+    The ranks of a context group (ring × ulysses) are neighbours, so they share a node where they can; those that trade
+    heads are the closest.
     """
 
     rank: int
     world_size: int
     context: int
     """Ranks that share one sequence."""
-    context_group: ProcessGroup | None
+    ulysses: int = 1
+    """How many of those share rows and split heads; the rest is the ring."""
+    ranks_per_node: int = 1
+    """Ranks that one machine holds."""
+    context_group: ProcessGroup | None = None
     """Group of this rank's sequence; None when the sequence is not shared."""
+    ring_group: ProcessGroup | None = None
+    """The ranks of that sequence with this rank's share of the heads; None in a ring of one."""
+    ulysses_group: ProcessGroup | None = None
+    """The ranks that hold the same rows; None when heads are not split."""
+    control_group: ProcessGroup | None = None
+    """The context group again, for words on the CPU: the agreement before the first byte."""
 
     @classmethod
-    def build(cls, *, context: int = 1, ulysses: int = 1, expert: int = 1) -> Mesh:
+    def build(cls, *, context: int = 1, ulysses: int = 1, expert: int = 1, ranks_per_node: int | None = None) -> Mesh:
         """The mesh of the initialised process group (or of a lone process), entered by every rank alike.
 
-        ConfigError when the degrees do not divide the world.
+        ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. ConfigError
+        when the degrees do not divide the world.
         """
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
-        group = None
-        if context > 1:
-            for first in range(0, world_size, context):  # every rank creates every group
-                ranks = list(range(first, first + context))
-                created = dist.new_group(ranks)
-                if rank in ranks:
-                    group = cast(ProcessGroup, created)
-        return cls(rank=rank, world_size=world_size, context=context, context_group=group)
+        firsts = range(0, world_size, context)
+        spans = [range(first, first + context) for first in firsts]
+        context_group = _own_group(rank, spans) if context > 1 else None
+        ring_group, ulysses_group = context_group, None
+        if ulysses > 1:
+            ulysses_group = _own_group(rank, [s[n : n + ulysses] for s in spans for n in range(0, context, ulysses)])
+            rings = [s[n::ulysses] for s in spans for n in range(ulysses)]
+            ring_group = _own_group(rank, rings) if context > ulysses else None
+        control_group = context_group
+        if context_group is not None and dist.get_backend(context_group) != "gloo":
+            control_group = _own_group(rank, spans, backend="gloo")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            context=context,
+            ulysses=ulysses,
+            ranks_per_node=_ranks_per_node(world_size) if ranks_per_node is None else ranks_per_node,
+            context_group=context_group,
+            ring_group=ring_group,
+            ulysses_group=ulysses_group,
+            control_group=control_group,
+        )
 
     @property
     def data(self) -> int:
@@ -57,13 +85,52 @@ class Mesh:
         """Which part of the sequence this rank holds."""
         return self.rank % self.context
 
-    def context_peer(self, context_rank: int) -> int:
-        """Global rank of the member of this rank's context group with that number."""
-        return self.rank - self.context_rank + context_rank
+    @property
+    def ring_degree(self) -> int:
+        """Ring indices: groups of ranks that hold different rows of the sequence."""
+        return self.context // self.ulysses
+
+    @property
+    def ring_rank(self) -> int:
+        """This rank's ring index."""
+        return self.context_rank // self.ulysses
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Which share of the heads this rank computes."""
+        return self.context_rank % self.ulysses
+
+    def ring_peer(self, ring_rank: int) -> int:
+        """Global rank of the member of this rank's ring with that number."""
+        return self.rank + (ring_rank - self.ring_rank) * self.ulysses
+
+    @property
+    def ring_places(self) -> int:
+        """Neighbouring ring indices that share a node; 1 where nodes do not hold equally many of them."""
+        nodes = [self.ring_peer(index) // self.ranks_per_node for index in range(self.ring_degree)]
+        counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+        return counts[0] if len(set(counts)) == 1 else 1
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"{self.world_size} ranks = data {self.data} × context {self.context}"
+        heads = f" (ring {self.ring_degree} × ulysses {self.ulysses})" if self.ulysses > 1 else ""
+        return f"{self.world_size} ranks = data {self.data} × context {self.context}{heads}"
+
+
+def _own_group(rank: int, members: Sequence[range], backend: str | None = None) -> ProcessGroup | None:
+    """This rank's group of these, which every rank creates alike."""
+    own = None
+    for ranks in members:
+        created = dist.new_group(list(ranks), backend=backend)
+        if rank in ranks:
+            own = cast(ProcessGroup, created)
+    return own
+
+
+def _ranks_per_node(world_size: int) -> int:
+    """As the launcher says: DeepSpeed's LOCAL_SIZE, torchrun's LOCAL_WORLD_SIZE; else all ranks on one machine."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(said) if said else world_size
 
 
 def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: int = 1) -> None:
@@ -71,8 +138,6 @@ def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: in
     for name, degree in (("context", context), ("ulysses", ulysses), ("expert", expert)):
         if degree < 1:
             raise ConfigError(f"parallel.{name}={degree} must be at least 1.")
-    if ulysses > 1:
-        raise ConfigError(f"parallel.ulysses={ulysses}: splitting heads is not built yet. Use parallel.ulysses=1.")
     if expert > 1:
         raise ConfigError(f"parallel.expert={expert}: experts across ranks are not built yet. Use parallel.expert=1.")
     if world_size % context:
@@ -81,4 +146,10 @@ def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: in
             f"parallel.context={context} does not divide the {world_size} ranks that were started.\n"
             f"Try parallel.context={min(fits, key=lambda n: (abs(n - context), n))} (any of {fits}), "
             f"or start a multiple of {context} ranks."
+        )
+    if context % ulysses:
+        fits = [n for n in range(1, context + 1) if context % n == 0]
+        raise ConfigError(
+            f"parallel.ulysses={ulysses} does not divide parallel.context={context}: it is how many of the ranks that "
+            f"share a sequence split heads.\nTry one of {fits}."
         )

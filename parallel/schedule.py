@@ -1,38 +1,39 @@
-"""``Schedule``: who computes what with whose keys, hop by hop. Pure; answers without a process.
+"""``Schedule``: who computes what with whose keys. Pure; answers without a process.
 
-In hop h a rank meets the keys of the rank h places before it (hop 0: its own). Only rows that some query of the
-receiver needs travel, straight from their owner; a hop without work has neither rows nor pairs.
+A layout's *ring indices* are the groups of ranks that hold the same rows: single ranks, or the ``ulysses`` ranks that
+share a ring index's rows by heads. For each two ring indices the schedule knows which rows of the owner travel to the
+receiver (those that some query there sees, nothing else) and what the receiver computes with them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.contract import Pair
-from parallel.layout import Ranges, SequenceLayout
+from parallel.heads import HeadSplit
+from parallel.layout import SequenceLayout
+from parallel.pairs import Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
 
+T = TypeVar("T")
 
-class Segment(NamedTuple):
-    """A piece of one document on one rank: global tokens [start, stop), from local row ``local``."""
-
-    document: int
-    start: int
-    stop: int
-    local: int
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open [start, stop) ranges of rows, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's work with one owner's keys."""
+    """One ring index's work with one owner's keys."""
 
     owner: int
-    """Rank (within the layout) whose keys these are."""
+    """Ring index whose keys these are."""
     rows: Ranges
     """The owner's local rows that travel, in ascending order; the receiver sees them packed together."""
     queries: tuple[int, int]
@@ -43,7 +44,7 @@ class Hop:
     @property
     def num_rows(self) -> int:
         """Rows that travel."""
-        return sum(stop - start for start, stop in self.rows)
+        return num_rows(self.rows)
 
 
 class AttentionShape(NamedTuple):
@@ -53,6 +54,13 @@ class AttentionShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     bytes_per_value: int
+    value_dim: int | None = None
+    """Head size of the values; None when it is ``head_dim``."""
+
+    @property
+    def key_and_value_dim(self) -> int:
+        """Both head sizes together."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,16 @@ class Schedule:
     """The work of every rank for one layout, one set of documents and one mask."""
 
     layout: SequenceLayout
+    key_layout: SequenceLayout
+    """Where the keys live; the same as ``layout`` in self-attention."""
     cu_seqlens: tuple[int, ...]
     causal: bool
+    window: int | None
+    sink_tokens: int
+    distances: bool = False
+    """Whether every pair tells its tokens' distance; without, pieces of a document are taken together."""
     _known: dict = field(default_factory=dict, compare=False, repr=False)
-    """Segments by rank and hops by (rank, owner), computed when first asked for."""
+    """Rows by ring index and work by (receiver, owner), computed when first asked for."""
 
     @classmethod
     def build(
@@ -77,118 +91,170 @@ class Schedule:
     ) -> Schedule:
         """The schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
 
-        ConfigError when the boundaries are not ascending from 0 to the layout's token count.
+        A query sees the keys of its document with 0 ≤ i − j (any, when not causal), with a window those with
+        0 ≤ i − j < window (|i − j| < window), and besides the document's first ``sink_tokens``, however far before it.
+        ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
         """
-        if window is not None or sink_tokens or key_layout is not None:
-            raise ConfigError("windows, sink tokens and a key layout of its own are not built yet.")
         bounds = [0, layout.num_tokens] if cu_seqlens is None else _as_list(cu_seqlens)
-        if bounds[:1] != [0] or bounds[-1] != layout.num_tokens or any(b < a for a, b in zip(bounds, bounds[1:])):  # noqa: B905, RUF007
+        _check_boundaries(bounds, layout.num_tokens)
+        check_window(window, sink_tokens)
+        keys = layout if key_layout is None else key_layout
+        if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
             raise ConfigError(
-                f"cu_seqlens must ascend from 0 to the sequence's {layout.num_tokens} tokens; "
-                f"got {bounds[:4]}…{bounds[-2:]} ({len(bounds)} entries)."
+                f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring indices, the queries' "
+                f"{layout.num_tokens} on {layout.ring_degree}; both must agree."
             )
-        return cls(layout, tuple(bounds), causal)
+        return cls(layout, keys, tuple(bounds), causal, window, sink_tokens)
 
-    def hops(self, rank: int) -> tuple[Hop, ...]:
-        """The rank's work in the order it is done; hop h meets the keys of rank − h."""
-        return tuple(self.hop(rank, h) for h in range(self.layout.degree))
+    def with_distances(self) -> Schedule:
+        """The same schedule with each pair's distances, for scores that depend on them."""
+        if self.distances:
+            return self
+        fields = (self.layout, self.key_layout, self.cu_seqlens, self.causal, self.window, self.sink_tokens)
+        return self.cached("with distances", lambda: Schedule(*fields, distances=True))
 
-    def hop(self, rank: int, hop: int) -> Hop:
-        """The rank's work with the keys of the rank ``hop`` places before it."""
-        key = (rank, (rank - hop) % self.layout.degree)
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """What ``build`` returned when it was first asked for under this key."""
         if key not in self._known:
-            self._known[key] = _build_hop(self, *key)
+            self._known[key] = build()
         return self._known[key]
 
-    def pairs(self, rank: int) -> tuple[tuple[Pair, ...], ...]:
-        """For each hop its pairs, query rows counted in the rank's local rows and key rows as they arrive."""
-        return tuple(tuple(_shift_queries(p, hop.queries[0]) for p in hop.pairs) for hop in self.hops(rank))
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint: ranks that share a sequence must have the same one."""
+        layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
+        mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens)
+        return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The rank's rows cut at document boundaries, in local (and global) order."""
-        if rank not in self._known:
-            self._known[rank] = _cut_segments(self, rank)
-        return self._known[rank]
+    def describe(self) -> str:
+        """Layout and mask on one line."""
+        wishes = "" if self.window is None else f", window {self.window}, {self.sink_tokens} sink tokens"
+        kind = "causal" if self.causal else "bidirectional"
+        x = self.layout
+        return (
+            f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks (ulysses {x.ulysses}), "
+            f"{len(self.cu_seqlens) - 1} documents, {kind}{wishes}"
+        )
+
+    def hops(self, rank: int) -> tuple[Hop, ...]:
+        """A rank's work; entry h meets the keys of the ring index h places before its own (entry 0: its own)."""
+        ring = self.layout.ring_degree
+        me = rank // self.layout.ulysses
+        return tuple(self.hop(me, (me - h) % ring) for h in range(ring))
+
+    def hop(self, receiver: int, owner: int) -> Hop:
+        """The work of ring index ``receiver`` with the keys of ring index ``owner``."""
+        return self.cached((receiver, owner), lambda: self._build_hop(receiver, owner))
+
+    def pairs(self, rank: int) -> tuple[tuple[Pair, ...], ...]:
+        """For each hop its pairs, query rows counted in the ring index's rows and key rows as they arrive."""
+        return tuple(tuple(p.shifted(queries=hop.queries[0]) for p in hop.pairs) for hop in self.hops(rank))
+
+    def pairs_in_place(self, receiver: int, owner: int) -> list[Pair]:
+        """The work with both rows counted in the ring indices' own rows, as when all of the owner's rows are there."""
+        if owner == receiver and self._plain and self.key_layout is self.layout:
+            return own_pairs(self._rows(owner), self.causal)
+        queries, keys = self._rows(receiver), self._rows(owner, keys=True)
+        if self._plain and queries.step == keys.step == 1 and self.key_layout is self.layout:
+            return whole_pairs(queries, keys, self.causal)
+        return [p for b in self._bounds for p in band_pairs(queries, keys, b, self.cu_seqlens, self.sink_tokens)]
 
     def rows_received(self, rank: int) -> int:
-        """Key/value rows that travel to the rank."""
+        """Key/value rows that travel to a rank's ring index from the others."""
         return sum(hop.num_rows for hop in self.hops(rank)[1:])
 
+    def rows_to_node(self, owner: int, receivers: Sequence[int]) -> Ranges:
+        """The owner's rows that at least one of these ring indices needs: what crosses to their node, once."""
+        return self.cached(
+            ("to node", owner, *receivers), lambda: union([r for x in receivers for r in self.hop(x, owner).rows])
+        )
+
     def work(self, rank: int) -> int:
-        """Query-key pairs of tokens that the rank computes."""
-        return sum(_area(pair) for pairs in self.pairs(rank) for pair in pairs)
+        """Query-key pairs of tokens that a rank's ring index computes, for each head."""
+        return sum(area(pair) for pairs in self.pairs(rank) for pair in pairs)
 
     def imbalance(self) -> float:
-        """Most work on a rank over the mean: 1.0 when attention is even."""
-        work = [self.work(rank) for rank in range(self.layout.degree)]
+        """Most work on a ring index over the mean: 1.0 when attention is even."""
+        u = self.layout.ulysses
+        work = [self.work(rank) for rank in range(0, self.layout.degree, u)]
         return max(work) * len(work) / sum(work)
 
     def flops(self, rank: int, shape: AttentionShape) -> int:
-        """Floating-point operations of the rank's forward pass, 4·H·D a pair of tokens; backward takes 2.5 × that."""
-        return 4 * shape.num_heads * shape.head_dim * self.work(rank)
+        """Floating-point operations of a rank's forward pass, 2·(D + V) a pair and head; backward takes 2.5 × that."""
+        heads = HeadSplit.build(shape.num_heads, shape.num_kv_heads, self.layout.ulysses)
+        start, stop = heads.queries[rank % self.layout.ulysses]
+        return 2 * (stop - start) * shape.key_and_value_dim * self.work(rank)
 
-    def bytes_received(self, rank: int, shape: AttentionShape, transport: str = "p2p") -> int:
-        """Bytes of keys and values that the rank receives in a forward pass."""
-        if transport != "p2p":
-            raise ConfigError(f"parallel.transport={transport!r} is not built yet. Use p2p.")
-        return self.rows_received(rank) * 2 * shape.num_kv_heads * shape.head_dim * shape.bytes_per_value
+    def bytes_received(
+        self, rank: int, shape: AttentionShape, transport: str = "p2p", ranks_per_node: int | None = None
+    ) -> int:
+        """Bytes that a rank receives in a forward pass: rows of keys and values, and heads where Ulysses trades them.
+
+        ``p2p`` brings the rows that are needed, ``all_gather`` all rows, ``two_level`` what is needed plus, at the rank
+        that hands rows round in its node (of ``ranks_per_node`` ring indices), what it passes on and does not need.
+        """
+        u = self.layout.ulysses
+        split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, u)
+        start, stop = split.keys[rank % u]
+        rows = self._rows_arriving(rank // u, transport, ranks_per_node)
+        ring = rows * (stop - start) * shape.key_and_value_dim * shape.bytes_per_value
+        return ring + split.bytes_received(rank % u, self.layout.num_local(rank), shape.bytes_per_value, shape)
+
+    def _rows_arriving(self, ring_index: int, transport: str, ranks_per_node: int | None) -> int:
+        rank = ring_index * self.layout.ulysses
+        if transport == "p2p":
+            return self.rows_received(rank)
+        if transport == "all_gather":
+            return self.key_layout.num_tokens - self.key_layout.num_ring(ring_index)
+        if transport != "two_level":
+            raise ConfigError(f"parallel.transport={transport!r} is unknown. Try p2p, two_level or all_gather.")
+        return sum(self.rows_by_link(ring_index, ranks_per_node or self.layout.ring_degree))
+
+    def rows_by_link(self, ring_index: int, ranks_per_node: int) -> tuple[int, int]:
+        """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring index."""
+        G = ranks_per_node
+        node, place = divmod(ring_index, G)
+        here = range(node * G, node * G + G)
+        within = across = 0
+        for owner in range(self.layout.ring_degree):
+            if owner == ring_index:
+                continue
+            if owner // G == node or owner % G != place:  # from a neighbour: its own rows, or rows it received
+                within += self.hop(ring_index, owner).num_rows
+            else:
+                across += num_rows(self.rows_to_node(owner, here))
+        return within, across
+
+    @property
+    def _plain(self) -> bool:
+        return self.window is None and not self.distances
+
+    @cached_property
+    def _bounds(self) -> tuple[Bounds, ...]:
+        return mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens)
+
+    def _rows(self, ring_index: int, *, keys: bool = False) -> Rows:
+        name = (ring_index, "keys" if keys and self.key_layout is not self.layout else "queries")
+        layout = self.key_layout if keys else self.layout
+        return self.cached(name, lambda: Rows(layout.runs[ring_index], self.cu_seqlens))
+
+    def _build_hop(self, receiver: int, owner: int) -> Hop:
+        found = self.pairs_in_place(receiver, owner)
+        if receiver == owner:  # own rows stay where they are
+            return Hop(owner, ((0, self.key_layout.num_ring(owner)),), (0, self.layout.num_ring(owner)), tuple(found))
+        if not found:
+            return Hop(owner, (), (0, 0), ())
+        rows = union([(p.k_start, p.k_stop) for p in found])
+        queries = (min(p.q_start for p in found), max(p.q_stop for p in found))
+        return Hop(owner, rows, queries, tuple(_packed(found, rows, -queries[0])))
 
 
-def _as_list(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
-    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+def num_rows(ranges: Ranges) -> int:
+    """Rows that the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
 
 
-def _cut_segments(schedule: Schedule, rank: int) -> tuple[Segment, ...]:
-    segments, local, cu = [], 0, schedule.cu_seqlens
-    for start, stop in schedule.layout.ranges[rank]:
-        while start < stop:
-            document = bisect_right(cu, start) - 1
-            end = min(stop, cu[document + 1])
-            segments.append(Segment(document, start, end, local))
-            local += end - start
-            start = end
-    return tuple(segments)
-
-
-def _build_hop(schedule: Schedule, rank: int, owner: int) -> Hop:
-    found = _own_pairs(schedule, rank) if owner == rank else _remote_pairs(schedule, rank, owner)
-    if not found:
-        return Hop(owner, (), (0, 0), ())
-    rows = ((0, schedule.layout.num_local(rank)),) if owner == rank else _union([(p.k_start, p.k_stop) for p in found])
-    queries = (min(p.q_start for p in found), max(p.q_stop for p in found))
-    pairs = (_shift_queries(_pack_keys(p, rows), -queries[0]) for p in found)
-    return Hop(owner, rows, queries, tuple(pairs))
-
-
-def _own_pairs(schedule: Schedule, rank: int) -> list[Pair]:
-    """One pair a document: a document's rows on a rank are neighbours in ascending order, so causality is local."""
-    hulls: dict[int, tuple[int, int]] = {}
-    for s in schedule.segments(rank):
-        first, _ = hulls.get(s.document, (s.local, 0))
-        hulls[s.document] = (first, s.local + s.stop - s.start)
-    return [Pair(a, b, a, b, lo=0 if schedule.causal else None) for a, b in hulls.values()]
-
-
-def _remote_pairs(schedule: Schedule, rank: int, owner: int) -> list[Pair]:
-    """Full rectangles only: ranges of two ranks never overlap, so a segment lies wholly before another or after it."""
-    keys: dict[int, list[Segment]] = {}
-    for s in schedule.segments(owner):
-        keys.setdefault(s.document, []).append(s)
-    pairs: list[Pair] = []
-    for q in schedule.segments(rank):
-        seen = [k for k in keys.get(q.document, ()) if not schedule.causal or k.stop <= q.start]
-        if not seen:
-            continue
-        pair = Pair(q.local, q.local + q.stop - q.start, seen[0].local, seen[-1].local + seen[-1].stop - seen[-1].start)
-        last = pairs[-1] if pairs else None
-        if last and (last.q_stop, last.k_start, last.k_stop) == (pair.q_start, pair.k_start, pair.k_stop):
-            pairs[-1] = replace(last, q_stop=pair.q_stop)
-        else:
-            pairs.append(pair)
-    return pairs
-
-
-def _union(ranges: list[tuple[int, int]]) -> Ranges:
+def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
     """Ascending disjoint ranges that cover the same rows."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
@@ -199,26 +265,53 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
     return tuple(merged)
 
 
-def _pack_keys(pair: Pair, rows: Ranges) -> Pair:
-    """The pair with key rows counted in the packed rows that travel; only pairs without a band move."""
-    packed = 0
+def locate(rows: Ranges, within: Ranges) -> Ranges:
+    """Where rows lie among the packed rows of ``within``, which hold them all."""
+    found, at, packed = [], 0, 0
     for start, stop in rows:
-        if start <= pair.k_start < stop:
-            moved = packed - start
-            return pair if not moved else replace(pair, k_start=pair.k_start + moved, k_stop=pair.k_stop + moved)
-        packed += stop - start
-    raise AssertionError(f"{pair} is not among the rows {rows}")
+        while not within[at][0] <= start < within[at][1]:
+            packed += within[at][1] - within[at][0]
+            at += 1
+        shift = packed - within[at][0]
+        found.append((start + shift, stop + shift))
+    return tuple(found)
 
 
-def _shift_queries(pair: Pair, by: int) -> Pair:
-    lo, hi = (None if bound is None else bound + by for bound in (pair.lo, pair.hi))
-    return replace(pair, q_start=pair.q_start + by, q_stop=pair.q_stop + by, lo=lo, hi=hi)
+def check_window(window: int | None, sink_tokens: int) -> None:
+    """ConfigError unless the two make a mask."""
+    if window is not None and window < 1:
+        raise ConfigError(f"window={window} must be at least 1 (a query sees itself), or None for no window.")
+    if sink_tokens < 0 or (sink_tokens and window is None):
+        raise ConfigError(
+            f"sink_tokens={sink_tokens} are a document's first tokens, seen from beyond the window; "
+            f"window={window}. Give a window, and at least 0 sink tokens."
+        )
 
 
-def _area(pair: Pair) -> int:
-    """Pairs of rows inside the band: a causal pair of n rows has n(n+1)/2."""
-    n, m = pair.q_stop - pair.q_start, pair.k_stop - pair.k_start
-    if pair.lo is None:
-        return n * m
-    first = pair.q_start - pair.lo - pair.k_start + 1  # keys that the first query sees
-    return sum(max(0, min(m, first + i)) for i in range(n)) if first != 1 or n != m else n * (n + 1) // 2
+def _packed(pairs: Sequence[Pair], rows: Ranges, by_queries: int) -> list[Pair]:
+    """The pairs with key rows counted in the packed rows that travel."""
+    starts = [start for start, _ in rows]
+    shifts = [packed - start for (start, _), (packed, _) in zip(rows, locate(rows, rows), strict=True)]
+    return [p.shifted(queries=by_queries, keys=shifts[bisect_right(starts, p.k_start) - 1]) for p in pairs]
+
+
+def _as_list(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+
+
+def _check_boundaries(bounds: Sequence[int], num_tokens: int) -> None:
+    falls = next((n for n in range(1, len(bounds)) if bounds[n] < bounds[n - 1]), None)
+    if bounds and bounds[0] == 0 and bounds[-1] == num_tokens and falls is None:
+        return
+    where = "" if falls is None else f" Entry {falls} is {bounds[falls]}, after {bounds[falls - 1]}."
+    shown = list(bounds) if len(bounds) <= 6 else f"{list(bounds[:4])}…{list(bounds[-2:])}"
+    raise ConfigError(
+        f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; got {shown} ({len(bounds)} entries)."
+        f"{where}"
+    )
+
+
+@lru_cache(maxsize=8)
+def cached_layout(kind: str, degree: int, ulysses: int, cu_seqlens: tuple[int, ...]) -> SequenceLayout:
+    """The layout of a batch, built once for all that ask: the split of its tokens and the schedules of its masks."""
+    return SequenceLayout.build(kind, cu_seqlens[-1], degree, cu_seqlens, ulysses)

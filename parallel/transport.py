@@ -1,0 +1,390 @@
+"""How keys and values reach the queries that need them, and how their gradients come home.
+
+A transport shows one rank's keys and values to its computation, visit by visit, and returns in backward the sum of all
+gradients of the rank's own rows, added in a fixed order: equal bits on every run. While a visit is computed the next
+one's rows are in flight. Axes: B batch, n key rows of a ring index, s rows of a visit, K key/value heads, D and V head
+sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.errors import ClusterError, ConfigError
+from longctx.kernels.contract import Pair, accumulate_dtype
+from parallel.mesh import Mesh
+from parallel.schedule import Ranges, Schedule, locate, num_rows
+
+TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
+
+_KEYS, _ACROSS, _GRADS, _HOME = 1, 3, 5, 7
+"""Message tags (each with its successor): rows and gradients, within a node and between nodes."""
+
+
+class Visit(NamedTuple):
+    """Keys that a rank meets, and what it computes with them."""
+
+    keys_BsKD: Tensor
+    values_BsKV: Tensor
+    queries: slice
+    """Query rows with work."""
+    pairs: tuple[Pair, ...]
+    """The work; query rows count from the start of ``queries``."""
+
+
+class Transport(Protocol):
+    """Shows keys and values to a computation."""
+
+    def run(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], None]) -> None:
+        """Call ``compute`` for each visit, the rank's own keys first."""
+        ...
+
+    def run_backward(
+        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Call ``compute`` for the gradients of each visit's keys and values; dK and dV of the rank's own rows."""
+        ...
+
+
+def build_transport(name: str, schedule: Schedule, mesh: Mesh, *, wire: torch.dtype | None = None) -> Transport:
+    """The transport called ``name``; ``auto`` is two-level where the ring spans nodes that hold several of its ranks.
+
+    Gradients travel in ``wire``, by default float32 (float64 for float64 inputs). ConfigError for an unknown name.
+    """
+    ring, places = mesh.ring_degree, mesh.ring_places
+    if name == "all_gather":
+        return AllGather(schedule, mesh, wire)
+    if name == "two_level" and places == 1 and mesh.ranks_per_node > 1 and ring > 1:
+        raise ConfigError(
+            f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "
+            f"{mesh.ranks_per_node} ranks a node they do not.\nTry parallel.transport=p2p."
+        )
+    if name not in TRANSPORTS:
+        raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
+    return Hops(schedule, mesh, ring if name == "p2p" or places == 1 else places, wire)
+
+
+@dataclass
+class _Block:
+    """Packed rows of one owner, as a rank holds them to hand them round in its node."""
+
+    owner: int
+    rows: Ranges
+    tensors: tuple[Tensor, Tensor]
+
+
+@dataclass
+class _Coming:
+    """Two tensors in flight; keeps the outgoing ones alive until they are through."""
+
+    tensors: tuple[Tensor, Tensor] | None
+    rows: Ranges
+    """Where they belong among the receiver's rows."""
+    outgoing: tuple[Tensor, ...]
+    works: list
+    described: str
+
+    def wait(self) -> tuple[Tensor, Tensor] | None:
+        """The tensors that arrived; None when nothing was to come. ClusterError when the peer is gone or too late."""
+        _guarded(lambda: [work.wait() for work in self.works], self.described)
+        self.outgoing = ()
+        return self.tensors
+
+    def add_to(self, total: tuple[Tensor, Tensor] | None) -> None:
+        """Add what arrived to the rows it belongs to."""
+        grads = self.wait()
+        if grads is not None:
+            assert total is not None
+            _add_rows(total, grads, self.rows)
+
+
+class Hops:
+    """Point-to-point hops in two levels: rows cross to another node once, and are handed round inside it.
+
+    Ring index = node · places + place. In outer step m the rank at a place holds the rows of its counterpart m nodes
+    before, those that its node needs; in inner hop j it meets rows that the rank j places before it holds. With all
+    ring indices in one "node" there is no outer step: every rank receives straight from the owner.
+    """
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, places: int, wire: torch.dtype | None) -> None:
+        self.schedule, self.mesh, self.places, self.wire = schedule, mesh, places, wire
+        self.me = mesh.ring_rank
+        self.node, self.place = divmod(self.me, places)
+        self.num_nodes = mesh.ring_degree // places
+
+    def run(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], None]) -> None:
+        for m, block in self._blocks(k_BnKD, v_BnKV):
+            for _, visit in self._visits(m, block):
+                if visit is not None:
+                    compute(visit)
+
+    def run_backward(
+        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        own: tuple[Tensor, Tensor] | None = None
+        coming: _Coming | None = None
+        for m, block in self._blocks(k_BnKD, v_BnKV):
+            held = self._gradients_of(m, block, compute)
+            if own is None:
+                own = held
+                continue
+            if coming is not None:
+                coming.add_to(own)
+            coming = self._send_home(m, held, (k_BnKD, v_BnKV))
+        if coming is not None:
+            coming.add_to(own)
+        assert own is not None
+        return own
+
+    def _blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, _Block]]:
+        """(outer step, the block that this rank hands round in it); the next one is on its way from another node."""
+        block, rows = _Block(self.me, ((0, k.shape[1]),), (k, v)), ()
+        coming: _Coming | None = None
+        for m in range(self.num_nodes):
+            if coming is not None:
+                block = _Block(self._owner(m, 0), rows, coming.wait() or (k[:, :0], v[:, :0]))
+            if m + 1 < self.num_nodes:
+                rows = self.schedule.rows_to_node(self._owner(m + 1, 0), self._node_mates(0))
+                coming = self._fetch_across(k, v, m + 1, rows)
+            yield m, block
+
+    def _visits(self, m: int, block: _Block) -> Iterator[tuple[int, Visit | None]]:
+        """(inner hop, what this rank meets in it or None); the next hop's rows are on their way."""
+        arriving = self._hand_round(m, block, 1)
+        yield 0, self._visit_held(block)
+        for j in range(1, self.places):
+            assert arriving is not None
+            met, owner = arriving.wait(), self._owner(m, j)
+            arriving = self._hand_round(m, block, j + 1)
+            yield j, None if met is None else self._visit(owner, met)
+
+    def _gradients_of(
+        self, m: int, block: _Block, compute: Callable[[Visit], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Gradients of the held block's rows, from all ranks of this node in the order of the hops."""
+        held: tuple[Tensor, Tensor] | None = None
+        coming: _Coming | None = None
+        for j, visit in self._visits(m, block):
+            grads = None if visit is None else compute(visit)
+            if j == 0:
+                held = self._spread(block, grads)
+                continue
+            if coming is not None:
+                coming.add_to(held)
+            coming = self._give_back(m, block, grads, j)
+        if coming is not None:
+            coming.add_to(held)
+        return held
+
+    def _owner(self, m: int, j: int) -> int:
+        """Whose rows this rank meets in outer step m, inner hop j."""
+        return (self.node - m) % self.num_nodes * self.places + (self.place - j) % self.places
+
+    def _node_mates(self, nodes_on: int) -> range:
+        """The ring indices of a node."""
+        first = (self.node + nodes_on) % self.num_nodes * self.places
+        return range(first, first + self.places)
+
+    def _neighbour(self, j: int) -> int:
+        """The ring index j places on in this node."""
+        return self.node * self.places + (self.place + j) % self.places
+
+    def _counterpart(self, m: int) -> int:
+        """The ring index of the same place m nodes on."""
+        return (self.node + m) % self.num_nodes * self.places + self.place
+
+    def _visit(self, owner: int, tensors: tuple[Tensor, Tensor]) -> Visit:
+        hop = self.schedule.hop(self.me, owner)
+        return Visit(*tensors, slice(*hop.queries), hop.pairs)
+
+    def _visit_held(self, block: _Block) -> Visit | None:
+        rows = self.schedule.hop(self.me, block.owner).rows
+        return self._visit(block.owner, _take(block.tensors, locate(rows, block.rows))) if rows else None
+
+    def _spread(self, block: _Block, grads: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Gradients of the rows that this rank met as gradients of all rows that it holds."""
+        rows = self.schedule.hop(self.me, block.owner).rows
+        if rows == block.rows:
+            return grads
+        k, v = block.tensors
+        held = tuple(x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype)) for x in (k, v))
+        if grads is not None:
+            _add_rows(held, grads, locate(rows, block.rows))
+        return held[0], held[1]
+
+    def _fetch_across(self, k: Tensor, v: Tensor, m: int, rows: Ranges) -> _Coming:
+        """Start the rows of outer step m on their way from their node, and this rank's own to the node m on."""
+        away = self.schedule.rows_to_node(self.me, self._node_mates(m))
+        outgoing = _take((k, v), away) if away else ()
+        incoming = _empty((k, v), num_rows(rows))
+        return self._exchange(outgoing, self._counterpart(m), incoming, self._counterpart(-m), _ACROSS)
+
+    def _hand_round(self, m: int, block: _Block, j: int) -> _Coming | None:
+        """Start hop j's rows on their way from the neighbour that holds them, and the held ones to who meets them."""
+        if j == self.places:
+            return None
+        to, source = self._neighbour(j), self._neighbour(-j)
+        away = self.schedule.hop(to, block.owner).rows
+        outgoing = _take(block.tensors, locate(away, block.rows)) if away else ()
+        incoming = _empty(block.tensors, self.schedule.hop(self.me, self._owner(m, j)).num_rows)
+        return self._exchange(outgoing, to, incoming, source, _KEYS)
+
+    def _give_back(self, m: int, block: _Block, grads: tuple[Tensor, Tensor] | None, j: int) -> _Coming:
+        """Start the gradients of hop j's rows on their way to who holds them, and those of the held rows here."""
+        to, source = self._neighbour(-j), self._neighbour(j)
+        rows = self.schedule.hop(source, block.owner).rows
+        incoming = self._empty_gradients(block.tensors, num_rows(rows))
+        return self._exchange(self._to_wire(grads), to, incoming, source, _GRADS, locate(rows, block.rows))
+
+    def _send_home(self, m: int, held: tuple[Tensor, Tensor] | None, like: tuple[Tensor, Tensor]) -> _Coming:
+        """Start the gradients of outer step m's block on their way to its owner, and those of this rank's rows here."""
+        rows = self.schedule.rows_to_node(self.me, self._node_mates(m))
+        incoming = self._empty_gradients(like, num_rows(rows))
+        outgoing = self._to_wire(held if held is not None and held[0].shape[1] else None)
+        return self._exchange(outgoing, self._counterpart(-m), incoming, self._counterpart(m), _HOME, rows)
+
+    def _to_wire(self, grads: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        return () if grads is None else tuple(g.to(self.wire or g.dtype).contiguous() for g in grads)
+
+    def _empty_gradients(self, like: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor] | None:
+        return _empty(like, rows, self.wire or accumulate_dtype(like[0].dtype))
+
+    def _exchange(
+        self,
+        outgoing: tuple[Tensor, ...],
+        to: int,
+        incoming: tuple[Tensor, Tensor] | None,
+        source: int,
+        tag: int,
+        rows: Ranges = (),
+    ) -> _Coming:
+        group, peer = self.mesh.ring_group, self.mesh.ring_peer
+        ops = [dist.P2POp(dist.isend, x, peer(to), group, tag + n) for n, x in enumerate(outgoing)]
+        ops += [dist.P2POp(dist.irecv, x, peer(source), group, tag + n) for n, x in enumerate(incoming or ())]
+        what = "gradients" if tag in (_GRADS, _HOME) else "keys and values"
+        described = f"rank {self.mesh.rank} exchanging {what} with ranks {peer(to)} (to) and {peer(source)} (from)"
+        return _Coming(incoming, rows, outgoing, _started(ops, described), described)
+
+
+class AllGather:
+    """Every rank gathers all keys and values at once, while it computes with its own.
+
+    One collective and one visit instead of many hops, for memory of degree × a rank's keys and values (and twice their
+    float32 gradients in backward). Gradients go home in one all-to-all and are added in the order of the ring.
+    """
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, wire: torch.dtype | None) -> None:
+        self.schedule, self.mesh, self.wire = schedule, mesh, wire
+
+    def run(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], None]) -> None:
+        gathering = [self._gather(x) for x in (k_BnKD, v_BnKV)]
+        compute(self._own(k_BnKD, v_BnKV))
+        if self.mesh.ring_degree > 1:
+            compute(self._others(*(self._gathered(*g) for g in gathering)))
+
+    def run_backward(
+        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        gathering = [self._gather(x) for x in (k_BnKD, v_BnKV)]
+        own = compute(self._own(k_BnKD, v_BnKV))
+        if self.mesh.ring_degree > 1:
+            grads = compute(self._others(*(self._gathered(*g) for g in gathering)))
+            for total, grad in zip(own, grads, strict=True):
+                self._add_home(total, grad)
+        return own
+
+    def _own(self, k: Tensor, v: Tensor) -> Visit:
+        hop = self.schedule.hop(self.mesh.ring_rank, self.mesh.ring_rank)
+        return Visit(k, v, slice(*hop.queries), hop.pairs)
+
+    def _others(self, keys: Tensor, values: Tensor) -> Visit:
+        return Visit(keys, values, slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank)), self._pairs())
+
+    def _pairs(self) -> tuple[Pair, ...]:
+        """The work with all other ranks, key rows counted in the gathered rows."""
+        ring, me = self.mesh.ring_degree, self.mesh.ring_rank
+        return self.schedule.cached(
+            ("gathered", me),
+            lambda: tuple(
+                pair.shifted(keys=owner * self.schedule.key_layout.num_ring(owner))
+                for owner in range(ring)
+                if owner != me
+                for pair in self.schedule.pairs_in_place(me, owner)
+            ),
+        )
+
+    def _gather(self, x: Tensor) -> tuple[Tensor, Tensor, list]:
+        if self.mesh.ring_degree == 1:
+            return x, x, []
+        x = x.contiguous()
+        got = x.new_empty(self.mesh.ring_degree, *x.shape)
+        described = f"rank {self.mesh.rank} gathering keys and values"
+        work = _guarded(
+            lambda: dist.all_gather_into_tensor(
+                got.view(-1, *x.shape[1:]), x, group=self.mesh.ring_group, async_op=True
+            ),
+            described,
+        )
+        return got, x, [work]
+
+    def _gathered(self, got: Tensor, _outgoing: Tensor, works: list) -> Tensor:
+        """[B, ring · n, …] once it is there."""
+        _guarded(lambda: [work.wait() for work in works], f"rank {self.mesh.rank} gathering keys and values")
+        return got[:, 0].flatten(0, 1).unsqueeze(0) if got.shape[1] == 1 else got.transpose(0, 1).flatten(1, 2)
+
+    def _add_home(self, total_BnKD: Tensor, grad_BsKD: Tensor) -> None:
+        ring, (B, n, *rest) = self.mesh.ring_degree, total_BnKD.shape
+        parts = grad_BsKD.view(B, ring, n, *rest).transpose(0, 1).to(self.wire or grad_BsKD.dtype).contiguous()
+        got = torch.empty_like(parts)
+        _guarded(
+            lambda: dist.all_to_all_single(got, parts, group=self.mesh.ring_group),
+            f"rank {self.mesh.rank} returning gradients of gathered keys and values",
+        )
+        for places in range(1, ring):
+            total_BnKD += got[(self.mesh.ring_rank + places) % ring]
+
+
+def _guarded(action: Callable, described: str):
+    """What ``action`` returns; a ClusterError that says what was under way where communication fails."""
+    try:
+        return action()
+    except RuntimeError as error:
+        raise ClusterError(
+            f"{described}: {str(error).splitlines()[0]}\n"
+            "A rank of the sequence died or did not answer in time (run.timeout_seconds); its own log says why."
+        ) from error
+
+
+def _started(ops: list, described: str) -> list:
+    return _guarded(lambda: dist.batch_isend_irecv(ops), described) if ops else []
+
+
+def _take(tensors: tuple[Tensor, Tensor], rows: Ranges) -> tuple[Tensor, Tensor]:
+    """The given rows of both, each in one piece of memory; no copy where they lie in one already."""
+    k, v = (
+        (x[:, rows[0][0] : rows[0][1]] if len(rows) == 1 else torch.cat([x[:, a:b] for a, b in rows], 1)).contiguous()
+        for x in tensors
+    )
+    return k, v
+
+
+def _empty(like: tuple[Tensor, Tensor], rows: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor] | None:
+    if not rows:
+        return None
+    k, v = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=dtype or x.dtype) for x in like)
+    return k, v
+
+
+def _add_rows(total: tuple[Tensor, ...], parts: tuple[Tensor, Tensor], rows: Ranges) -> None:
+    """Add packed rows to the places they belong to."""
+    at = 0
+    for start, stop in rows:
+        for whole, part in zip(total, parts, strict=True):
+            whole[:, start:stop] += part[:, at : at + stop - start]
+        at += stop - start
