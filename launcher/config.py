@@ -20,6 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.select import KERNELS
+from parallel.heads import check_heads
 from parallel.layout import check_layout
 from parallel.mesh import check_degrees
 
@@ -39,7 +41,7 @@ class RunSection:
     hostfile: str = "launcher"
     """Hostfile the world size is checked against: "launcher" takes deepspeed's own --hostfile, "none" opts out."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on."""
+    """Device to compute on; auto takes GPUs where every rank of the machine has one of its own."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it gives up with an error."""
 
@@ -83,7 +85,7 @@ class TrainSection:
     micro_batch_rows: int = 1
     """Rows that go through the model at once."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; auto is bfloat16 where the processor multiplies it natively (and zero.stage is
+    """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively (and zero.stage is
     not 0), else float32. Masters, moments and accumulation are float32 in any case."""
     lr: float = 5e-3
     """Peak learning rate."""
@@ -102,7 +104,8 @@ class TrainSection:
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 never."""
     recompute: bool = False
-    """Whether backward recomputes each block (all but attention itself) instead of keeping its activations."""
+    """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, so
+    that recomputing sends nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +115,21 @@ class ParallelSection:
     context: int = 1
     """Ranks that share one sequence."""
     ulysses: int = 1
-    """How many of those split heads; not built yet beyond 1."""
+    """How many of those hold the same rows and split heads; the rest is the ring."""
     expert: int = 1
     """Ranks over which experts are spread; not built yet beyond 1."""
     layout: str = "zigzag"
-    """Which token lives where: contiguous or zigzag."""
+    """Which token lives where: contiguous, zigzag, striped or balanced. zigzag evens out attention over long documents,
+    balanced over any packed documents."""
     transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
-    """How keys and values travel; p2p is built."""
+    """How keys and values travel: p2p straight from their owner, two_level once to each node and round inside it (auto
+    does so where a ring spans nodes), all_gather all at once, for more memory."""
+    gradient_wire: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of key and value gradients between ranks; bfloat16 halves the bytes and rounds each rank's part."""
     kernel: str = "auto"
-    """Attention kernel of one device: auto, cpu_flash or reference."""
+    """Attention kernel of one device; auto takes the fastest that can serve the run and says which."""
+    deterministic: bool = False
+    """Whether attention's backward must repeat to the bit on GPUs too (slower there); on CPUs it always does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +215,9 @@ class RunConfig:
         _check_built(self)
         _check_ranges(self)
         _check_step(self, world_size)
-        check_layout(self.parallel.layout, self.data.seq_len * self.train.micro_batch_rows, self.parallel.context)
+        tokens = self.data.seq_len * self.train.micro_batch_rows
+        check_layout(self.parallel.layout, tokens, self.parallel.context, self.parallel.ulysses)
+        check_heads(self.model.num_heads, self.model.num_kv_heads, self.parallel.ulysses)
 
     def to_toml(self) -> str:
         """The resolved config as TOML."""
@@ -214,14 +225,12 @@ class RunConfig:
 
 
 def _check_built(config: RunConfig) -> None:
-    if config.parallel.transport not in ("auto", "p2p"):
-        raise ConfigError(f"parallel.transport={config.parallel.transport!r} is not built yet. Use auto or p2p.")
+    if config.parallel.kernel not in ("auto", *KERNELS):
+        raise ConfigError(f"parallel.kernel={config.parallel.kernel!r} is unknown. Try one of {['auto', *KERNELS]}.")
     if config.zero.offload != "none":
         raise ConfigError(
             f"zero.offload={config.zero.offload!r} is not built yet. Use none, and zero.stage=3 for memory."
         )
-    if config.run.device == "cuda":
-        raise ConfigError("run.device='cuda': kernels for GPUs are not built yet. Use run.device=cpu.")
 
 
 def _check_ranges(config: RunConfig) -> None:

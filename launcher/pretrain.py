@@ -11,13 +11,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from launcher.config import load_run_config
 from launcher.guard import run_guarded
 from launcher.hostfile import check_hostfile
-from parallel.process import (
-    broadcast_object,
-    environment_rank,
-    has_native_bfloat16,
-    start_process_group,
-    stop_process_group,
-)
+from longctx.kernels.processor import has_native_bfloat16
+from parallel.device import choose_device
+from parallel.process import broadcast_object, environment_rank, start_process_group, stop_process_group
 
 
 def main(argv: list[str]) -> None:
@@ -25,14 +21,16 @@ def main(argv: list[str]) -> None:
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
     check_hostfile(config.run.hostfile, world_size)
+    device = choose_device(config.run.device)
     config.check(world_size)
-    start_process_group(timeout_seconds=config.run.timeout_seconds)
+    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
     try:
         from launcher.trainer import Trainer
 
         # Rank 0 decides for all, should the hosts differ.
-        config = config.resolve(native_bfloat16=broadcast_object(has_native_bfloat16()))
-        Trainer(config).train()
+        native = device.type == "cuda" or has_native_bfloat16()
+        config = config.resolve(native_bfloat16=broadcast_object(native))
+        Trainer(config, device).train()
     finally:
         stop_process_group()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,24 @@ from launcher.config import RunConfig, TrainSection
 from launcher.metrics import MetricsWriter, Record, check_tensorboard, console_line, truncate_after
 from launcher.report import write_report
 from launcher.run_folder import prepare_folder, start_logging, write_facts
-from launcher.throughput import document_lengths, mfu, model_tflops, tokens_per_second, training_flops
+from launcher.throughput import (
+    document_lengths,
+    mfu,
+    model_tflops,
+    peak_device_flops,
+    tokens_per_second,
+    training_flops,
+)
 from launcher.validation import validate
 from longctx.batch import Batch
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ConfigError
-from parallel.layout import SequenceLayout
+from parallel.device import device_name, peak_memory_bytes
 from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.process import broadcast_object, on_every_rank
+from parallel.schedule import cached_layout
 from parallel.zero import OptimizerOptions, ZeroEngine
 
 log = logging.getLogger(__name__)
@@ -45,11 +51,11 @@ log = logging.getLogger(__name__)
 class Trainer:
     """One run: folder, data, model and optimiser; ``train`` takes it from where it stands to its last step."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         """Check and build everything; every rank alike. The process group must be up."""
         self.config, self.model_config = config, config.model.config()
-        self.mesh = Mesh.build(context=config.parallel.context)
-        self.device = torch.device("cpu")
+        self.mesh = Mesh.build(context=config.parallel.context, ulysses=config.parallel.ulysses)
+        self.device = device
         self.folder = on_every_rank(lambda: prepare_folder(config))
         start_logging(self.folder, self.mesh.rank)
         on_every_rank(check_tensorboard)
@@ -57,8 +63,6 @@ class Trainer:
         found = on_every_rank(lambda: find_resume(self.folder, config.run.resume) if self._leads else None)
         resume_from = broadcast_object(found)
         on_every_rank(self._open_data)
-        tokens = config.data.seq_len * config.train.micro_batch_rows
-        self.layout = SequenceLayout.build(config.parallel.layout, tokens, self.mesh.context)
         self.engine = self._build_engine()
         self.step = 0
         self._resumed = resume_from is not None
@@ -110,7 +114,7 @@ class Trainer:
             routed = counts_LE if routed is None else routed + counts_LE
         assert routed is not None
         head = torch.stack([torch.as_tensor(nll_sum), torch.as_tensor(balance_sum)])
-        return torch.cat([head, routed.flatten().double()])
+        return torch.cat([head, routed.flatten().double()]).cpu()
 
     def _record(
         self,
@@ -139,9 +143,9 @@ class Trainer:
             "tokens_per_second": tokens_per_second(counts.tokens, seconds),
             "step_seconds": seconds,
             "data_wait_seconds": waited,
-            "max_memory_bytes": _peak_memory_bytes(),
+            "max_memory_bytes": peak_memory_bytes(self.device),
             "model_tflops": model_tflops(float(total[-1]), seconds, num_devices=world_size),
-            "mfu": mfu(float(total[-1]), seconds, None),
+            "mfu": mfu(float(total[-1]), seconds, self._peak_flops),
             "expert_load": load,
         }
 
@@ -158,8 +162,9 @@ class Trainer:
 
     def _share(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch."""
-        flat = batch.flatten_rows()
-        return flat.map_tokens(lambda x: self.layout.split(x, self.mesh.context_rank, 1)).to(self.device)
+        flat, mesh = batch.flatten_rows(), self.mesh
+        layout = cached_layout(self.config.parallel.layout, mesh.context, mesh.ulysses, tuple(flat.cu_seqlens.tolist()))
+        return flat.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1)).to(self.device)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""
@@ -201,6 +206,9 @@ class Trainer:
             self.mesh,
             layout=parallel.layout,
             kernel=parallel.kernel,
+            transport=parallel.transport,
+            wire=None if parallel.gradient_wire == "float32" else getattr(torch, parallel.gradient_wire),
+            deterministic=parallel.deterministic,
             recompute=train.recompute,
             seed=self.config.run.seed,
         )
@@ -261,11 +269,10 @@ class Trainer:
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config
-        if self._leads and torch.cuda.is_available():
-            log.warning("This machine has a GPU, but kernels for GPUs are not built yet: computing on the CPU.")
         log.info(
-            "%s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
+            "%s on %s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
             self.mesh.describe(),
+            device_name(self.device),
             config.parallel.layout,
             config.zero.stage,
             config.train.dtype,
@@ -283,6 +290,12 @@ class Trainer:
             )
         report = self.loader.pack_report()
         log.info("Data: %d rows an epoch, %.2f %% padding.", self.loader.num_rows, 100 * report.padding_share)
+
+    @property
+    def _peak_flops(self) -> float | None:
+        """FLOP/s of all devices together, where the maker's figure is known."""
+        one = peak_device_flops(device_name(self.device), self.config.train.dtype)
+        return None if one is None else one * self.mesh.world_size
 
     @property
     def _leads(self) -> bool:
@@ -319,9 +332,3 @@ def learning_rate(step: int, train: TrainSection) -> float:
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     floor = train.final_lr_ratio
     return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def _peak_memory_bytes() -> int:
-    """Largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -28,7 +28,8 @@ def validate(
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for batch in batches:
         mine = share(batch)
-        nll = model.token_nll(mine).flatten().double()
+        nll = model.token_nll(mine).flatten().double().cpu()
+        mine = mine.to(nll.device)  # back, to be counted
         counted = mine.targets.flatten() != IGNORED_TARGET
         bins = torch.bucketize(mine.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))

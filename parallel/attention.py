@@ -51,10 +51,10 @@ def attend(
     of the context group must call it alike; with a schedule's first use (or ``agree_again``) they compare what they
     were given before the first byte travels.
 
-    ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H`` are
-    learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto. ``wire`` is the dtype
-    of gradients under way (default: float32, float64 for float64 inputs). ``deterministic`` asks for kernels whose
-    backward repeats to the bit.
+    ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
+    are learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto. ``wire`` is the
+    dtype of gradients under way (default: float32, float64 for float64 inputs). ``deterministic`` asks for kernels
+    whose backward repeats to the bit.
     ConfigError for what a kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late.
     """
     B, t = q_BtHD.shape[:2]

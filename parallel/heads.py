@@ -87,9 +87,8 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], rank: int, group:
 
 def heads_to_rows(x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, group: ProcessGroup) -> Tensor:
     """The inverse: this rank's rows for all heads, [B, t, H, D]; heads that several ranks hold are summed by rank."""
-    B, T, h, D = x_BThD.shape
-    u = len(ranges)
-    t = T // u
+    B, T, _, D = x_BThD.shape
+    t = T // len(ranges)
     parts = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
     got = x_BThD.new_empty(sum(sizes))

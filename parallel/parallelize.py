@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,16 +14,26 @@ from parallel.mesh import Mesh
 
 
 def build_parallel_model(
-    config: ModelConfig, mesh: Mesh, *, layout: str, kernel: str = "auto", recompute: bool = False, seed: int = 0
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    layout: str,
+    kernel: str = "auto",
+    transport: str = "auto",
+    wire: torch.dtype | None = None,
+    deterministic: bool = False,
+    recompute: bool = False,
+    seed: int = 0,
 ) -> CausalLM:
     """The module that ZeRO wraps: a decoder whose attention spans the mesh's context ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every rank of every mesh starts from the same model.
     """
-    core = ContextParallelAttention(mesh, layout, kernel)  # 1. attention first: the model is built around its core
+    # 1. attention first: the model is built around its core
+    core = ContextParallelAttention(mesh, layout, kernel, transport, wire, deterministic)
     decoder = Decoder(config, core)
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    decoder.recompute = recompute  # 3. recomputation wraps blocks, never the core: hops are not repeated
+    decoder.recompute = recompute  # 3. recomputation wraps blocks; the core's result is kept: hops are not repeated
     return CausalLM(decoder, reduce_counts=_context_sum(mesh))  # 4. the objective outermost: one forward, one module
 
 

@@ -25,8 +25,10 @@ def environment_rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_process_group(*, timeout_seconds: float) -> None:
-    """Join the gloo process group, or make a group of one when no launcher started this process.
+def start_process_group(*, timeout_seconds: float, device: torch.device | None = None) -> None:
+    """Join the process group, or make a group of one when no launcher started this process.
+
+    Tensors on the CPU travel by gloo, those on a GPU, where ``device`` is one, by NCCL.
 
     ClusterError when the ranks do not meet in time.
     """
@@ -37,7 +39,8 @@ def start_process_group(*, timeout_seconds: float) -> None:
     torch.set_num_threads(threads or _threads_per_process())
     rank, world_size = environment_rank()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        backend = "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError, OSError) as error:
         raise ClusterError(
             f"rank {rank} of {world_size} could not meet the others at "
@@ -91,12 +94,6 @@ def broadcast_object(value: Any) -> Any:
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
     return holder[0]
-
-
-def has_native_bfloat16() -> bool:
-    """Whether this machine's processor multiplies bfloat16 itself; elsewhere float32 is several times faster."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _threads_per_process() -> int:

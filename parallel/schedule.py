@@ -311,7 +311,7 @@ def _check_boundaries(bounds: Sequence[int], num_tokens: int) -> None:
     )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # of a step's micro-batches, whose tokens are split before the first is computed
 def cached_layout(kind: str, degree: int, ulysses: int, cu_seqlens: tuple[int, ...]) -> SequenceLayout:
     """The layout of a batch, built once for all that ask: the split of its tokens and the schedules of its masks."""
     return SequenceLayout.build(kind, cu_seqlens[-1], degree, cu_seqlens, ulysses)

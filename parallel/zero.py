@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import: DeepSpeed picks its accelerator there
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # parallel/device.py may have said otherwise
 
 import deepspeed
 import deepspeed.comm.torch
@@ -138,12 +138,12 @@ class ZeroEngine:
                 if index % world_size == rank:
                     state = self._engine.optimizer.state[p]
                     for role, values in zip(ROLES, (p, *(state[m] for m in MOMENTS)), strict=True):
-                        yield OwnedRange(name, role, 0, values.detach().flatten())
+                        yield OwnedRange(name, role, 0, values.detach().flatten().cpu())
                 continue
             start, numel, parts = self._partition(name, p)
             if numel:
                 for role, values in zip(ROLES, parts, strict=True):
-                    yield OwnedRange(name, role, start, values.detach()[:numel])
+                    yield OwnedRange(name, role, start, values.detach()[:numel].cpu())
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
         """Set weights, masters and moments from ``read``, as after ``step`` optimiser steps. Collective in stage 3.

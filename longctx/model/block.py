@@ -6,11 +6,11 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, S docu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longctx.config import ModelConfig
 from longctx.model.attention import Attention
@@ -18,6 +18,7 @@ from longctx.model.cores import AttentionCore, AttentionMask, KVCache
 from longctx.model.mlp import SwiGLU
 from longctx.model.moe import MixtureOfExperts
 from longctx.model.norms import RMSNorm
+from longctx.model.stash import Stash, recomputed
 
 
 class Block(nn.Module):
@@ -44,16 +45,27 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output [B, t, M] and its router's ``counts_SE`` and ``prob_sums_SE`` (empty if none).
 
-        With ``recompute`` only x and what the core keeps survive until backward; the core itself, and with it the
-        communication between ranks, runs once.
+        With ``recompute`` only x and the core's result survive until backward, which computes the rest anew; the core's
+        work, and with it the communication between ranks, is done once.
         """
-        run = _recomputed if recompute and torch.is_grad_enabled() else _called
-        q, k, v = run(self._before_core, x_BtM, *rotary)
-        heads_BtHD = core(q, k, v, mask=mask, layer=self.layer, cache=cache)
-        return run(self._after_core, x_BtM, heads_BtHD, documents_Bt, len(mask.cu_seqlens) - 1)
+        run = recomputed if recompute and cache is None and torch.is_grad_enabled() else _once
+        return run(self._run, x_BtM, *rotary, mask, core, cache, documents_Bt)
 
-    def _before_core(self, x_BtM: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x_BtM), cos, sin)
+    def _run(
+        self,
+        x_BtM: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask,
+        core: AttentionCore,
+        cache: KVCache | None,
+        documents_Bt: Tensor | None,
+        stash: Stash | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.self_attn.project(self.input_layernorm(x_BtM), cos, sin)
+        attend = core if stash is None else partial(core, stash=stash)
+        heads_BtHD = attend(q, k, v, mask=mask, layer=self.layer, cache=cache)
+        return self._after_core(x_BtM, heads_BtHD, documents_Bt, mask.num_documents)
 
     def _after_core(
         self, x_BtM: Tensor, heads_BtHD: Tensor, documents_Bt: Tensor | None, num_documents: int
@@ -67,10 +79,5 @@ class Block(nn.Module):
         return x_BtM + out_BtM, counts_SE, prob_sums_SE
 
 
-def _called(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    return function(*args)
-
-
-def _recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    # No random numbers are drawn in a block, so there is no generator state to carry to the second run.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+def _once(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    return function(*args, None)

@@ -6,17 +6,20 @@ lives outside this package; a layer cannot tell which one it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, Pair, Scores
-from longctx.kernels.select import choose_kernel, kernel_request
+from longctx.kernels import ops
+from longctx.kernels.contract import KernelRequest, Pair, RelativeBias, Scores
+from longctx.kernels.select import choose_kernel
+from longctx.kernels.sinks import apply_sinks, sinks_gradient
 from longctx.model.stash import Stash
 
 
@@ -33,11 +36,24 @@ class AttentionMask:
     """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
     sink_tokens: int = 0
     """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
+    num_tokens: int = field(init=False, compare=False, repr=False)
+    """Length of the whole sequence."""
+    num_documents: int = field(init=False, compare=False, repr=False)
+    """Documents of the sequence, empty ones too."""
+    pair_table: Tensor = field(init=False, compare=False, repr=False)
+    """The work of a process that holds the whole sequence: ``document_pairs`` as a tensor.
 
-    @property
-    def num_tokens(self) -> int:
-        """Length of the whole sequence."""
-        return self.cu_seqlens[-1]
+    Formed here, once, as the two counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
+    """
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
+        if self.sink_tokens < 0:
+            raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
+        object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
+        object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
+        object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
 
 
 class KVCache(Protocol):
@@ -100,7 +116,7 @@ class LocalKVCache:
 
 
 class LocalAttention:
-    """The core of one process: each document is a causal block for the kernel."""
+    """The core of one process, which holds every key: its documents are the kernel's pairs."""
 
     def __init__(self, kernel: str = "auto") -> None:
         self.kernel = kernel
@@ -109,7 +125,7 @@ class LocalAttention:
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
-        v_BtKD: Tensor,
+        v_BtKV: Tensor,
         *,
         mask: AttentionMask,
         layer: int,
@@ -118,45 +134,133 @@ class LocalAttention:
         sinks_H: Tensor | None = None,
         stash: Stash | None = None,
     ) -> Tensor:
-        if scores is not None or sinks_H is not None or mask.window is not None or mask.sink_tokens:
-            raise ConfigError("windows, sinks and score rules are not built yet in one process's core.")
-        kernel = choose_kernel(self.kernel, kernel_request(q_BtHD, k_BtKD))
+        B, T, H, D = q_BtHD.shape
+        if sinks_H is not None and sinks_H.shape != (H,):
+            raise ConfigError(
+                f"sinks_H has shape {tuple(sinks_H.shape)}; it needs one logit for each of {H} query heads."
+            )
+        scores = scores or Scores(scale=D**-0.5)
+        K, V = v_BtKV.shape[2:]
+        windowed, device = mask.window is not None, q_BtHD.device.type
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, D, H, K, V, windowed, *_wishes(scores))
         if cache is not None:
-            k_BtKD, v_BtKD = cache.append(layer, k_BtKD, v_BtKD)
-            pairs = (_continuation(q_BtHD.shape[1], k_BtKD.shape[1]),)
-            return _KernelAttention.apply(q_BtHD, k_BtKD, v_BtKD, pairs, kernel)
-        B, T = q_BtHD.shape[:2]
-        if mask.num_tokens != B * T:
+            k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
+            table = _continuation_table(mask, T, k_BtKD.shape[1])
+        elif mask.num_tokens != B * T:
             raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
-        flat = [x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKD)]
-        return _KernelAttention.apply(*flat, document_pairs(mask), kernel).view(q_BtHD.shape)
+        else:
+            table = mask.pair_table
+            q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        bias_table = None if scores.relative_bias is None else scores.relative_bias.table_NH
+        out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, kernel, scores, stash)
+        return out.view(B, T, H, V)
 
 
-def _continuation(num_queries: int, num_keys: int) -> Pair:
-    """The newest ``num_queries`` tokens against every key so far: query row i is token i + num_keys − num_queries."""
-    return Pair(0, num_queries, 0, num_keys, lo=num_queries - num_keys)
-
-
-@lru_cache(maxsize=8)
 def document_pairs(mask: AttentionMask) -> tuple[Pair, ...]:
-    """One pair for each non-empty document of a mask whose whole sequence lies in this process."""
-    bounds = zip(mask.cu_seqlens, mask.cu_seqlens[1:], strict=False)
-    return tuple(Pair(a, b, a, b, lo=0 if mask.causal else None) for a, b in bounds if b > a)
+    """The pairs of every non-empty document of a mask whose whole sequence lies in this process."""
+    return tuple(pair for a, b in pairwise(mask.cu_seqlens) for pair in _visible(a, b, mask))
 
 
-class _KernelAttention(torch.autograd.Function):
+def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Pair, ...]:
+    """The newest ``num_queries`` tokens of one document against all of its ``num_keys``, under the mask's rules."""
+    before = num_keys - num_queries
+    newest = (replace(p, q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
+    return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
+
+
+@torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
+def _continuation_table(mask: AttentionMask, num_queries: int, num_keys: int) -> Tensor:
+    return ops.pair_table(continuation_pairs(mask, num_queries, num_keys))
+
+
+def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[Pair]:
+    """What the queries of a document at rows [start, stop) see: the band of the window, then sink tokens beyond it."""
+    if stop <= start:
+        return
+    window = mask.window
+    if window is None or window >= stop - start:  # the window is wider than the document
+        yield Pair(start, stop, start, stop, lo=0 if mask.causal else None)
+        return
+    yield Pair(start, stop, start, stop, lo=0 if mask.causal else 1 - window, hi=window - 1)
+    sinks = min(start + mask.sink_tokens, stop)
+    if mask.sink_tokens:
+        yield Pair(start + window, stop, start, sinks, lo=window)
+    if sinks > start + window and not mask.causal:  # sink tokens further ahead than the window reaches
+        yield Pair(start, sinks - window, start + window, sinks, hi=-window)
+
+
+def _wishes(scores: Scores) -> tuple[bool, bool, bool]:
+    return scores.softcap is not None, scores.alibi_slopes_H is not None, scores.relative_bias is not None
+
+
+@torch.compiler.assume_constant_result
+def _kernel_for(
+    name: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    value_dim: int,
+    window: bool,
+    softcap: bool,
+    alibi: bool,
+    relative_bias: bool,
+) -> str:
+    """The chosen kernel's name; under ``torch.compile`` chosen once, while compiling."""
+    request = KernelRequest(
+        device_type,
+        dtype,
+        head_dim,
+        num_heads,
+        num_kv_heads,
+        value_dim,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        relative_bias=relative_bias,
+    )
+    return choose_kernel(name, request).name
+
+
+class _Attention(torch.autograd.Function):
     """Autograd around a kernel whose pairs hold all there is to see."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, pairs: Sequence[Pair], kernel: AttentionKernel) -> Tensor:
-        ctx.pairs, ctx.kernel, ctx.scores = pairs, kernel, Scores(scale=q.shape[-1] ** -0.5)
-        out, lse = kernel.forward(q, k, v, pairs, scores=ctx.scores)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias_table: Tensor | None,
+        sinks: Tensor | None,
+        pairs: Tensor,
+        kernel: str,
+        scores: Scores,
+        stash: Stash | None,
+    ) -> Tensor:
+        """``bias_table`` is the one in ``scores``, named here for autograd."""
+        ctx.pairs, ctx.kernel, ctx.scores = pairs, kernel, scores
+        known = None if stash is None else stash.recall()
+        if known is None:
+            out, lse = ops.forward(kernel, q, k, v, pairs, scores=scores)
+            if sinks is not None:
+                out, lse = apply_sinks(out, lse, sinks)
+            out = out.to(q.dtype)
+            if stash is not None:
+                stash.keep(out, lse)
+        else:
+            out, lse = known
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: Tensor):  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.pairs, scores=ctx.scores)
-        return *(g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True)), None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grads = ops.backward(ctx.kernel, dout, q, k, v, out, lse, ctx.pairs, scores=ctx.scores)
+        dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))
+        bias, dtable = ctx.scores.relative_bias, grads.dtable_NH
+        dtable = None if bias is None or dtable is None else dtable.to(bias.table_NH.dtype)
+        dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
+        return dq, dk, dv, dtable, dsinks, None, None, None, None

@@ -50,8 +50,8 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """A causal language model's network; which keys a query meets, and where they live, is its attention core's affair.
 
-    ``core`` and ``recompute`` may be set at any time. With ``recompute`` everything in a block except the core is
-    computed again in backward instead of being kept.
+    ``core`` and ``recompute`` may be set at any time. With ``recompute`` a block keeps its input and the core's
+    result, and computes the rest again in backward.
     """
 
     def __init__(self, config: ModelConfig, core: AttentionCore | None = None, *, seed: int | None = 0) -> None:
@@ -88,9 +88,9 @@ class Decoder(nn.Module):
         which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
         whole of ``cu_seqlens``. With a ``cache`` the tokens continue the sequence that filled it.
         """
-        mask = AttentionMask(_boundaries(cu_seqlens, tokens_Bt))
+        mask = _document_mask(cu_seqlens, tokens_Bt)
         if return_stats and documents is None:
-            documents = _whole_documents(mask.cu_seqlens, tokens_Bt)
+            documents = _whole_documents(mask, tokens_Bt)
         hidden_BtM, counts_LSE, prob_sums_LSE = self.model(
             tokens_Bt,
             positions_Bt=positions_Bt,
@@ -124,18 +124,20 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)] if self.config.tie_embeddings else []
 
 
-def _boundaries(cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor) -> tuple[int, ...]:
+@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+def _document_mask(cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor) -> AttentionMask:
     if cu_seqlens is None:
         B, T = tokens_Bt.shape
-        return tuple(T * row for row in range(B + 1))
-    return tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+        return AttentionMask(tuple(T * row for row in range(B + 1)))
+    return AttentionMask(tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
 
 
-def _whole_documents(cu_seqlens: tuple[int, ...], tokens_Bt: Tensor) -> Tensor:
+@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+def _whole_documents(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
     """The segment of every token when these tokens are all there are."""
-    if cu_seqlens[-1] != tokens_Bt.numel():
+    if mask.num_tokens != tokens_Bt.numel():
         raise ValueError(
-            f"{tokens_Bt.numel()} tokens are not the {cu_seqlens[-1]} of cu_seqlens; a share of them needs `documents`"
+            f"{tokens_Bt.numel()} tokens are not the {mask.num_tokens} of cu_seqlens; a share of them needs `documents`"
         )
-    lengths = torch.tensor(cu_seqlens, device=tokens_Bt.device).diff()
+    lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longctx.errors import ConfigError
 
 
 class Stash:
-    """One layer's output and log-sum-exp, from its first run to the end of its backward.
+    """One layer's output and log-sum-exp, from its first run to its second.
 
-    Activation checkpointing runs a layer's forward a second time. A core asks ``recall`` first: during the second run it
+    Activation checkpointing runs a layer's forward a second time. A core asks ``recall`` first: in the second run it
     returns what the first run kept, and neither kernel nor communication is needed again.
     """
 
@@ -18,13 +26,45 @@ class Stash:
         """Whether the layer is being recomputed."""
 
     def recall(self) -> tuple[Tensor, ...] | None:
-        """What the first run kept, once; None in the first run itself."""
+        """What the first run kept, which is then the caller's alone; None in the first run itself.
+
+        ConfigError when it was recalled before: the graph is differentiated a second time.
+        """
         if not self.replaying:
             return None
-        assert self._kept is not None, "a layer is recomputed that kept nothing"
+        if self._kept is None:
+            raise ConfigError(
+                "recomputation keeps attention's output for one backward pass, and this is a second one through the "
+                "same graph. Run forward again, or set recompute=False to use retain_graph=True."
+            )
         kept, self._kept = self._kept, None
         return kept
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keep these for the second run."""
-        self._kept = tensors
+        """Keep these for the second run, without their history."""
+        self._kept = tuple(x.detach() for x in tensors)
+
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
+        return nullcontext(), _Replaying(self)
+
+
+class _Replaying(AbstractContextManager):
+    """Marks a stash's second run. May be entered again, so that a second backward meets ``recall``'s own message."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = stash
+
+    def __enter__(self) -> None:
+        self._stash.replaying = True
+
+    def __exit__(self, *_: object) -> None:
+        self._stash.replaying = False  # also when checkpoint cuts the run short, which it does by an exception
+
+
+@torch.compiler.disable(reason="the stash is filled and emptied outside of any graph")
+def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    """``function(*args, stash)``, of which only the arguments and what the stash keeps survive until backward."""
+    stash = Stash()
+    # A layer draws no random numbers, so there is no generator state to carry to the second run.
+    return checkpoint(function, *args, stash, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts)

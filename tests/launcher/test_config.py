@@ -20,10 +20,7 @@ from tests.launcher.runs import SCREEN
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 NOT_BUILT = {
-    "run.device": "cuda",
-    "parallel.ulysses": 2,
     "parallel.expert": 2,
-    "parallel.transport": "all_gather",
     "zero.offload": "cpu",
 }
 """Keys that only their default is built for, and a value that must be refused."""

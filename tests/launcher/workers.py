@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import launcher.checkpoint
 import launcher.guard
 import launcher.trainer
@@ -28,7 +30,7 @@ from tests.launcher.runs import SCREEN, tiny_config
 def train(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
     """A run to its end, without report and TensorBoard, which take longer than all its steps."""
     _leave_out_pictures()
-    Trainer(tiny_config(shards, output, changed)).train()
+    Trainer(tiny_config(shards, output, changed), torch.device("cpu")).train()
 
 
 def train_each(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -90,7 +92,7 @@ def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any],
     _leave_out_pictures()
     for changed, words in cases:
         try:
-            Trainer(tiny_config(shards, output, changed))
+            Trainer(tiny_config(shards, output, changed), torch.device("cpu"))
         except CheckpointError as error:
             said = str(error)
         else:

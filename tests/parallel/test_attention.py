@@ -1,4 +1,4 @@
-"""Attention across ranks against its definition in float64: values and every gradient, for all that users can choose."""
+"""Attention across ranks against its definition in float64: values and gradients, for all that users can choose."""
 
 from __future__ import annotations
 

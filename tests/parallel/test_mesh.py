@@ -22,7 +22,8 @@ def test_a_lone_process_is_a_mesh_of_one():
     [
         ({"context": 3}, r"Try parallel\.context=2"),
         ({"context": 0}, "at least 1"),
-        ({"context": 2, "ulysses": 2}, "not built yet"),
+        ({"context": 4, "ulysses": 3}, r"Try one of \[1, 2, 4\]"),
+        ({"context": 2, "ulysses": 0}, "at least 1"),
         ({"context": 2, "expert": 2}, "not built yet"),
     ],
 )
@@ -35,7 +36,7 @@ def check_axes():
     mesh = Mesh.build(context=2)
     rank = dist.get_rank()
     assert (mesh.data, mesh.data_rank, mesh.context_rank) == (2, rank // 2, rank % 2)
-    assert [mesh.context_peer(i) for i in range(2)] == [2 * mesh.data_rank, 2 * mesh.data_rank + 1]
+    assert [mesh.ring_peer(i) for i in range(2)] == [2 * mesh.data_rank, 2 * mesh.data_rank + 1]
     total = torch.tensor([rank])
     dist.all_reduce(total, group=mesh.context_group)
     assert total.item() == 4 * mesh.data_rank + 1
@@ -45,6 +46,33 @@ def check_axes():
 
 def test_context_ranks_are_neighbours():
     run_distributed(check_axes, 4)
+
+
+def check_heads_inside_rings():
+    mesh = Mesh.build(context=4, ulysses=2, ranks_per_node=2)
+    rank = dist.get_rank()
+    assert (mesh.ring_degree, mesh.ring_rank, mesh.ulysses_rank) == (2, rank // 2 % 2, rank % 2)
+    assert [mesh.ring_peer(i) for i in range(2)] == [4 * mesh.data_rank + rank % 2, 4 * mesh.data_rank + 2 + rank % 2]
+    assert mesh.describe() == "8 ranks = data 2 × context 4 (ring 2 × ulysses 2)"
+    for group, members in ((mesh.ring_group, [rank % 4 % 2, rank % 4 % 2 + 2]), (mesh.ulysses_group, [0, 1])):
+        assert (
+            dist.get_process_group_ranks(group)[1] - dist.get_process_group_ranks(group)[0] == members[1] - members[0]
+        )
+        assert rank in dist.get_process_group_ranks(group)
+
+
+def test_those_that_split_heads_are_the_closest_neighbours():
+    run_distributed(check_heads_inside_rings, 8)
+
+
+def test_nodes_that_hold_equally_many_ranks_of_a_ring():
+    def places(ranks_per_node, **axes):
+        mesh = Mesh(rank=0, world_size=12, context=12, ranks_per_node=ranks_per_node, **axes)
+        return mesh.ring_places
+
+    assert [places(n) for n in (1, 2, 3, 4, 6, 12)] == [1, 2, 3, 4, 6, 12]
+    assert places(5) == 1, "5, 5 and 2 ranks: nodes that are not alike hand nothing round"
+    assert [places(n, ulysses=2) for n in (2, 4, 6)] == [1, 2, 3]
 
 
 def check_agreement():

@@ -52,20 +52,39 @@ def row_of(batch: Batch, row: int) -> Batch:
     )
 
 
+SPREADS = {
+    0: {"layout": "contiguous"},
+    1: {"layout": "zigzag", "transport": "two_level"},
+    2: {"layout": "balanced", "transport": "all_gather"},
+    3: {"layout": "striped", "ulysses": 2},
+}
+"""How a sequence is shared in each ZeRO stage of the parity tests."""
+
+
 def train_together(
-    config: ModelConfig, *, context: int, layout: str, stage: int, steps: int = FEW, recompute: bool = False
+    config: ModelConfig,
+    *,
+    context: int,
+    layout: str,
+    stage: int,
+    transport: str = "auto",
+    ulysses: int = 1,
+    steps: int = FEW,
+    recompute: bool = False,
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
-    mesh = Mesh.build(context=context)
-    model = build_parallel_model(config, mesh, layout=layout, recompute=recompute)
+    mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, recompute=recompute)
     options = OptimizerOptions(clip_norm=CLIP)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
-    split = SequenceLayout.build(layout, SEQ_LEN, context)
     losses, norms, counts_by_step = [], [], []
     for step in range(steps):
         rows = [row_of(step_rows(step), a * mesh.data + mesh.data_rank) for a in range(accumulation)]
-        mine = [r.map_tokens(lambda x: split.split(x, mesh.context_rank, 1)) for r in rows]
+        mine = []
+        for row in rows:
+            split = SequenceLayout.build(layout, SEQ_LEN, context, row.cu_seqlens, ulysses)
+            mine.append(row.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
         counts = count_step(mine, torch.device("cpu"))
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
@@ -84,8 +103,8 @@ def check_parity(kind: str, context: int, bound: float, steps: int):
     wanted, weights = train_alone(config, [[step_rows(s)] for s in range(steps)], lr=LR, clip_norm=CLIP)
     assert min(wanted.norms) > CLIP, "clipping must be active"
     for stage in (0, 1, 2, 3):
-        layout = "zigzag" if stage % 2 else "contiguous"
-        curve, engine = train_together(config, context=context, layout=layout, stage=stage, steps=steps)
+        spread = SPREADS[stage] if context > 1 else {"layout": "zigzag"}
+        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread)
         errors = {
             name: max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
             for name, got, want in (("loss", curve.losses, wanted.losses), ("norm", curve.norms, wanted.norms))
@@ -124,10 +143,12 @@ def test_they_still_agree_after_20_steps(kind, world_size, context):
 
 
 def check_recompute():
-    plain, _ = train_together(MOE, context=2, layout="zigzag", stage=2)
-    again, _ = train_together(MOE, context=2, layout="zigzag", stage=2, recompute=True)
-    assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
-    assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
+    for ulysses in (1, 2):
+        spread = {"context": 2, "layout": "zigzag", "ulysses": ulysses, "stage": 2}
+        plain, _ = train_together(MOE, **spread)
+        again, _ = train_together(MOE, **spread, recompute=True)
+        assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
+        assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
 
 
 def test_recomputation_changes_no_bit():

@@ -1,0 +1,55 @@
+"""Which device this process computes on. Decided before DeepSpeed is imported: it picks its accelerator there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+
+import torch
+
+from longctx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(wish: str) -> torch.device:
+    """The CPU, or the GPU with this process's local rank; ``auto`` takes GPUs where every rank of the machine has one.
+
+    Tells DeepSpeed too. ConfigError when ``cuda`` is wished for and there are too few GPUs.
+    """
+    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
+    gpus = torch.cuda.device_count() if wish != "cpu" and torch.cuda.is_available() else 0
+    if wish == "cuda" and gpus < ranks:
+        built = f"torch {torch.__version__}"
+        raise ConfigError(
+            f"run.device='cuda': this machine runs {ranks} ranks, and {built} sees {gpus} GPUs here.\n"
+            f"Use run.device=cpu{f', or slots={gpus} in the hostfile' if gpus else ''}."
+        )
+    use_gpu = 0 < ranks <= gpus
+    os.environ["DS_ACCELERATOR"] = "cuda" if use_gpu else "cpu"
+    if not use_gpu:
+        if gpus:
+            log.warning("%d ranks share %d GPUs: computing on the CPU. One rank a GPU would use them.", ranks, gpus)
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _ranks_here() -> int:
+    """Ranks on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it; "cpu" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that tensors held so far on a GPU; on a CPU the largest resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
