@@ -7,6 +7,7 @@ not belong together.
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,11 @@ from longctx.errors import ClusterError, ConfigError
 from parallel.mesh import Mesh
 from parallel.schedule import Schedule
 
+if TYPE_CHECKING:
+    from parallel.linear_attention import StatePlan
 
-def agree(schedule: Schedule, mesh: Mesh, words: str, problem: str | None, *, again: bool = False) -> None:
+
+def agree(schedule: Schedule | StatePlan, mesh: Mesh, words: str, problem: str | None, *, again: bool = False) -> None:
     """Compare schedule and ``words`` over the context group; once for each schedule, or ``again``. Collective.
 
     ConfigError on every rank where one has a ``problem`` or the mesh is not the schedule's, ClusterError where they
@@ -43,7 +47,7 @@ def agree(schedule: Schedule, mesh: Mesh, words: str, problem: str | None, *, ag
     _raise_difference(schedule, words, problem, mesh)
 
 
-def _digest(schedule: Schedule, words: str, problem: str | None) -> bytes:
+def _digest(schedule: Schedule | StatePlan, words: str, problem: str | None) -> bytes:
     return blake2b(f"{schedule.digest} {words} {problem or ''}".encode(), digest_size=16).digest()
 
 
@@ -61,7 +65,7 @@ def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
     return [x.numpy().tobytes() for x in seen]
 
 
-def _raise_difference(schedule: Schedule, words: str, problem: str | None, mesh: Mesh) -> None:
+def _raise_difference(schedule: Schedule | StatePlan, words: str, problem: str | None, mesh: Mesh) -> None:
     """The first problem, or what differs, in the same words on every rank."""
     said: list = [None] * mesh.context
     dist.all_gather_object(said, (problem, schedule.describe(), schedule.digest, words), group=mesh.control_group)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from longctx.kernels.contract import Pair
 from parallel.layout import Run
@@ -65,11 +67,34 @@ class Rows:
 
     def __init__(self, runs: Sequence[Run], cu_seqlens: Sequence[int]) -> None:
         self.step = runs[0].step
-        self.segments = cut_segments(runs, cu_seqlens)
-        self.of_document: dict[int, list[Segment]] = {}
+        self._runs, self._cu_seqlens = runs, cu_seqlens
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """In local (and global) order."""
+        return cut_segments(self._runs, self._cu_seqlens)
+
+    @cached_property
+    def of_document(self) -> dict[int, list[Segment]]:
+        """The segments of each document."""
+        found: dict[int, list[Segment]] = {}
         for segment in self.segments:
-            self.of_document.setdefault(segment.document, []).append(segment)
-        self.starts = {document: [s.start for s in found] for document, found in self.of_document.items()}
+            found.setdefault(segment.document, []).append(segment)
+        return found
+
+    @cached_property
+    def starts(self) -> dict[int, list[int]]:
+        """First tokens of each document's segments."""
+        return {document: [s.start for s in found] for document, found in self.of_document.items()}
+
+    @cached_property
+    def columns(self) -> np.ndarray:
+        """Document, start, count and local row of every segment of a rank that has one run, a row of the array each."""
+        ((start, count, step),) = self._runs
+        edges = np.clip(-((start - np.asarray(self._cu_seqlens)) // step), 0, count)  # rows before each boundary
+        document = np.flatnonzero(edges[1:] > edges[:-1])
+        local = edges[document]
+        return np.stack((document, start + step * local, edges[document + 1] - local, local))
 
 
 def own_pairs(rows: Rows, causal: bool) -> list[Pair]:
@@ -102,7 +127,7 @@ def whole_pairs(queries: Rows, keys: Rows, causal: bool) -> list[Pair]:
         pair = Pair(q.local, q.local + q.count, first.local, last.local + last.count)
         before = found[-1] if found else None
         if before and (before.q_stop, before.k_start, before.k_stop) == (pair.q_start, pair.k_start, pair.k_stop):
-            found[-1] = replace(before, q_stop=pair.q_stop)
+            found[-1] = before._replace(q_stop=pair.q_stop)
         else:
             found.append(pair)
     return found
@@ -149,6 +174,66 @@ def _between(q: Segment, k: Segment, step: int, bounds: Bounds) -> Pair:
     lo = None if bounds.least is None else -((offset - bounds.least) // step)
     hi = None if bounds.most is None else (bounds.most - offset) // step
     return Pair(q.local, q.local + q.count, k.local, k.local + k.count, lo, hi, step, offset)
+
+
+class Bands:
+    """The pairs between two striped ranks, in columns: each has one segment of every document, and there are many."""
+
+    def __init__(self, queries: Rows, keys: Rows, bounds: Sequence[Bounds], cu_seqlens: np.ndarray, sinks: int) -> None:
+        self.step = keys.step
+        parts = [_meet(queries.columns, keys.columns, keys.step, b, cu_seqlens, sinks) for b in bounds]
+        self.columns = np.concatenate(parts, axis=1)
+        """q_start, q_stop, k_start, k_stop, lo, hi (±_OPEN for none) and offset of every pair."""
+
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Ascending disjoint ranges of the key rows that some query sees."""
+        if not self.columns.size:
+            return ()
+        order = np.argsort(self.columns[2], kind="stable")
+        start, reach = self.columns[2][order], np.maximum.accumulate(self.columns[3][order])
+        first = np.flatnonzero(np.append(True, start[1:] > reach[:-1]))
+        last = np.append(first[1:], len(start)) - 1
+        return tuple(zip(start[first].tolist(), reach[last].tolist(), strict=True))
+
+    def pairs(self, rows: Sequence[tuple[int, int]] | None = None, first_query: int = 0) -> list[Pair]:
+        """The pairs; with ``rows`` key rows are counted in these, packed, and query rows from ``first_query``."""
+        q0, q1, k0, k1, lo, hi, offset = self.columns
+        keys = np.zeros_like(k0)
+        if rows is not None:
+            starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+            packed = np.cumsum(stops - starts) - (stops - starts)
+            keys = (packed - starts)[np.searchsorted(starts, k0, side="right") - 1]
+        by = -first_query - keys
+        lo, hi = (np.where(np.abs(bound) == _OPEN, bound, bound + by) for bound in (lo, hi))
+        moved = (q0 - first_query, q1 - first_query, k0 + keys, k1 + keys, lo, hi, offset - self.step * by)
+        return [
+            Pair(*ends, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, self.step, offset)
+            for *ends, lo, hi, offset in np.stack(moved, axis=1).tolist()
+        ]
+
+
+_OPEN = 2**62
+"""Stands for a bound that is not there."""
+
+
+def _meet(
+    queries: np.ndarray, keys: np.ndarray, step: int, bounds: Bounds, cu_seqlens: np.ndarray, sink_tokens: int
+) -> np.ndarray:
+    """``band_pairs`` and ``trim`` for two ranks that hold one segment of a document each, all documents at once."""
+    _, near, far = np.intersect1d(queries[0], keys[0], assume_unique=True, return_indices=True)
+    document, q_token, q_count, q = queries[:, near]
+    _, k_token, k_count, k = keys[:, far]
+    if bounds.sinks:
+        k_count = np.clip(-((k_token - cu_seqlens[document] - sink_tokens) // step), 0, k_count)
+    offset = (q_token - step * q) - (k_token - step * k)
+    lo = np.full_like(q, -_OPEN) if bounds.least is None else -((offset - bounds.least) // step)
+    hi = np.full_like(q, _OPEN) if bounds.most is None else (bounds.most - offset) // step
+    q0, k1 = np.maximum(q, k + lo), np.minimum(k + k_count, q + q_count - lo)
+    q1, k0 = np.minimum(q + q_count, k + k_count + hi), np.maximum(k, q - hi)
+    meet = (q0 < q1) & (k0 < k1) & (lo <= hi) & (k_count > 0)
+    lo = np.where(lo <= q0 - (k1 - 1), -_OPEN, lo)
+    hi = np.where(hi >= (q1 - 1) - k0, _OPEN, hi)
+    return np.stack((q0, q1, k0, k1, lo, hi, offset))[:, meet]
 
 
 def trim(pair: Pair) -> Pair | None:

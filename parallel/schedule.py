@@ -14,13 +14,14 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.contract import Pair
 from parallel.heads import HeadSplit
 from parallel.layout import SequenceLayout
-from parallel.pairs import Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
+from parallel.pairs import Bands, Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
 
 T = TypeVar("T")
 
@@ -154,10 +155,20 @@ class Schedule:
         """The work with both rows counted in the ring indices' own rows, as when all of the owner's rows are there."""
         if owner == receiver and self._plain and self.key_layout is self.layout:
             return own_pairs(self._rows(owner), self.causal)
+        bands = self._bands(receiver, owner)
+        if bands is not None:
+            return bands.pairs()
         queries, keys = self._rows(receiver), self._rows(owner, keys=True)
         if self._plain and queries.step == keys.step == 1 and self.key_layout is self.layout:
             return whole_pairs(queries, keys, self.causal)
         return [p for b in self._bounds for p in band_pairs(queries, keys, b, self.cu_seqlens, self.sink_tokens)]
+
+    def rows_needed(self, receiver: int, owner: int) -> Ranges:
+        """The owner's local rows that some query of the receiver sees: ``hop(receiver, owner).rows``, without the work."""
+        bands = None if receiver == owner else self._bands(receiver, owner)
+        if bands is None:
+            return self.hop(receiver, owner).rows
+        return self.cached(("rows", receiver, owner), bands.rows)
 
     def rows_received(self, rank: int) -> int:
         """Key/value rows that travel to a rank's ring index from the others."""
@@ -166,7 +177,7 @@ class Schedule:
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> Ranges:
         """The owner's rows that at least one of these ring indices needs: what crosses to their node, once."""
         return self.cached(
-            ("to node", owner, *receivers), lambda: union([r for x in receivers for r in self.hop(x, owner).rows])
+            ("to node", owner, *receivers), lambda: union([r for x in receivers for r in self.rows_needed(x, owner)])
         )
 
     def work(self, rank: int) -> int:
@@ -233,12 +244,33 @@ class Schedule:
     def _bounds(self) -> tuple[Bounds, ...]:
         return mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens)
 
+    @cached_property
+    def _boundaries(self) -> np.ndarray:
+        return np.array(self.cu_seqlens)
+
     def _rows(self, ring_index: int, *, keys: bool = False) -> Rows:
         name = (ring_index, "keys" if keys and self.key_layout is not self.layout else "queries")
         layout = self.key_layout if keys else self.layout
-        return self.cached(name, lambda: Rows(layout.runs[ring_index], self.cu_seqlens))
+        return self.cached(
+            name,
+            lambda: Rows(layout.runs[ring_index], self.cu_seqlens if layout.runs[0][0].step == 1 else self._boundaries),
+        )
+
+    def _bands(self, receiver: int, owner: int) -> Bands | None:
+        """The work in columns, between two ring indices that have a segment of each of many documents."""
+        queries, keys = self._rows(receiver), self._rows(owner, keys=True)
+        if queries.step != keys.step or keys.step == 1:
+            return None
+        return self.cached(
+            ("bands", receiver, owner),
+            lambda: Bands(queries, keys, self._bounds, self._boundaries, self.sink_tokens),
+        )
 
     def _build_hop(self, receiver: int, owner: int) -> Hop:
+        bands = None if receiver == owner else self._bands(receiver, owner)
+        if bands is not None and bands.columns.size:
+            rows, queries = bands.rows(), (int(bands.columns[0].min()), int(bands.columns[1].max()))
+            return Hop(owner, rows, queries, tuple(bands.pairs(rows, queries[0])))
         found = self.pairs_in_place(receiver, owner)
         if receiver == owner:  # own rows stay where they are
             return Hop(owner, ((0, self.key_layout.num_ring(owner)),), (0, self.layout.num_ring(owner)), tuple(found))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -230,7 +231,7 @@ class Hops:
         if j == self.places:
             return None
         to, source = self._neighbour(j), self._neighbour(-j)
-        away = self.schedule.hop(to, block.owner).rows
+        away = self.schedule.rows_needed(to, block.owner)
         outgoing = _take(block.tensors, locate(away, block.rows)) if away else ()
         incoming = _empty(block.tensors, self.schedule.hop(self.me, self._owner(m, j)).num_rows)
         return self._exchange(outgoing, to, incoming, source, _KEYS)
@@ -238,7 +239,7 @@ class Hops:
     def _give_back(self, m: int, block: _Block, grads: tuple[Tensor, Tensor] | None, j: int) -> _Coming:
         """Start the gradients of hop j's rows on their way to who holds them, and those of the held rows here."""
         to, source = self._neighbour(-j), self._neighbour(j)
-        rows = self.schedule.hop(source, block.owner).rows
+        rows = self.schedule.rows_needed(source, block.owner)
         incoming = self._empty_gradients(block.tensors, num_rows(rows))
         return self._exchange(self._to_wire(grads), to, incoming, source, _GRADS, locate(rows, block.rows))
 
@@ -367,10 +368,11 @@ def _started(ops: list, described: str) -> list:
 
 def _take(tensors: tuple[Tensor, Tensor], rows: Ranges) -> tuple[Tensor, Tensor]:
     """The given rows of both, each in one piece of memory; no copy where they lie in one already."""
-    k, v = (
-        (x[:, rows[0][0] : rows[0][1]] if len(rows) == 1 else torch.cat([x[:, a:b] for a, b in rows], 1)).contiguous()
-        for x in tensors
-    )
+    if len(rows) == 1:
+        k, v = (x[:, rows[0][0] : rows[0][1]].contiguous() for x in tensors)
+    else:
+        index = _index(rows, tensors[0].device)
+        k, v = (x.index_select(1, index) for x in tensors)
     return k, v
 
 
@@ -383,8 +385,17 @@ def _empty(like: tuple[Tensor, Tensor], rows: int, dtype: torch.dtype | None = N
 
 def _add_rows(total: tuple[Tensor, ...], parts: tuple[Tensor, Tensor], rows: Ranges) -> None:
     """Add packed rows to the places they belong to."""
-    at = 0
-    for start, stop in rows:
-        for whole, part in zip(total, parts, strict=True):
-            whole[:, start:stop] += part[:, at : at + stop - start]
-        at += stop - start
+    for whole, part in zip(total, parts, strict=True):
+        if len(rows) == 1:
+            whole[:, rows[0][0] : rows[0][1]] += part
+        else:  # every row once, so the order of additions is that of the calls
+            whole.index_add_(1, _index(rows, whole.device), part.to(whole.dtype))
+
+
+@lru_cache(maxsize=256)
+def _index(rows: Ranges, device: torch.device) -> Tensor:
+    """Every row of the ranges, one after another."""
+    start, stop = torch.tensor(rows).T
+    counts = stop - start
+    shift = (start - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    return (torch.arange(len(shift)) + shift).to(device)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
 
     i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a

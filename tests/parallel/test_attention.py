@@ -33,6 +33,12 @@ def ways(world_size: int) -> list[dict]:
     return found
 
 
+def shares(way: dict, *choices) -> list[tuple]:
+    """Every combination where rows go straight to who needs them, every fifth (in turn) in the other ways."""
+    every = list(itertools.product(*choices))
+    return every if way == {"transport": "p2p"} else every[len(str(way)) % 5 :: 5]  # the same on every rank
+
+
 def build_mesh(case: Case) -> Mesh:
     world = dist.get_world_size() if dist.is_initialized() else 1
     return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node)
@@ -46,7 +52,7 @@ def test_every_way_layout_packing_and_mask_equals_one_process(world_size):
 def check_every_way():
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
-        for layout, documents, mask in itertools.product(KINDS, DOCUMENTS, MASKS):
+        for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS):
             check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
 
 
@@ -82,15 +88,14 @@ RULES = {
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_score_rules_and_sinks_equal_one_process(kernel):
-    run_distributed(check_rules, 3, kernel)
-    run_distributed(check_rules, 4, kernel)
+    run_distributed(check_rules, 3 if kernel == "reference" else 4, kernel)
 
 
 def check_rules(kernel):
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
-        for layout, rule, mask in itertools.product(KINDS, RULES.values(), ("causal", "near")):
-            check_case(Case(layout=layout, mask=mask, kernel=kernel, **way, **rule), mesh, EXACT)
+        for layout, rule, mask in shares(way, KINDS, RULES, ("causal", "near")):
+            check_case(Case(layout=layout, mask=mask, kernel=kernel, **way, **RULES[rule]), mesh, EXACT)
 
 
 # 5e-7: one process's fp32 SDPA is 4e-7 off. bf16 outputs and gradients are rounded once, to 8 bits: 1.7e-3.
