@@ -44,7 +44,8 @@ faults: setup
 	@$(BIN)/python -m pytest -m slow --timeout 1800
 
 bench: setup
-	@$(BIN)/python -m benchmarks.ring_attention
+	@$(BIN)/python -m benchmarks.attention
+	@$(BIN)/python -m benchmarks.peers
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell

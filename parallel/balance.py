@@ -1,239 +1,315 @@
-"""Chunks of packed documents dealt to ring indices: equal tokens, even causal attention, few rows that travel.
+"""Packed documents dealt to ring indices: equal tokens, even causal attention, few rows that travel, few runs.
 
-What a ring index receives of a document are the tokens before its last one there, less its own. All indices together own
-all tokens, so the rows that travel are Σ reach − tokens, over every (ring index, document) with reach the place of the
-index's last token in the document. A document on one index costs nothing; each cut at place x costs x rows, whoever
-takes the head. So: cut few documents, cut them near their heads, and give an index that takes a deep tail light tokens
-to go with it.
+Of a document, a ring index receives the tokens before its own last one, less its own. All indices together own all
+tokens, so the rows that travel are Σ reach − tokens, over every (index, document), where reach is the place in the
+document just behind the index's last token of it. A document on one index therefore costs nothing, and a cut at place x
+costs x rows, whoever takes the head. Work wants the opposite: the last tokens of a long document must be spread.
 
-The search takes two ring indices at a time, lays their chunks on a circle, document after document, and halves the
-circle anew: every half has the same number of chunks, some half has half of the work, and its two ends say what it cuts.
-All halves of several circles are tried for every pair at once. Everything is integers and there is no randomness but a
-fixed hash, so every rank finds the same.
+Two steps. First each index in turn takes, from the chunks left over, laid on a circle, the window whose work is nearest
+to the mean: windows that slide once around the circle have the mean's work on average, so one comes close. Then pairs
+of indices share anew: their chunks are laid on a circle, document after document in some order, and cut into halves of
+equally many chunks; a half costs only what its two ends cut. All halves of several circles are tried for all pairs of a
+round at once. Everything is integer arithmetic with a fixed hash for chance, so that all ranks find the same layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 GRAIN = 128
-"""Tokens that runs are multiples of, where a ring index's share is: a tile of the attention kernels."""
+"""Runs are multiples of this many tokens: a tile of the attention kernels."""
+
 MOST_CHUNKS = 64
-"""Chunks of a ring index: longer shares are cut more coarsely."""
-TOLERANCE = 0.02
-"""Work above the mean that a ring index may be given for the sake of fewer rows."""
-ROUNDS = 45
-CIRCLES = 8
-BANK = 48
+"""Chunks that an index is dealt; a longer share has larger chunks."""
+
+TOLERANCE = 25
+"""An index may have 1/25 more work than the mean for the sake of fewer rows."""
+
+TOLERANCE_ALONE = 100
+"""The same where the sequence is one document and rows cannot be saved."""
+
+EXCESS_ROWS = 512
+"""Work beyond the tolerance costs as many rows as this many times the share it is of the mean, in shares of tokens."""
+
+ROUNDS, CIRCLES, BANK = 45, 8, 49
+"""Rounds of pairs, circles tried in each, and circles to take them from."""
 
 Pieces = list[tuple[int, int]]
-"""Start and count of each piece of a ring index, ascending."""
+"""First token and number of tokens of each piece, ascending."""
 
 
 def deal(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
-    share = num_tokens // degree
-    bounds = np.unique(np.asarray(cu_seqlens, dtype=np.int64))
+    """The pieces of ``num_tokens`` that each of ``degree`` ring indices gets; every index gets equally many tokens.
+
+    Pieces begin and end at multiples of 128 tokens when ``num_tokens / degree`` is such a multiple. Otherwise at
+    multiples of its largest divisor from 65 to 127; where it has none (a prime, say), each index has one short piece
+    among the first tokens, and the other pieces are multiples of 128 long. Below 1024 tokens an index the same rule
+    holds with an eighth of the share in place of 128. The end of ``cu_seqlens`` is ``num_tokens``; one document is
+    dealt head and tail wherever the halves are whole multiples, or nothing is.
+    """
     if degree == 1:
         return [[(0, num_tokens)]]
-    if len(bounds) == 2 and share % 2 == 0 and (share % (2 * GRAIN) == 0 or share % GRAIN):
+    share = num_tokens // degree
+    bounds = np.unique(np.asarray(cu_seqlens, dtype=np.int64))
+    if len(bounds) == 2 and share % 2 == 0 and (share % GRAIN or share % (2 * GRAIN) == 0):
         part = share // 2
         return [[(p * part, part) for p in (r, 2 * degree - 1 - r)] for r in range(degree)]
-    chunks = cut(num_tokens, degree, bounds)
-    owner = improve(chunks, start_of(chunks))
-    return _pieces(chunks, owner)
+    chunks = _cut(num_tokens, degree, bounds)
+    return _pieces(chunks, _improve(chunks, _take_windows(chunks)))
 
 
 @dataclass(frozen=True)
-class Chunks:
+class _Chunks:
+    """What is dealt: arrays over chunks of equal size, equally many for each index, in ascending order."""
+
     degree: int
-    starts: np.ndarray
-    ends: np.ndarray
+    size: int
+    """Tokens of a chunk."""
+    start: np.ndarray
+    """First token; chunk 0 begins behind the odd pieces, where there are any."""
     document: np.ndarray
+    """The document of the first token, which the whole chunk counts as; others in it are shorter than the chunk."""
     work: np.ndarray
+    """Keys that its queries see, over all documents in it."""
     reach: np.ndarray
-    first: int
-    extra: np.ndarray
-    grain: int
+    """Place in the document just behind the last token of it."""
+    ahead: np.ndarray
+    """Tokens of the document in the chunk before, where that counts as another document's."""
+    odd_work: np.ndarray
+    """Work of each index's odd piece."""
+
+    @property
+    def share(self) -> int:
+        """Chunks of an index."""
+        return len(self.start) // self.degree
 
 
-def cut(num_tokens, degree, bounds):
-    share = num_tokens // degree
+def _grain(share: int) -> int:
+    """Tokens that pieces are multiples of."""
     aim = GRAIN if share >= 8 * GRAIN or share % GRAIN == 0 else max(1, share // 8)
-    grain = next((g for g in range(aim, aim // 2, -1) if share % g == 0), aim)
-    grain *= -(-(share // grain) // MOST_CHUNKS)
-    rest = share % grain
-    first = rest * degree
-    starts = np.concatenate(
-        [np.arange(0, first, rest) if rest else np.zeros(0, np.int64), np.arange(first, num_tokens, grain)]
+    return next((grain for grain in range(aim, aim // 2, -1) if share % grain == 0), aim)
+
+
+def _cut(num_tokens: int, degree: int, bounds: np.ndarray) -> _Chunks:
+    share = num_tokens // degree
+    grain = _grain(share)
+    size = grain * -(-share // (grain * MOST_CHUNKS))
+    odd = share % size
+    starts = np.arange(odd * degree, num_tokens, size)
+    edges = np.concatenate([np.arange(degree if odd else 0) * odd, starts, [num_tokens]])
+    cuts = np.union1d(edges, bounds)
+    begins = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
+    first, stop = cuts[:-1] - begins, cuts[1:] - begins
+    summed = np.append(0, np.cumsum((stop * (stop + 1) - first * (first + 1)) // 2))
+    work = np.diff(summed[np.searchsorted(cuts, edges)])
+    document = np.searchsorted(bounds, starts, side="right") - 1
+    opens = np.append(False, document[1:] != document[:-1])
+    return _Chunks(
+        degree,
+        size,
+        starts,
+        document,
+        work[-len(starts) :],
+        np.minimum(starts + size, bounds[document + 1]) - bounds[document],
+        np.where(opens, starts - bounds[document], 0),
+        work[:degree] if odd else np.zeros(degree, dtype=np.int64),
     )
-    ends = np.append(starts[1:], num_tokens)
-    cuts = np.union1d(starts, bounds)
-    begin = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
-    a, b = cuts[:-1] - begin, cuts[1:] - begin
-    summed = np.concatenate([[0], np.cumsum((b * (b + 1) - a * (a + 1)) // 2)])
-    work = np.diff(summed[np.searchsorted(cuts, np.append(starts, num_tokens))])
-    doc = np.searchsorted(bounds, starts, side="right") - 1
-    reach = np.minimum(ends, bounds[doc + 1]) - bounds[doc]
-    k = degree if rest else 0
-    extra = work[:k] if rest else np.zeros(degree, np.int64)
-    return Chunks(degree, starts[k:], ends[k:], doc[k:], work[k:], reach[k:], first, extra, grain)
 
 
-START = "length"
-
-
-def start_of(c):
-    n = len(c.starts)
-    s = n // c.degree
-    if START == "contiguous":
-        return np.arange(n) // s
-    line = np.lexsort((np.arange(n), np.bincount(c.document)[c.document]))
-    owner = np.empty(n, np.int64)
-    r = np.arange(c.degree)
-    lo, hi = (s + 1) // 2, s // 2
-    # head-tail; odd shares alternate
-    heads = np.where(r % 2 == 0, lo, hi)
-    own = np.concatenate([np.repeat(r, heads), np.repeat(r[::-1], (s - heads)[::-1])])
-    owner[line] = own
+def _take_windows(chunks: _Chunks) -> np.ndarray:
+    """The index of every chunk: one after another takes the window of the remaining circle with the mean's work."""
+    owner = np.empty(len(chunks.start), dtype=np.int64)
+    circle, share = np.arange(len(owner)), chunks.share
+    for index in range(chunks.degree):
+        work = chunks.work[circle]
+        summed = np.append(0, np.cumsum(np.append(work, work[:share])))
+        window = summed[share : share + len(circle)] - summed[: len(circle)]
+        rest = int(work.sum() + chunks.odd_work[index:].sum())
+        target = rest // (chunks.degree - index) - int(chunks.odd_work[index])
+        circle = np.roll(circle, -int(np.argmin(np.abs(window - target))))
+        owner[circle[:share]] = index
+        circle = np.sort(circle[share:])
     return owner
 
 
-def mix(x):
-    x = x.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return x ^ (x >> np.uint64(32))
+class _Circles(NamedTuple):
+    """Orders of all chunks, each with the chunks of a document together."""
+
+    chunks: np.ndarray
+    """[circle, place]: which chunk stands there."""
+    backward: np.ndarray
+    """[circle, place]: whether its document runs from tail to head."""
 
 
-def circles(c, bank):
-    n = len(c.starts)
-    doc = c.document
-    D = int(doc[-1]) + 1
-    h = mix(np.arange(bank * D)).reshape(bank, D)
-    rank = np.argsort(np.argsort(h, axis=1), axis=1)  # order of docs
-    size = np.bincount(doc, minlength=D)
-    rank[0] = np.argsort(np.lexsort((np.arange(D), size)))
-    rank[1] = np.arange(D)
-    back = (h & np.uint64(1)).astype(bool)
-    back[:2] = False
-    flip = back[:, doc]
-    key = rank[:, doc] * n + np.where(flip, n - 1 - np.arange(n), np.arange(n))
-    order = np.argsort(key, axis=1)
-    return order, np.take_along_axis(flip, order, 1)
+def _circles(chunks: _Chunks) -> _Circles:
+    """The sequence itself, then ``BANK − 1`` shuffles of its documents."""
+    places = np.arange(len(chunks.start))
+    documents = int(chunks.document[-1]) + 1
+    chance = _hash(np.arange(BANK * documents)).reshape(BANK, documents)
+    rank = np.argsort(np.argsort(chance, axis=1, kind="stable"), axis=1, kind="stable")
+    turned = (chance & np.uint64(1)).astype(bool)
+    rank[0], turned[0] = np.arange(documents), False
+    backward = turned[:, chunks.document]
+    key = rank[:, chunks.document] * len(places) + np.where(backward, len(places) - 1 - places, places)
+    order = np.argsort(key, axis=1, kind="stable")
+    return _Circles(order, np.take_along_axis(backward, order, 1))
 
 
-def pairings(degree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    m = degree + degree % 2
-    turn = np.arange(m - 1)
+def _hash(numbers: np.ndarray) -> np.ndarray:
+    """64 bits of each number that look like chance: the finaliser of splitmix64."""
+    x = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Pairs(NamedTuple):
+    """Indices that share anew in one round: ``one[p]`` with ``other[p]``, each index at most once."""
+
+    one: np.ndarray
+    other: np.ndarray
+
+    def of_index(self, degree: int) -> np.ndarray:
+        """Each index's pair; ``len(one)`` for one that sits out."""
+        pair = np.full(degree, len(self.one), dtype=np.int16)
+        pair[self.one] = pair[self.other] = np.arange(len(self.one))
+        return pair
+
+
+def _pairings(degree: int) -> Iterator[_Pairs]:
+    """Rounds of a tournament, over and over: in degree − 1 of them (degree, if odd) everyone meets everyone."""
+    seats = degree + degree % 2
     while True:
-        for t in range(m - 1):
-            seats = np.concatenate([[m - 1], (turn + t) % (m - 1)])
-            a, b = seats[: m // 2], seats[::-1][: m // 2]
-            keep = (a < degree) & (b < degree)
-            yield a[keep], b[keep]
+        for turn in range(seats - 1):
+            table = np.append(seats - 1, (np.arange(seats - 1) + turn) % (seats - 1))
+            one, other = table[: seats // 2], table[: seats // 2 - 1 : -1]
+            present = np.maximum(one, other) < degree
+            yield _Pairs(one[present], other[present])
 
 
-HIST = None
-MU = 128
-LAM = 64
+class _Prices(NamedTuple):
+    """What the search minimises besides rows."""
+
+    cap: int
+    """Work that an index may have."""
+    unit: int
+    """Work beyond it that costs as much as one row."""
+
+    def excess(self, work: np.ndarray) -> np.ndarray:
+        """The price of work, in rows."""
+        return np.maximum(work - self.cap, 0) // self.unit
 
 
-def improve(c, owner):
-    n, R = len(c.starts), c.degree
-    S = n // R
-    mean = (int(c.work.sum()) + int(c.extra.sum())) // R
-    cap = mean + int(mean * TOLERANCE)
-    unit = max(1, mean // (LAM * S * c.grain))
-    order, flip = circles(c, BANK)
+def _improve(chunks: _Chunks, owner: np.ndarray) -> np.ndarray:
+    """The owners after rounds of pairs, each pair sharing anew where that costs less."""
+    mean = int(chunks.work.sum() + chunks.odd_work.sum()) // chunks.degree
+    tolerance = TOLERANCE if chunks.document[-1] else TOLERANCE_ALONE
+    tokens = chunks.share * chunks.size
+    prices = _Prices(mean + mean // tolerance, max(1, mean // (EXCESS_ROWS * tokens)))
+    bank = _circles(chunks)
     idle = 0
-    for t, (a, b) in zip(range(ROUNDS), pairings(R)):
-        P = len(a)
-        pick = (np.arange(CIRCLES) + t * CIRCLES) % BANK
-        if t % 2 == 0:
-            pick[:2] = (0, 1)
-        od, fl = order[pick], flip[pick]
-        pair = np.full(R, P, np.int16)
-        pair[a] = np.arange(P)
-        pair[b] = np.arange(P)
-        side = np.zeros(R, np.int64)
-        side[b] = 1
-        po = pair[owner]
-        # circles of pairs
-        place = np.argsort(po[od], axis=1, kind="stable")[:, : 2 * S * P]
-        ch = np.take_along_axis(od, place, 1).reshape(CIRCLES, P, 2 * S)
-        back = np.take_along_axis(fl, place, 1).reshape(CIRCLES, P, 2 * S)
-        d, w, e = c.document[ch], c.work[ch], c.reach[ch]
-        inside = d[..., 1:] == d[..., :-1]
-        cost = np.zeros(ch.shape, np.int64)
-        cost[..., 1:] = np.where(inside, np.where(back[..., 1:], e[..., 1:], e[..., :-1]), 0)
-        c0, c1 = cost[..., :S], cost[..., S:]
-        same = d[..., :S] == d[..., S:]
-        same[..., 1:] &= inside[..., : S - 1]
-        same[..., 0] = False
-        # both cuts in same doc: doc[i-1]==doc[i] (c0>0), doc[i+S-1]==doc[i+S], doc[i]==doc[i+S]
-        rows = np.where(same & (c1 > 0), np.maximum(c0, c1), c0 + c1)
-        cw = np.zeros((CIRCLES, P, 2 * S + 1), np.int64)
-        np.cumsum(w, -1, out=cw[..., 1:])
-        W = cw[..., S : 2 * S] - cw[..., :S]
-        T = cw[..., -1:]
-        # two ways to give halves if extra differ: only a gets window
-        xa, xb = c.extra[a][:, None], c.extra[b][:, None]
-        pen = (np.maximum(W + xa - cap, 0) + np.maximum(T - W + xb - cap, 0)) // unit
-        score = rows + pen
-        t_best = np.argmin(score, -1)  # K,P
-        s_best = np.take_along_axis(score, t_best[..., None], -1)[..., 0]
-        # runs
-        i = np.arange(2 * S)
-        inwin = ((i - t_best[..., None]) % (2 * S)) < S
-        sides = np.zeros((CIRCLES, n), bool)
-        np.put_along_axis(sides, ch.reshape(CIRCLES, -1), (~inwin).reshape(CIRCLES, -1), 1)
-        link = po[1:] == po[:-1]
-        idx = np.nonzero(link & (po[1:] < P))[0]
-        diff = sides[:, idx] != sides[:, idx + 1]
-        sw = np.zeros((CIRCLES, P + 1), np.int64)
-        for k in range(CIRCLES):
-            sw[k] = np.bincount(po[idx], diff[k], minlength=P + 1)
-        s_best = s_best + MU * sw[:, :P]
-        # current
-        lists = np.argsort(owner, kind="stable").reshape(R, S)
-        ld = c.document[lists]
-        deep = np.ones(ld.shape, bool)
-        deep[:, :-1] = ld[:, 1:] != ld[:, :-1]
-        rr = (c.reach[lists] * deep).sum(1)
-        wr = c.work[lists].sum(1) + c.extra
-        D0, B0, E0 = d[0], back[0], e[0]
-        new = np.ones(D0.shape, bool)
-        new[:, 1:] = ~inside[0]
-        last = np.ones(D0.shape, bool)
-        last[:, :-1] = ~inside[0]
-        base = (E0 * np.where(B0, new, last)).sum(1)
-        cursw = np.bincount(po[idx], owner[idx] != owner[idx + 1], minlength=P + 1)[:P].astype(np.int64)
-        cur = rr[a] + rr[b] - base + (np.maximum(wr[a] - cap, 0) + np.maximum(wr[b] - cap, 0)) // unit + MU * cursw
-        k_best = np.argmin(s_best, 0)
-        gain = cur - s_best[k_best, np.arange(P)]
-        better = gain > 0
-        if HIST is not None:
-            HIST.append(int(rr.sum()) - n * c.grain)
-        idle = 0 if better.any() else idle + 1
-        if idle >= 2 * (R - 1):
+    for turn, pairs in zip(range(ROUNDS), _pairings(chunks.degree), strict=False):
+        tried = np.append(0, 1 + (np.arange(CIRCLES - 1) + turn * (CIRCLES - 1)) % (BANK - 1))
+        circles = _Circles(bank.chunks[tried], bank.backward[tried])
+        shared = _share_anew(chunks, owner, pairs, circles, prices)
+        idle = idle + 1 if np.array_equal(shared, owner) else 0
+        owner = shared
+        if idle > 2 * chunks.degree:
             break
-        upd = better[np.minimum(po, P - 1)] & (po < P)
-        newside = sides[k_best[np.minimum(po, P - 1)], np.arange(n)]
-        cand = np.where(newside, b[np.minimum(po, P - 1)], a[np.minimum(po, P - 1)])
-        owner = np.where(upd, cand, owner)
     return owner
 
 
-def _pieces(c, owner):
-    starts = np.concatenate([np.arange(c.degree) * (c.first // c.degree), c.starts]) if c.first else c.starts
-    ends = np.append(starts[1:], c.ends[-1])
-    owner = np.concatenate([np.arange(c.degree), owner]) if c.first else owner
+def _share_anew(
+    chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, circles: _Circles, prices: _Prices
+) -> np.ndarray:
+    """The owners after every pair has taken the cheapest halves of its circles that beat what it has."""
+    count, width = len(pairs.one), 2 * chunks.share
+    pair = pairs.of_index(chunks.degree)[owner]
+    place = np.argsort(pair[circles.chunks], axis=1, kind="stable")[:, : count * width]
+    shape = (len(place), count, width)
+    ring = _Circles(*(np.take_along_axis(x, place, 1).reshape(shape) for x in circles))
+
+    price = _price_of_halves(chunks, ring, pairs, prices)
+    cut = np.argmin(price, axis=-1)
+    price = np.take_along_axis(price, cut[..., None], -1)[..., 0]
+    outside = (np.arange(width) - cut[..., None]) % width >= chunks.share
+    side = np.zeros(circles.chunks.shape, dtype=bool)  # whether a chunk goes to the pair's other index
+    np.put_along_axis(side, ring.chunks.reshape(len(place), -1), outside.reshape(len(place), -1), 1)
+    price += _price_of_runs(chunks, side, pair, count)
+
+    best = np.argmin(price, axis=0)
+    now = _price_now(chunks, owner, pairs, ring, prices)
+    now += _price_of_runs(chunks, (pairs.of_index(chunks.degree)[owner] < count)[None] & _is_other(owner, pairs), pair, count)[0]
+    better = np.append(price[best, np.arange(count)] < now, False)
+    mine = np.minimum(pair, count - 1)
+    taken = np.where(side[best[mine], np.arange(len(owner))], pairs.other[mine], pairs.one[mine])
+    return np.where(better[pair], taken, owner)
+
+
+def _is_other(owner: np.ndarray, pairs: _Pairs) -> np.ndarray:
+    return np.isin(owner, pairs.other)
+
+
+def _price_of_halves(chunks: _Chunks, ring: _Circles, pairs: _Pairs, prices: _Prices) -> np.ndarray:
+    """[circle, pair, i]: rows and excess when ``one`` takes the half that begins at place i, ``other`` what is left.
+
+    Rows count only what the cuts add: each cut costs the reach of the document's head, which lies before the cut, or
+    behind it where the document runs backward. Two cuts of one document leave the deep and the flat end together, and
+    only the deeper cut counts.
+    """
+    half = chunks.share
+    document, work, reach = (x[ring.chunks] for x in (chunks.document, chunks.work, chunks.reach))
+    inside = document[..., 1:] == document[..., :-1]
+    rows = np.zeros(reach.shape, dtype=np.int64)
+    rows[..., 1:] = np.where(ring.backward[..., 1:], reach[..., 1:], reach[..., :-1]) * inside
+    first, second = rows[..., :half], rows[..., half:]
+    twice = (document[..., :half] == document[..., half:]) & (first > 0) & (second > 0)
+    price = np.where(twice, np.maximum(first, second), first + second)
+
+    summed = np.zeros((*work.shape[:-1], 2 * half + 1), dtype=np.int64)
+    np.cumsum(work, axis=-1, out=summed[..., 1:])
+    window = summed[..., half:-1] - summed[..., :half]
+    price += prices.excess(window + chunks.odd_work[pairs.one][:, None])
+    return price + prices.excess(summed[..., -1:] - window + chunks.odd_work[pairs.other][:, None])
+
+
+def _price_of_runs(chunks: _Chunks, side: np.ndarray, pair: np.ndarray, count: int) -> np.ndarray:
+    """[circle, pair]: a chunk's worth of rows, and the head of a document, for each place where a run ends in the pair."""
+    behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < count))
+    ends = (side[:, behind] != side[:, behind - 1]) * (chunks.size + chunks.ahead[behind])
+    return np.stack([np.bincount(pair[behind], e, minlength=count) for e in ends]).astype(np.int64)
+
+
+def _price_now(
+    chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, ring: _Circles, prices: _Prices
+) -> np.ndarray:
+    """[pair]: rows and excess of the present owners, on the scale of ``_price_of_halves``."""
+    mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
+    work = chunks.work[mine].sum(1) + chunks.odd_work
+    index = _reaches(chunks, mine) + prices.excess(work)
+    together = _reaches(chunks, np.sort(ring.chunks[0], axis=-1))
+    return index[pairs.one] + index[pairs.other] - together
+
+
+def _reaches(chunks: _Chunks, mine: np.ndarray) -> np.ndarray:
+    """Summed reach in every document of each row of ascending chunks."""
+    document, reach = chunks.document[mine], chunks.reach[mine]
+    return reach[:, -1] + (reach[:, :-1] * (document[:, 1:] != document[:, :-1])).sum(1)
+
+
+def _pieces(chunks: _Chunks, owner: np.ndarray) -> list[Pieces]:
+    """Neighbouring chunks of an index as one piece, the odd pieces before them."""
+    odd = int(chunks.start[0]) // chunks.degree
+    few = chunks.degree if odd else 0
+    starts = np.append(np.arange(few) * odd, chunks.start)
+    owner = np.append(np.arange(few), owner)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    stops = np.append(starts[first[1:]], ends[-1])
-    pieces: list[Pieces] = [[] for _ in range(c.degree)]
-    for s, e, r in zip(starts[first].tolist(), stops.tolist(), owner[first].tolist(), strict=True):
-        pieces[r].append((s, e - s))
+    stops = np.append(starts[first[1:]], chunks.start[-1] + chunks.size)
+    pieces: list[Pieces] = [[] for _ in range(chunks.degree)]
+    for start, stop, index in zip(starts[first].tolist(), stops.tolist(), owner[first].tolist(), strict=True):
+        pieces[index].append((start, stop - start))
     return pieces

@@ -1,4 +1,4 @@
-"""Attention by definition, in float64: slow, any device, any band. The measure for every other kernel."""
+"""Attention by definition, in float64: slow, any device, any band, any score. The measure for every other kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from longctx.kernels.bias import buckets, check_scores, distance_bias, soft_cap
 from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
 
 _ROWS = 512
@@ -19,16 +20,19 @@ class ReferenceKernel:
     name = "reference"
 
     def supports(self, request: KernelRequest) -> str | None:
+        if request.device_type == "mps":
+            return "it computes in float64, which mps lacks"
         return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKD)
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+        check_scores(scores, q_BtHD.shape[2])
+        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
+        out, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_full(q.shape[:-1], -torch.inf)
         for pair in _row_blocks(pairs):
             rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
-            values = _scores(q, k, pair, scores.scale)
+            values = _scores(_products(q[:, :, rows], k[:, :, keys], scores), pair, scores)
             block_lse = values.logsumexp(-1)
             block_out = _weights(values, block_lse) @ v[:, :, keys]
             merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
@@ -36,31 +40,40 @@ class ReferenceKernel:
 
     def backward(
         self,
-        dout_BtHD: Tensor,
+        dout_BtHV: Tensor,
         q_BtHD: Tensor,
         k_BsKD: Tensor,
-        v_BsKD: Tensor,
-        out_BtHD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
         lse_BtH: Tensor,
         pairs: Sequence[Pair],
         *,
         scores: Scores,
     ) -> Gradients:
-        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKD)
-        dout, out = (x.double().transpose(1, 2) for x in (dout_BtHD, out_BtHD))
+        check_scores(scores, q_BtHD.shape[2])
+        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
+        dout, out = (x.double().transpose(1, 2) for x in (dout_BtHV, out_BtHV))
         lse, delta = lse_BtH.double().transpose(1, 2), (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        bias = scores.relative_bias
+        dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
         for pair in _row_blocks(pairs):
             rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
-            weights = _weights(_scores(q, k, pair, scores.scale), lse[:, :, rows])
-            dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows]) * scores.scale
+            products = _products(q[:, :, rows], k[:, :, keys], scores)
+            weights = _weights(_scores(products, pair, scores), lse[:, :, rows])
+            dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
+            if bias is not None and dtable is not None:
+                named = buckets(_distances(pair, q.device), bias).flatten()
+                dtable.index_add_(0, named, dscores.sum(0).flatten(1).T)
+            if scores.softcap is not None:
+                dscores = dscores * (1 - (products / scores.softcap) ** 2)
             dv[:, :, keys] += weights.mT @ dout[:, :, rows]
-            dq[:, :, rows] += dscores @ k[:, :, keys]
-            dk[:, :, keys] += dscores.mT @ q[:, :, rows]
+            dq[:, :, rows] += dscores @ k[:, :, keys] * scores.scale
+            dk[:, :, keys] += dscores.mT @ q[:, :, rows] * scores.scale
+        dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))  # heads that shared a key head
         partial = accumulate_dtype(q_BtHD.dtype)
-        K = k_BsKD.shape[2]
-        dk, dv = (g.unflatten(1, (K, -1)).sum(2) for g in (dk, dv))  # query heads that shared a key head
-        return Gradients(*(g.transpose(1, 2).to(partial) for g in (dq, dk, dv)))
+        grads = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
+        return Gradients(*grads, None if dtable is None else dtable.to(partial))
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,20 +86,38 @@ def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 def _row_blocks(pairs: Sequence[Pair]) -> Iterator[Pair]:
     for p in pairs:
         for start in range(p.q_start, p.q_stop, _ROWS):
-            yield Pair(start, min(start + _ROWS, p.q_stop), p.k_start, p.k_stop, p.lo, p.hi)
+            yield Pair(start, min(start + _ROWS, p.q_stop), p.k_start, p.k_stop, p.lo, p.hi, p.step, p.offset)
 
 
-def _scores(q: Tensor, k: Tensor, pair: Pair, scale: float) -> Tensor:
-    scores = q[:, :, pair.q_start : pair.q_stop] @ k[:, :, pair.k_start : pair.k_stop].mT * scale
-    i = torch.arange(pair.q_start, pair.q_stop, device=q.device)[:, None]
-    j = torch.arange(pair.k_start, pair.k_stop, device=q.device)
+def _apart(pair: Pair, device: torch.device) -> Tensor:
+    """i − j of every query row and key row of the pair."""
+    i = torch.arange(pair.q_start, pair.q_stop, device=device)[:, None]
+    return i - torch.arange(pair.k_start, pair.k_stop, device=device)
+
+
+def _distances(pair: Pair, device: torch.device) -> Tensor:
+    return pair.step * _apart(pair, device) + pair.offset
+
+
+def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Scaled dot products after the soft cap."""
+    products = q @ k.mT * scores.scale
+    return products if scores.softcap is None else soft_cap(products, scores.softcap)
+
+
+def _scores(products: Tensor, pair: Pair, scores: Scores) -> Tensor:
+    """The products with their biases, −inf outside the pair's band."""
+    if scores.needs_distances:
+        products = products + distance_bias(scores, _distances(pair, products.device))
+    apart = _apart(pair, products.device)
     if pair.lo is not None:
-        scores = scores.masked_fill(i - j < pair.lo, -torch.inf)
+        products = products.masked_fill(apart < pair.lo, -torch.inf)
     if pair.hi is not None:
-        scores = scores.masked_fill(i - j > pair.hi, -torch.inf)
-    return scores
+        products = products.masked_fill(apart > pair.hi, -torch.inf)
+    return products
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores − lse), and 0 on rows that see no key."""
-    return torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+    lse = lse.unsqueeze(-1)
+    return torch.exp(scores - lse).masked_fill(lse == -torch.inf, 0.0)

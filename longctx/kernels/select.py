@@ -8,19 +8,44 @@ from functools import lru_cache
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, KernelRequest
+from longctx.kernels.blockwise import BlockwiseKernel
+from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores
 from longctx.kernels.cpu_flash import CpuFlashKernel
 from longctx.kernels.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, AttentionKernel] = {"cpu_flash": CpuFlashKernel(), "reference": ReferenceKernel()}
+KERNELS: dict[str, AttentionKernel] = {
+    "cpu_flash": CpuFlashKernel(),
+    "blockwise": BlockwiseKernel(),
+    "reference": ReferenceKernel(),
+}
 """Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
 
 
-def kernel_request(q_BtHD: Tensor, k_BtKD: Tensor) -> KernelRequest:
-    """What these tensors ask of a kernel."""
-    return KernelRequest(q_BtHD.device.type, q_BtHD.dtype, q_BtHD.shape[-1], q_BtHD.shape[2], k_BtKD.shape[2])
+def kernel_request(
+    q_BtHD: Tensor,
+    k_BsKD: Tensor,
+    v_BsKV: Tensor | None = None,
+    scores: Scores | None = None,
+    *,
+    window: bool = False,
+    deterministic: bool = False,
+) -> KernelRequest:
+    """What these tensors, scores and masks ask of a kernel; values like keys and plain scores where none are given."""
+    return KernelRequest(
+        q_BtHD.device.type,
+        q_BtHD.dtype,
+        q_BtHD.shape[-1],
+        q_BtHD.shape[2],
+        k_BsKD.shape[2],
+        value_dim=None if v_BsKV is None else v_BsKV.shape[-1],
+        window=window,
+        softcap=scores is not None and scores.softcap is not None,
+        alibi=scores is not None and scores.alibi_slopes_H is not None,
+        relative_bias=scores is not None and scores.relative_bias is not None,
+        deterministic=deterministic,
+    )
 
 
 @lru_cache(maxsize=64)

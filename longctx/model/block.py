@@ -18,7 +18,7 @@ from longctx.model.cores import AttentionCore, AttentionMask, KVCache
 from longctx.model.mlp import SwiGLU
 from longctx.model.moe import MixtureOfExperts
 from longctx.model.norms import RMSNorm
-from longctx.model.stash import Stash, recomputed
+from longctx.model.stash import Stash, recomputed, recomputed_in_graph
 
 
 class Block(nn.Module):
@@ -48,7 +48,10 @@ class Block(nn.Module):
         With ``recompute`` only x and the core's result survive until backward, which computes the rest anew; the core's
         work, and with it the communication between ranks, is done once.
         """
-        run = recomputed if recompute and cache is None and torch.is_grad_enabled() else _once
+        run = _once
+        if recompute and cache is None and torch.is_grad_enabled():
+            in_graph = torch.compiler.is_compiling() and getattr(core, "is_operator", False)
+            run = recomputed_in_graph if in_graph else recomputed
         return run(self._run, x_BtM, *rotary, mask, core, cache, documents_Bt)
 
     def _run(

@@ -7,7 +7,7 @@ lives outside this package; a layer cannot tell which one it was given.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
 from longctx.kernels import ops
-from longctx.kernels.contract import KernelRequest, Pair, RelativeBias, Scores
+from longctx.kernels.contract import KernelRequest, Pair, Scores
 from longctx.kernels.select import choose_kernel
 from longctx.kernels.sinks import apply_sinks, sinks_gradient
 from longctx.model.stash import Stash
@@ -47,6 +47,8 @@ class AttentionMask:
     """
 
     def __post_init__(self) -> None:
+        if self.cu_seqlens[:1] != (0,) or any(b < a for a, b in pairwise(self.cu_seqlens)):
+            raise ConfigError(f"cu_seqlens {_shown(self.cu_seqlens)} must start at 0 and never descend.")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
         if self.sink_tokens < 0:
@@ -56,11 +58,17 @@ class AttentionMask:
         object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
 
 
+def _shown(cu_seqlens: tuple[int, ...]) -> str:
+    """The boundaries around the first that is out of order."""
+    wrong = next((i for i, (a, b) in enumerate(pairwise(cu_seqlens)) if b < a), 0)
+    return f"[… {', '.join(map(str, cu_seqlens[wrong : wrong + 2]))} …]"
+
+
 class KVCache(Protocol):
     """Keys and values of the tokens already seen, layer by layer, for one sequence that grows."""
 
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new rows; return all rows of the layer so far, [B, s, K, D] each."""
+    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new rows; return all rows of the layer so far, [B, s, K, D] and [B, s, K, V]."""
         ...
 
 
@@ -96,27 +104,30 @@ class LocalKVCache:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[int, int] = {}
 
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKD: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
         start = self._lengths.get(layer, 0)
         stop = start + k_BtKD.shape[1]
         if layer not in self._buffers or self._buffers[layer][0].shape[1] < stop:
-            self._grow(layer, k_BtKD, start, stop)
+            self._grow(layer, (k_BtKD, v_BtKV), start, stop)
         keys, values = self._buffers[layer]
-        keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKD
+        keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKV
         self._lengths[layer] = stop
         return keys[:, :stop], values[:, :stop]
 
-    def _grow(self, layer: int, like: Tensor, start: int, stop: int) -> None:
-        B, _, K, D = like.shape
-        fresh = tuple(like.new_zeros(B, max(2 * start, stop, 64), K, D) for _ in range(2))
+    def _grow(self, layer: int, like: tuple[Tensor, Tensor], start: int, stop: int) -> None:
+        rows = max(2 * start, stop, 64)
+        keys, values = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in like)
         if layer in self._buffers:
-            for new, old in zip(fresh, self._buffers[layer], strict=True):
+            for new, old in zip((keys, values), self._buffers[layer], strict=True):
                 new[:, :start] = old[:, :start]
-        self._buffers[layer] = (fresh[0], fresh[1])
+        self._buffers[layer] = (keys, values)
 
 
 class LocalAttention:
     """The core of one process, which holds every key: its documents are the kernel's pairs."""
+
+    is_operator = True
+    """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
     def __init__(self, kernel: str = "auto") -> None:
         self.kernel = kernel
@@ -164,7 +175,7 @@ def document_pairs(mask: AttentionMask) -> tuple[Pair, ...]:
 def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Pair, ...]:
     """The newest ``num_queries`` tokens of one document against all of its ``num_keys``, under the mask's rules."""
     before = num_keys - num_queries
-    newest = (replace(p, q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
+    newest = (p._replace(q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.errors import ConfigError
 
@@ -62,9 +63,22 @@ class _Replaying(AbstractContextManager):
         self._stash.replaying = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
-@torch.compiler.disable(reason="the stash is filled and emptied outside of any graph")
+@torch.compiler.disable(reason="a stash is filled and emptied outside of any graph")
 def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    """``function(*args, stash)``, of which only the arguments and what the stash keeps survive until backward."""
+    """``function(*args, stash)``, of which only the arguments and what the stash keeps survive until backward.
+
+    Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
+    """
     stash = Stash()
     # A layer draws no random numbers, so there is no generator state to carry to the second run.
     return checkpoint(function, *args, stash, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts)
+
+
+def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator.
+
+    For cores whose work is that operator and nothing that a graph cannot hold.
+    """
+    kept = [torch.ops.longctx.attention_forward.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
