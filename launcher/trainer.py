@@ -43,6 +43,7 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.process import broadcast_object, on_every_rank
 from parallel.schedule import cached_layout
+from parallel.transport import resolve_transport
 from parallel.zero import OptimizerOptions, ZeroEngine
 
 log = logging.getLogger(__name__)
@@ -270,10 +271,11 @@ class Trainer:
     def _announce(self) -> None:
         config, model = self.config, self.model_config
         log.info(
-            "%s on %s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
+            "%s on %s, %s%s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
             self.mesh.describe(),
             device_name(self.device),
             config.parallel.layout,
+            f" rows by {resolve_transport(config.parallel.transport, self.mesh)}" if self.mesh.context > 1 else "",
             config.zero.stage,
             config.train.dtype,
             self.engine.num_parameters / 1e6,

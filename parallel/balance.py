@@ -27,13 +27,13 @@ MOST_CHUNKS = 64
 """Chunks that an index is dealt; a longer share has larger chunks."""
 
 TOLERANCE = 25
-"""An index may have 1/25 more work than the mean for the sake of fewer rows."""
+"""An index should have at most 1/25 more work than the mean."""
 
-TOLERANCE_ALONE = 100
-"""The same where the sequence is one document and rows cannot be saved."""
+TOLERANCE_LONG = 100
+"""The same where no document fits on an index whole: there is little to save by uneven work."""
 
-EXCESS_ROWS = 512
-"""Work beyond the tolerance costs as many rows as this many times the share it is of the mean, in shares of tokens."""
+MEAN_WORK, EXCESS_WORK = 4, 512
+"""What work beyond the mean, and beyond the tolerance, is worth: the mean's work as often an index's tokens in rows."""
 
 ROUNDS, CIRCLES, BANK = 45, 8, 49
 """Rounds of pairs, circles tried in each, and circles to take them from."""
@@ -192,30 +192,37 @@ def _pairings(degree: int) -> Iterator[_Pairs]:
 
 
 class _Prices(NamedTuple):
-    """What the search minimises besides rows."""
+    """What work costs in rows."""
 
-    cap: int
-    """Work that an index may have."""
-    unit: int
-    """Work beyond it that costs as much as one row."""
+    mean: int
+    most: int
+    """Work that an index should have at most."""
+    mild: int
+    """Work beyond the mean that costs as much as one row."""
+    steep: int
+    """Work beyond the most that costs as much as one more row."""
 
-    def excess(self, work: np.ndarray) -> np.ndarray:
-        """The price of work, in rows."""
-        return np.maximum(work - self.cap, 0) // self.unit
+    @classmethod
+    def of(cls, chunks: _Chunks) -> _Prices:
+        """The prices for the work of all chunks."""
+        mean = int(chunks.work.sum() + chunks.odd_work.sum()) // chunks.degree
+        tokens = chunks.share * chunks.size
+        mild, steep = (max(1, mean // (rate * tokens)) for rate in (MEAN_WORK, EXCESS_WORK))
+        fits = np.bincount(chunks.document).min() <= chunks.share
+        return cls(mean, mean + mean // (TOLERANCE if fits else TOLERANCE_LONG), mild, steep)
+
+    def rows(self, work: np.ndarray) -> np.ndarray:
+        """The price of an index's work."""
+        return np.maximum(work - self.mean, 0) // self.mild + np.maximum(work - self.most, 0) // self.steep
 
 
 def _improve(chunks: _Chunks, owner: np.ndarray) -> np.ndarray:
     """The owners after rounds of pairs, each pair sharing anew where that costs less."""
-    mean = int(chunks.work.sum() + chunks.odd_work.sum()) // chunks.degree
-    tolerance = TOLERANCE if chunks.document[-1] else TOLERANCE_ALONE
-    tokens = chunks.share * chunks.size
-    prices = _Prices(mean + mean // tolerance, max(1, mean // (EXCESS_ROWS * tokens)))
-    bank = _circles(chunks)
+    prices, bank = _Prices.of(chunks), _circles(chunks)
     idle = 0
     for turn, pairs in zip(range(ROUNDS), _pairings(chunks.degree), strict=False):
         tried = np.append(0, 1 + (np.arange(CIRCLES - 1) + turn * (CIRCLES - 1)) % (BANK - 1))
-        circles = _Circles(bank.chunks[tried], bank.backward[tried])
-        shared = _share_anew(chunks, owner, pairs, circles, prices)
+        shared = _share_anew(chunks, owner, pairs, _Circles(bank.chunks[tried], bank.backward[tried]), prices)
         idle = idle + 1 if np.array_equal(shared, owner) else 0
         owner = shared
         if idle > 2 * chunks.degree:
@@ -223,43 +230,35 @@ def _improve(chunks: _Chunks, owner: np.ndarray) -> np.ndarray:
     return owner
 
 
-def _share_anew(
-    chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, circles: _Circles, prices: _Prices
-) -> np.ndarray:
-    """The owners after every pair has taken the cheapest halves of its circles that beat what it has."""
-    count, width = len(pairs.one), 2 * chunks.share
+def _share_anew(chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, circles: _Circles, prices: _Prices) -> np.ndarray:
+    """The owners after every pair has taken the cheapest halves of its circles, where they beat what it has."""
+    count, width, tried = len(pairs.one), 2 * chunks.share, len(circles.chunks)
     pair = pairs.of_index(chunks.degree)[owner]
     place = np.argsort(pair[circles.chunks], axis=1, kind="stable")[:, : count * width]
-    shape = (len(place), count, width)
-    ring = _Circles(*(np.take_along_axis(x, place, 1).reshape(shape) for x in circles))
+    ring = _Circles(*(np.take_along_axis(x, place, 1).reshape(tried, count, width) for x in circles))
 
     price = _price_of_halves(chunks, ring, pairs, prices)
     cut = np.argmin(price, axis=-1)
-    price = np.take_along_axis(price, cut[..., None], -1)[..., 0]
     outside = (np.arange(width) - cut[..., None]) % width >= chunks.share
     side = np.zeros(circles.chunks.shape, dtype=bool)  # whether a chunk goes to the pair's other index
-    np.put_along_axis(side, ring.chunks.reshape(len(place), -1), outside.reshape(len(place), -1), 1)
-    price += _price_of_runs(chunks, side, pair, count)
+    np.put_along_axis(side, ring.chunks.reshape(tried, -1), outside.reshape(tried, -1), 1)
+    price = np.take_along_axis(price, cut[..., None], -1)[..., 0] + _price_of_runs(chunks, side, pair, count)
 
-    best = np.argmin(price, axis=0)
     now = _price_now(chunks, owner, pairs, ring, prices)
-    now += _price_of_runs(chunks, (pairs.of_index(chunks.degree)[owner] < count)[None] & _is_other(owner, pairs), pair, count)[0]
-    better = np.append(price[best, np.arange(count)] < now, False)
+    now += _price_of_runs(chunks, (pairs.other[np.minimum(pair, count - 1)] == owner)[None], pair, count)[0]
+    best = np.argmin(price, axis=0)
+    better = np.append(price[best, np.arange(count)] < now, False)  # the last for indices that sit out
     mine = np.minimum(pair, count - 1)
     taken = np.where(side[best[mine], np.arange(len(owner))], pairs.other[mine], pairs.one[mine])
     return np.where(better[pair], taken, owner)
 
 
-def _is_other(owner: np.ndarray, pairs: _Pairs) -> np.ndarray:
-    return np.isin(owner, pairs.other)
-
-
 def _price_of_halves(chunks: _Chunks, ring: _Circles, pairs: _Pairs, prices: _Prices) -> np.ndarray:
-    """[circle, pair, i]: rows and excess when ``one`` takes the half that begins at place i, ``other`` what is left.
+    """[circle, pair, i]: the price when ``one`` takes the half that begins at place i, and ``other`` what is left.
 
     Rows count only what the cuts add: each cut costs the reach of the document's head, which lies before the cut, or
-    behind it where the document runs backward. Two cuts of one document leave the deep and the flat end together, and
-    only the deeper cut counts.
+    behind it where the document runs backward. Two cuts of one document leave both its ends to one index, and only the
+    deeper cut counts.
     """
     half = chunks.share
     document, work, reach = (x[ring.chunks] for x in (chunks.document, chunks.work, chunks.reach))
@@ -273,26 +272,25 @@ def _price_of_halves(chunks: _Chunks, ring: _Circles, pairs: _Pairs, prices: _Pr
     summed = np.zeros((*work.shape[:-1], 2 * half + 1), dtype=np.int64)
     np.cumsum(work, axis=-1, out=summed[..., 1:])
     window = summed[..., half:-1] - summed[..., :half]
-    price += prices.excess(window + chunks.odd_work[pairs.one][:, None])
-    return price + prices.excess(summed[..., -1:] - window + chunks.odd_work[pairs.other][:, None])
+    left = summed[..., -1:] - window
+    odd = (chunks.odd_work[index][:, None] for index in pairs)
+    return price + sum(prices.rows(work + more) for work, more in zip((window, left), odd, strict=True))
 
 
 def _price_of_runs(chunks: _Chunks, side: np.ndarray, pair: np.ndarray, count: int) -> np.ndarray:
-    """[circle, pair]: a chunk's worth of rows, and the head of a document, for each place where a run ends in the pair."""
+    """[circle, pair]: a chunk of rows, and the head of a document, wherever a run ends between two of one pair."""
     behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < count))
-    ends = (side[:, behind] != side[:, behind - 1]) * (chunks.size + chunks.ahead[behind])
-    return np.stack([np.bincount(pair[behind], e, minlength=count) for e in ends]).astype(np.int64)
+    circle, end = np.nonzero(side[:, behind] != side[:, behind - 1])
+    behind = behind[end]
+    price = np.bincount(circle * count + pair[behind], chunks.size + chunks.ahead[behind], minlength=len(side) * count)
+    return price.astype(np.int64).reshape(len(side), count)
 
 
-def _price_now(
-    chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, ring: _Circles, prices: _Prices
-) -> np.ndarray:
-    """[pair]: rows and excess of the present owners, on the scale of ``_price_of_halves``."""
+def _price_now(chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, ring: _Circles, prices: _Prices) -> np.ndarray:
+    """[pair]: the price of the present owners, on the scale of ``_price_of_halves``; circle 0 is the sequence."""
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
-    work = chunks.work[mine].sum(1) + chunks.odd_work
-    index = _reaches(chunks, mine) + prices.excess(work)
-    together = _reaches(chunks, np.sort(ring.chunks[0], axis=-1))
-    return index[pairs.one] + index[pairs.other] - together
+    price = _reaches(chunks, mine) + prices.rows(chunks.work[mine].sum(1) + chunks.odd_work)
+    return price[pairs.one] + price[pairs.other] - _reaches(chunks, ring.chunks[0])
 
 
 def _reaches(chunks: _Chunks, mine: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     """A piece of the sequence that lies together on one rank: tokens start, start + step, … (``count`` of them)."""
 
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     step: int
     """Distance in tokens between neighbours: 1, except in striped layouts, where it is the ring degree."""
 

@@ -54,21 +54,32 @@ class Transport(Protocol):
 
 
 def build_transport(name: str, schedule: Schedule, mesh: Mesh, *, wire: torch.dtype | None = None) -> Transport:
-    """The transport called ``name``; ``auto`` is two-level where the ring spans nodes that hold several of its ranks.
+    """The transport called ``name``, or the one that ``auto`` stands for; gradients travel in ``wire``.
 
-    Gradients travel in ``wire``, by default float32 (float64 for float64 inputs). ConfigError for an unknown name.
+    Without ``wire`` that is float32, float64 for float64 inputs. ConfigError for an unknown name.
     """
-    ring, places = mesh.ring_degree, mesh.ring_places
+    name = resolve_transport(name, mesh)
     if name == "all_gather":
         return AllGather(schedule, mesh, wire)
+    return Hops(schedule, mesh, mesh.ring_degree if name == "p2p" else mesh.ring_places, wire)
+
+
+def resolve_transport(name: str, mesh: Mesh) -> str:
+    """What ``auto`` stands for: two_level where a ring spans nodes that hold several of its ranks, else p2p.
+
+    ConfigError for an unknown name, and for two_level where nodes do not hold equally many ranks.
+    """
+    if name not in TRANSPORTS:
+        raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
+    ring, places = mesh.ring_degree, mesh.ring_places
+    if name == "auto":
+        return "two_level" if 1 < places < ring else "p2p"
     if name == "two_level" and places == 1 and mesh.ranks_per_node > 1 and ring > 1:
         raise ConfigError(
             f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "
             f"{mesh.ranks_per_node} ranks a node they do not.\nTry parallel.transport=p2p."
         )
-    if name not in TRANSPORTS:
-        raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
-    return Hops(schedule, mesh, ring if name == "p2p" or places == 1 else places, wire)
+    return name
 
 
 @dataclass
