@@ -7,8 +7,10 @@ gradients on the wire, are float32 (float64 for float64 inputs): rounding does n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +28,16 @@ from parallel.schedule import Schedule, cached_layout
 from parallel.transport import Transport, Visit, build_transport
 
 
-@torch.compiler.disable
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which torch.compile leaves as it is: one graph break a layer."""
+    return cast(Callable[P, T], torch.compiler.disable(function))
+
+
+@_outside_graphs
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -59,7 +70,7 @@ def attend(
     """
     B, t = q_BtHD.shape[:2]
     share = schedule.layout.num_local(mesh.context_rank)
-    options = {
+    options: dict[str, Any] = {
         "schedule": schedule,
         "mesh": mesh,
         "kernel": kernel,
@@ -73,8 +84,8 @@ def attend(
         "agree_again": agree_again,
     }
     if t != share and B * t == share:  # rows of a flattened micro-batch
-        flat = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-        return attend(*flat, **options).unflatten(1, (B, t)).squeeze(0)
+        q, k, v = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        return attend(q, k, v, **options).unflatten(1, (B, t)).squeeze(0)
     scores = _check_scores(scores, scale, q_BtHD.shape[-1])
     if stash is None or not stash.replaying:  # a layer that is computed again has agreed already, and sends nothing
         words = _words(q_BtHD, k_BtKD, v_BtKV, scores, transport, wire)
@@ -96,7 +107,7 @@ class ContextParallelAttention:
     wire: torch.dtype | None = None
     deterministic: bool = False
 
-    @torch.compiler.disable
+    @_outside_graphs
     def __call__(
         self,
         q_BtHD: Tensor,

@@ -35,7 +35,7 @@ TOLERANCE_LONG = 100
 MEAN_WORK, EXCESS_WORK = 4, 512
 """What work beyond the mean, and beyond the tolerance, is worth: the mean's work as often an index's tokens in rows."""
 
-ROUNDS, CIRCLES, BANK = 45, 8, 49
+ROUNDS, CIRCLES, BANK = 36, 8, 49
 """Rounds of pairs, circles tried in each, and circles to take them from."""
 
 Pieces = list[tuple[int, int]]
@@ -45,21 +45,27 @@ Pieces = list[tuple[int, int]]
 def deal(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
     """The pieces of ``num_tokens`` that each of ``degree`` ring indices gets; every index gets equally many tokens.
 
-    Pieces begin and end at multiples of 128 tokens when ``num_tokens / degree`` is such a multiple. Otherwise at
-    multiples of its largest divisor from 65 to 127; where it has none (a prime, say), each index has one short piece
-    among the first tokens, and the other pieces are multiples of 128 long. Below 1024 tokens an index the same rule
-    holds with an eighth of the share in place of 128. The end of ``cu_seqlens`` is ``num_tokens``; one document is
-    dealt head and tail wherever the halves are whole multiples, or nothing is.
+    Pieces begin and end at multiples of a grain: 128 tokens when the share ``num_tokens / degree`` is such a multiple,
+    else its largest divisor from 65 to 127. Where it has none (a prime, say), pieces are multiples of 128 long but for
+    one short piece of each index, which lie first in the sequence. Below 1024 tokens the same holds with an eighth of
+    the share in place of 128. One document is dealt head and tail where half a share is in whole grains or the share is
+    no multiple of 128 anyway. ``cu_seqlens`` ascends from 0 to ``num_tokens``.
     """
     if degree == 1:
         return [[(0, num_tokens)]]
     share = num_tokens // degree
     bounds = np.unique(np.asarray(cu_seqlens, dtype=np.int64))
     if len(bounds) == 2 and share % 2 == 0 and (share % GRAIN or share % (2 * GRAIN) == 0):
-        part = share // 2
-        return [[(p * part, part) for p in (r, 2 * degree - 1 - r)] for r in range(degree)]
+        return head_and_tail(num_tokens, degree)
     chunks = _cut(num_tokens, degree, bounds)
     return _pieces(chunks, _improve(chunks, _take_windows(chunks)))
+
+
+def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
+    """2·degree equal parts, of which each index gets one from either end; the two in the middle adjoin and are one."""
+    part = num_tokens // (2 * degree)
+    ends = [[(r * part, part), (num_tokens - (r + 1) * part, part)] for r in range(degree - 1)]
+    return [*ends, [((degree - 1) * part, 2 * part)]]
 
 
 @dataclass(frozen=True)

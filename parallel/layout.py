@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from parallel.balance import deal
+from parallel.balance import deal, head_and_tail
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -37,8 +38,6 @@ class Run(NamedTuple):
 
 Runs = tuple[Run, ...]
 """Ascending and disjoint runs."""
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -72,22 +71,20 @@ class SequenceLayout:
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
         ``striped`` gives it every R-th token, from token r. ``balanced`` deals chunks so that causal attention within
         the documents that end at ``cu_seqlens`` (default: one document) is even and few rows travel
-        (``parallel/balance.py``). The other kinds do not look at the documents. ConfigError when the tokens do not
+        (``parallel/balance.py``). The other kinds only check the documents. ConfigError when the tokens do not
         divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
+        bounds = check_documents(cu_seqlens, num_tokens)
         ring = degree // ulysses
         share = num_tokens // ring
-        if kind == "balanced":
-            bounds = check_documents(cu_seqlens, num_tokens)
-            runs = [[Run(start, count, 1) for start, count in pieces] for pieces in deal(num_tokens, ring, bounds)]
-        elif kind == "striped":
+        if kind == "striped":
             runs = [[Run(r, share, ring)] for r in range(ring)]
         elif kind == "contiguous" or ring == 1:
             runs = [[Run(r * share, share, 1)] for r in range(ring)]
         else:
-            part = share // 2
-            runs = [[Run(p * part, part, 1) for p in (r, 2 * ring - 1 - r)] for r in range(ring)]
+            dealt = head_and_tail(num_tokens, ring) if kind == "zigzag" else deal(num_tokens, ring, bounds)
+            runs = [[Run(start, count, 1) for start, count in pieces] for pieces in dealt]
         return cls(kind, num_tokens, degree, ulysses, tuple(tuple(r) for r in runs))
 
     @property
@@ -157,7 +154,7 @@ def check_documents(cu_seqlens: Sequence[int] | Tensor | None, num_tokens: int) 
     if cu_seqlens is None:
         return [0, num_tokens]
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    falls = any(b < a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    falls = any(b < a for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tokens or falls:
         raise ConfigError(
             f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; "

@@ -27,7 +27,7 @@ from longctx.kernels.linear import CHUNK, Segments, check_tensors, linear_attent
 from parallel.agreement import agree
 from parallel.layout import SequenceLayout, check_documents
 from parallel.mesh import Mesh
-from parallel.transport import _guarded
+from parallel.transport import guarded
 
 T = TypeVar("T")
 
@@ -238,11 +238,11 @@ class _AllGather:
         padded = torch.cat((mine_sBKDW, mine_sBKDW.new_zeros(slots - len(mine_sBKDW), *state)))
         everything = padded.new_empty(self.mesh.context * slots, *state)
         group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
-        work = _guarded(lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described)
+        work = guarded(lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described)
         own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
-            _guarded(work.wait, described)
+            guarded(work.wait, described)
             by_rank = everything.view(self.mesh.context, slots, *state)
             sums = padded.new_zeros(len(own), *state)  # which also kept the outgoing states alive until here
             if before:

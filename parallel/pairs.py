@@ -23,7 +23,7 @@ class Segment(NamedTuple):
 
     document: int
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     local: int
 
 
@@ -47,7 +47,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
     return tuple(found)
 
 
-def cut_segments(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> list[Segment]:
+def cut_segments(runs: Sequence[Run], cu_seqlens: Sequence[int] | np.ndarray) -> list[Segment]:
     """A rank's runs cut at document boundaries, in local (and global) order."""
     segments, local = [], 0
     for start, count, step in runs:
@@ -65,7 +65,7 @@ def cut_segments(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> list[Segment
 class Rows:
     """One rank's segments, and those of each document."""
 
-    def __init__(self, runs: Sequence[Run], cu_seqlens: Sequence[int]) -> None:
+    def __init__(self, runs: Sequence[Run], cu_seqlens: Sequence[int] | np.ndarray) -> None:
         self.step = runs[0].step
         self._runs, self._cu_seqlens = runs, cu_seqlens
 
@@ -207,8 +207,8 @@ class Bands:
         lo, hi = (np.where(np.abs(bound) == _OPEN, bound, bound + by) for bound in (lo, hi))
         moved = (q0 - first_query, q1 - first_query, k0 + keys, k1 + keys, lo, hi, offset - self.step * by)
         return [
-            Pair(*ends, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, self.step, offset)
-            for *ends, lo, hi, offset in np.stack(moved, axis=1).tolist()
+            Pair(q0, q1, k0, k1, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, self.step, offset)
+            for q0, q1, k0, k1, lo, hi, offset in np.stack(moved, axis=1).tolist()
         ]
 
 

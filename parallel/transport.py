@@ -104,7 +104,7 @@ class _Coming:
 
     def wait(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that arrived; None when nothing was to come. ClusterError when the peer is gone or too late."""
-        _guarded(lambda: [work.wait() for work in self.works], self.described)
+        guarded(lambda: [work.wait() for work in self.works], self.described)
         self.outgoing = ()
         return self.tensors
 
@@ -337,7 +337,7 @@ class AllGather:
         x = x.contiguous()
         got = x.new_empty(self.mesh.ring_degree, *x.shape)
         described = f"rank {self.mesh.rank} gathering keys and values"
-        work = _guarded(
+        work = guarded(
             lambda: dist.all_gather_into_tensor(
                 got.view(-1, *x.shape[1:]), x, group=self.mesh.ring_group, async_op=True
             ),
@@ -347,14 +347,14 @@ class AllGather:
 
     def _gathered(self, got: Tensor, _outgoing: Tensor, works: list) -> Tensor:
         """[B, ring · n, …] once it is there."""
-        _guarded(lambda: [work.wait() for work in works], f"rank {self.mesh.rank} gathering keys and values")
+        guarded(lambda: [work.wait() for work in works], f"rank {self.mesh.rank} gathering keys and values")
         return got[:, 0].flatten(0, 1).unsqueeze(0) if got.shape[1] == 1 else got.transpose(0, 1).flatten(1, 2)
 
     def _add_home(self, total_BnKD: Tensor, grad_BsKD: Tensor) -> None:
         ring, (B, n, *rest) = self.mesh.ring_degree, total_BnKD.shape
         parts = grad_BsKD.view(B, ring, n, *rest).transpose(0, 1).to(self.wire or grad_BsKD.dtype).contiguous()
         got = torch.empty_like(parts)
-        _guarded(
+        guarded(
             lambda: dist.all_to_all_single(got, parts, group=self.mesh.ring_group),
             f"rank {self.mesh.rank} returning gradients of gathered keys and values",
         )
@@ -362,7 +362,7 @@ class AllGather:
             total_BnKD += got[(self.mesh.ring_rank + places) % ring]
 
 
-def _guarded(action: Callable, described: str):
+def guarded(action: Callable, described: str):
     """What ``action`` returns; a ClusterError that says what was under way where communication fails."""
     try:
         return action()
@@ -374,7 +374,7 @@ def _guarded(action: Callable, described: str):
 
 
 def _started(ops: list, described: str) -> list:
-    return _guarded(lambda: dist.batch_isend_irecv(ops), described) if ops else []
+    return guarded(lambda: dist.batch_isend_irecv(ops), described) if ops else []
 
 
 def _take(tensors: tuple[Tensor, Tensor], rows: Ranges) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,7 @@ class CpuFlashKernel:
         for block in _blocks(pairs, _WHOLE if op.rounds else _TILE):
             block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
             if touched[block.q].any():
+                out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
                 merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
             else:
                 out[:, block.q], lse[:, block.q] = block_out, block_lse
@@ -231,7 +232,7 @@ def _is_causal(tile: Tile) -> bool:
 
 @lru_cache(maxsize=8)
 def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where lo ≤ i − j ≤ hi, −inf elsewhere, [rows, keys]: at most 512 by 2048, and the same for most blocks."""
+    """0 where lo ≤ i − j ≤ hi, −inf elsewhere, [rows, keys]: at most 2^20 elements, and the same for most blocks."""
     apart = torch.arange(rows)[:, None] - torch.arange(keys)
     outside = torch.zeros(rows, keys, dtype=torch.bool)
     if lo is not None:

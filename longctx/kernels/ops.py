@@ -69,7 +69,7 @@ def backward(
     return Gradients(*grads) if scores.relative_bias is not None else Gradients(*grads[:3])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def pair_table(pairs: tuple[Pair, ...]) -> Tensor:
     """The pairs as rows [P, 8] of an int64 tensor on the CPU, fields in ``Pair``'s order, ``OPEN`` for None."""
     rows = [(p.q_start, p.q_stop, p.k_start, p.k_stop, _bound(p.lo), _bound(p.hi), p.step, p.offset) for p in pairs]
@@ -81,7 +81,7 @@ def table_pairs(table_P8: Tensor) -> tuple[Pair, ...]:
     return _pairs_of_bytes(table_P8.numpy().tobytes())
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _pairs_of_bytes(content: bytes) -> tuple[Pair, ...]:
     rows = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, 8).tolist() if content else []
     return tuple(

@@ -11,15 +11,29 @@ from longctx.errors import ConfigError
 from longctx.kernels.blockwise import BlockwiseKernel
 from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores
 from longctx.kernels.cpu_flash import CpuFlashKernel
+from longctx.kernels.cuda_flash import CudaFlashKernel
+from longctx.kernels.flash2 import Flash2Kernel
+from longctx.kernels.flash3 import Flash3Kernel
+from longctx.kernels.flash4 import Flash4Kernel
+from longctx.kernels.flex import FlexKernel
 from longctx.kernels.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, AttentionKernel] = {
-    "cpu_flash": CpuFlashKernel(),
-    "blockwise": BlockwiseKernel(),
-    "reference": ReferenceKernel(),
-}
+_PREFERRED: tuple[AttentionKernel, ...] = (
+    Flash3Kernel(),  # Hopper only, where it is the fastest
+    Flash4Kernel(),
+    Flash2Kernel(),
+    Flash3Kernel(deterministic=True),
+    Flash4Kernel(deterministic=True),
+    Flash2Kernel(deterministic=True),
+    CudaFlashKernel(),
+    FlexKernel(),
+    CpuFlashKernel(),
+    BlockwiseKernel(),
+    ReferenceKernel(),
+)
+KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _PREFERRED}
 """Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
 
 
@@ -59,11 +73,20 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
         chosen = next((k for k, refusal in refusals.items() if refusal is None), None)
         if chosen is None:
             raise ConfigError(f"no attention kernel serves {request}: {refusals}.")
-        passed = [f"{k}: {why}" for k, why in refusals.items() if why]
-        log.info("Attention kernel: %s for %s%s.", chosen, request, f" ({'; '.join(passed)})" if passed else "")
+        log.info("Attention kernel: %s for %s%s.", chosen, request, _passed_over(refusals, chosen))
         return KERNELS[chosen]
     if name not in KERNELS:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
     if refusal := KERNELS[name].supports(request):
         raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
     return KERNELS[name]
+
+
+def _passed_over(refusals: dict[str, str | None], chosen: str) -> str:
+    """Why kernels that would have been preferred were not taken, each reason once."""
+    kernels_by_reason: dict[str, list[str]] = {}
+    for name, why in refusals.items():
+        if name == chosen:
+            break
+        kernels_by_reason.setdefault(why or "", []).append(name)
+    return "".join(f"; not {', '.join(names)}: {why}" for why, names in kernels_by_reason.items())

@@ -13,11 +13,7 @@ from longctx.model.positions import apply_rotary
 
 
 class Attention(nn.Module):
-    """Owns the four projections; the block calls the core between ``project`` and ``output``.
-
-    It has no forward of its own, so that a block can recompute what lies before and after the core without running
-    the core, and its communication, twice.
-    """
+    """Owns the four projections; the block calls the core, which it is handed, between ``project`` and ``output``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -152,8 +152,8 @@ class LocalAttention:
             )
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
-        windowed, device = mask.window is not None, q_BtHD.device.type
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, D, H, K, V, windowed, *_wishes(scores))
+        device, windowed = q_BtHD.device.type, mask.window is not None
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, *_wishes(scores))
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             table = _continuation_table(mask, T, k_BtKD.shape[1])
@@ -209,16 +209,14 @@ def _kernel_for(
     name: str,
     device_type: str,
     dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    value_dim: int,
+    sizes: tuple[int, int, int, int],
     window: bool,
     softcap: bool,
     alibi: bool,
     relative_bias: bool,
 ) -> str:
-    """The chosen kernel's name; under ``torch.compile`` chosen once, while compiling."""
+    """The chosen kernel's name. Under ``torch.compile`` it is chosen while compiling, hence the plain arguments."""
+    head_dim, num_heads, num_kv_heads, value_dim = sizes
     request = KernelRequest(
         device_type,
         dtype,

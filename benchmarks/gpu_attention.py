@@ -1,0 +1,395 @@
+"""The attention kernels of one GPU: rates, memory, errors, the cost of a ring of their blocks, when it can be hidden.
+
+    python -m benchmarks.gpu_attention [--minutes 7.5] [--output FILE.json]
+
+Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Four tables, also saved as JSON:
+
+1. TFLOP/s and peak memory of each kernel's blocks, forward and backward, 2K to 64K tokens a block, 32 query and 8 key
+   heads of 128, bfloat16. Memory is what the call takes besides its inputs.
+2. A ring on one device: every rank's hops, one after the other, with its merges and additions but no transfer, beside
+   one call of the same kernel over the whole sequence. ``efficiency`` is whole / sum of the ranks (goal 0.97);
+   ``slowest`` is whole / (ranks × slowest rank), which counts imbalance too.
+3. Relative (Frobenius) errors in bfloat16 against float64.
+4. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
+   bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients on the wire, 8/5 with
+   bfloat16, for two-byte keys and values and blocks of which half is computed.
+
+``--device cpu --smoke`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import RESULTS, machine
+from longctx.kernels.contract import AttentionKernel, KernelRequest, Pair, Scores, accumulate_dtype, merge_
+from longctx.kernels.reference import ReferenceKernel
+from longctx.kernels.select import KERNELS
+from parallel.layout import SequenceLayout
+from parallel.pairs import area
+from parallel.schedule import Schedule
+
+BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
+"""Bytes a second that a rank receives, by link: assumptions, not measurements."""
+NOT_MEASURED = ("reference", "blockwise")
+"""Kernels whose speed nobody waits for on a GPU."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on which device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: tuple[int, ...]
+    ring_tokens: int
+    degrees: tuple[int, ...]
+    error_tokens: int
+    rounds: int
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(scale=self.head_dim**-0.5)
+
+    def kernels(self) -> dict[str, AttentionKernel]:
+        """The kernels that this device has, the preferred one first."""
+        D, H, K = self.head_dim, self.num_heads, self.num_kv_heads
+        request = KernelRequest(self.device.type, self.dtype, D, H, K, window=True)
+        slow = NOT_MEASURED if self.device.type == "cuda" else NOT_MEASURED[:1]
+        names = [n for n in KERNELS if n not in slow and not n.endswith("_deterministic")]
+        return {n: KERNELS[n] for n in names if KERNELS[n].supports(request) is None}
+
+    def tensors(self, tokens: int) -> list[Tensor]:
+        """q, k, v and the output's gradient, [1, tokens, heads, D]."""
+        g = torch.Generator(self.device).manual_seed(0)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        shapes = ((1, tokens, h, self.head_dim) for h in heads)
+        return [torch.randn(s, generator=g, device=self.device).to(self.dtype) for s in shapes]
+
+    def flops(self, pairs: Sequence[Pair]) -> float:
+        """Floating-point operations forward; backward takes 2.5 times that."""
+        return 4.0 * self.num_heads * self.head_dim * sum(area(pair) for pair in pairs)
+
+
+def full_setting() -> Setting:
+    """What the docstring says."""
+    sizes = tuple(1024 * 2**n for n in range(1, 7))
+    return Setting(torch.device("cuda"), torch.bfloat16, 32, 8, 128, sizes, 65536, (2, 4, 8), 1024, 3)
+
+
+def smoke_setting(device: str) -> Setting:
+    """Everything once, at sizes that take seconds on a CPU."""
+    return Setting(torch.device(device), torch.bfloat16, 4, 2, 16, (64, 128), 512, (2,), 96, 1)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+def seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    """The quickest of some rounds after one to warm up: GPU time, on a CPU its processor time."""
+    run()
+    found = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            found.append(start.elapsed_time(stop) / 1e3)
+        else:
+            begun = time.process_time()
+            run()
+            found.append(time.process_time() - begun)
+    return min(found)
+
+
+def peak_mib(run: Callable[[], Any], device: torch.device) -> float | None:
+    """Most memory allocated during the call beyond what was before it; None where nobody counts it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
+    """Rates and memory of each kernel's blocks."""
+    for name, kernel in setting.kernels().items():
+        for tokens in setting.block_tokens:
+            for mask, lo in (("full", None), ("causal", 0)):
+                if time.monotonic() > deadline:
+                    print(f"out of time before {name} at {tokens} tokens", file=sys.stderr)
+                    return
+                pairs = (Pair(0, tokens, 0, tokens, lo),)
+                yield {"kernel": name, "tokens": tokens, "mask": mask, **measure_block(setting, kernel, pairs)}
+
+
+def measure_block(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...]) -> dict[str, float | None]:
+    """TFLOP/s and MiB of one kernel on one set of pairs, forward and backward."""
+    q, k, v, dout = setting.tensors(pairs[-1].q_stop)
+    out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
+    out = out.to(q.dtype)
+
+    def forward() -> object:
+        return kernel.forward(q, k, v, pairs, scores=setting.scores)
+
+    def backward() -> object:
+        return kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)
+
+    work = setting.flops(pairs) / 1e12
+    return {
+        "forward_tflops": work / seconds(forward, setting.device, setting.rounds),
+        "backward_tflops": 2.5 * work / seconds(backward, setting.device, setting.rounds),
+        "forward_mib": peak_mib(forward, setting.device),
+        "backward_mib": peak_mib(backward, setting.device),
+    }
+
+
+# --- a ring on one device -----------------------------------------------------------------------------------
+
+
+class RankWork:
+    """One rank's share of a ring: its hops' pairs and keys as they would have arrived."""
+
+    def __init__(self, setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, whole: list[Tensor]):
+        layout = schedule.layout
+        q, k, v, dout, out, lse = whole
+        self.kernel, self.scores = kernel, setting.scores
+        self.q, self.dout, self.out, self.lse = (layout.split(x, rank, 1) for x in (q, dout, out, lse))
+        self.hops = []
+        for hop in schedule.hops(rank):
+            if hop.pairs:
+                theirs = (layout.split(x, hop.owner, 1) for x in (k, v))
+                arrived = [torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs]
+                self.hops.append((slice(*hop.queries), hop.pairs, *arrived))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Every hop, merged as the ring merges them."""
+        (_, pairs, k, v), *rest = self.hops
+        out, lse = self.kernel.forward(self.q, k, v, pairs, scores=self.scores)
+        for rows, pairs, k, v in rest:
+            merge_(out[:, rows], lse[:, rows], *self.kernel.forward(self.q[:, rows], k, v, pairs, scores=self.scores))
+        return out.to(self.q.dtype), lse
+
+    def backward(self) -> Tensor:
+        """Every hop's gradients; those of keys are added to a buffer, as at their owner."""
+        dq = torch.zeros_like(self.q, dtype=accumulate_dtype(self.q.dtype))
+        for rows, pairs, k, v in self.hops:
+            mine = (self.dout[:, rows], self.q[:, rows], k, v, self.out[:, rows], self.lse[:, rows])
+            grads = self.kernel.backward(*mine, pairs, scores=self.scores)
+            dq[:, rows] += grads.dq_BtHD
+            for part in (grads.dk_BsKD, grads.dv_BsKV):
+                torch.zeros_like(part).add_(part)
+        return dq
+
+
+def packed_documents(tokens: int, mean: int) -> list[int]:
+    """Boundaries of documents of very different lengths."""
+    draw, bounds = random.Random(0), [0]
+    while bounds[-1] < tokens:
+        bounds.append(min(tokens, bounds[-1] + 1 + int(draw.expovariate(1 / mean))))
+    return bounds
+
+
+def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
+    """Efficiency of each layout at each degree, for one document and for a packed row."""
+    name, kernel = next(iter(setting.kernels().items()))
+    tokens = setting.ring_tokens
+    cases = {"one document": [0, tokens], "packed": packed_documents(tokens, tokens // 16)}
+    for documents, bounds in cases.items():
+        pairs = tuple(Pair(a, b, a, b, 0) for a, b in pairwise(bounds))
+        q, k, v, dout = setting.tensors(tokens)
+        out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
+        whole = [q, k, v, dout, out.to(q.dtype), lse]
+        alone = [seconds(run, setting.device, setting.rounds) for run in _whole_runs(setting, kernel, pairs, whole)]
+        for degree in setting.degrees:
+            for layout in ("zigzag", "striped", "balanced"):
+                if time.monotonic() > deadline:
+                    print(f"out of time before {layout} over {degree} ranks, {documents}", file=sys.stderr)
+                    return
+                schedule = Schedule.build(SequenceLayout.build(layout, tokens, degree, bounds), bounds)
+                found = ring_seconds(setting, kernel, schedule, whole)
+                row = {"kernel": name, "documents": documents, "layout": layout, "ranks": degree}
+                yield row | {"calls": _most_hops(schedule)} | ratios(alone, found)
+
+
+def _whole_runs(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...], whole: list[Tensor]):
+    q, k, v, dout, out, lse = whole
+    yield lambda: kernel.forward(q, k, v, pairs, scores=setting.scores)[0].to(q.dtype)
+    yield lambda: kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)
+
+
+def _most_hops(schedule: Schedule) -> int:
+    return max(sum(bool(hop.pairs) for hop in schedule.hops(rank)) for rank in range(schedule.layout.degree))
+
+
+def ring_seconds(
+    setting: Setting, kernel: AttentionKernel, schedule: Schedule, whole: list[Tensor]
+) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of every rank."""
+    found = []
+    for rank in range(schedule.layout.degree):
+        work = RankWork(setting, kernel, schedule, rank, whole)
+        runs = (work.forward, work.backward)
+        found.append(tuple(seconds(run, setting.device, setting.rounds) for run in runs))
+    return found
+
+
+def ratios(alone: Sequence[float], ranks: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Efficiencies of a ring whose ranks took these (forward, backward) seconds beside the work done in one call."""
+    found = {}
+    for n, direction in enumerate(("forward", "backward")):
+        times = [rank[n] for rank in ranks]
+        found[f"{direction}_efficiency"] = alone[n] / sum(times)
+        found[f"{direction}_slowest"] = alone[n] / (len(times) * max(times))
+    both = [sum(rank) for rank in ranks]
+    return found | {"efficiency": sum(alone) / sum(both), "slowest": sum(alone) / (len(both) * max(both))}
+
+
+# --- errors and thresholds ----------------------------------------------------------------------------------
+
+
+def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Relative Frobenius errors of each kernel against float64 on the same inputs."""
+    tokens = setting.error_tokens
+    pairs = (Pair(0, tokens, 0, tokens, 0),)
+    q, k, v, dout = setting.tensors(tokens)
+    inputs = (q.double(), k.double(), v.double(), dout.double())
+    exact = _attention(ReferenceKernel(), *inputs, pairs, setting.scores)
+    for name, kernel in setting.kernels().items():
+        found = _attention(kernel, q, k, v, dout, pairs, setting.scores)
+        names = ("out", "dq", "dk", "dv")
+        errors = {n: _relative(a, b) for n, a, b in zip(names, found, exact, strict=True)}
+        yield {"kernel": name, "tokens": tokens, **errors}
+
+
+def _attention(
+    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pairs: Sequence[Pair], scores: Scores
+) -> list[Tensor]:
+    """Output and gradients."""
+    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
+    return [out, *kernel.backward(dout, q, k, v, out.to(q.dtype), lse, pairs, scores=scores)[:3]]
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def thresholds(setting: Setting, blocks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Tokens a rank needs for a hop's transfer to hide behind its work, at each kernel's rate on its largest block."""
+    share = setting.num_kv_heads / setting.num_heads
+    largest = {row["kernel"]: row for row in blocks if row["mask"] == "full"}  # rows come in ascending size
+    for name, row in largest.items():
+        for link, bandwidth in BANDWIDTHS.items():
+            forward, backward = (share * row[f"{d}_tflops"] * 1e12 / bandwidth for d in ("forward", "backward"))
+            yield {
+                "kernel": name,
+                "link": link,
+                "forward": round(2 * forward),
+                "backward_float32": round(12 / 5 * backward),
+                "backward_bfloat16": round(8 / 5 * backward),
+            }
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows as a table with right-aligned numbers."""
+    print(f"\n{title}")
+    if not rows:
+        print("  nothing measured")
+        return
+    cells = [[key.replace("_", " ") for key in rows[0]], *([_cell(x) for x in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  " + "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.3f}" if abs(value) < 10 else f"{value:.0f}"
+    return str(value)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name; on a CPU that it is one."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{machine()['processor']} (CPU)"
+
+
+def run(setting: Setting, minutes: float) -> dict[str, Any]:
+    """All tables, printed as they come and returned."""
+    begun = time.monotonic()
+    name = device_name(setting.device)
+    print(f"{name}, PyTorch {torch.__version__}, kernels: {', '.join(setting.kernels())}")
+    if setting.rounds == 1:
+        print("Tiny sizes, one round: a check of the script, no measurement.")
+    blocks = list(measure_blocks(setting, begun + 60 * minutes * 0.6))
+    heads = f"{setting.num_heads}/{setting.num_kv_heads} heads of {setting.head_dim}, {setting.dtype}"
+    show(f"Blocks ({heads}): TFLOP/s and MiB", blocks)
+    rings = list(measure_rings(setting, begun + 60 * minutes))
+    show(f"A ring's blocks beside one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
+    errors = list(measure_errors(setting))
+    show("Relative errors against float64", errors)
+    hidden = list(thresholds(setting, blocks))
+    show("Tokens a rank needs to hide a hop's transfer (bandwidths assumed)", hidden)
+    return {
+        "device": name,
+        "seconds": round(time.monotonic() - begun, 1),
+        "heads": heads,
+        "blocks": blocks,
+        "rings": rings,
+        "errors": errors,
+        "thresholds": hidden,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save; 1 without a device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_attention", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks the script, measures nothing")
+    parser.add_argument("--minutes", type=float, default=7.5, help="start no measurement after so many minutes")
+    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/gpu_attention_DEVICE.json)")
+    wanted = parser.parse_args(arguments)
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        print("No CUDA device: nothing measured. (--device cpu --smoke checks the script.)", file=sys.stderr)
+        return 1
+    if wanted.device == "cpu" and not wanted.smoke:
+        parser.error("--device cpu takes --smoke: at full size the CPU's kernels would need days")
+    setting = smoke_setting(wanted.device) if wanted.smoke else full_setting()
+    result = {"machine": machine(), "smoke": wanted.smoke, **run(setting, wanted.minutes)}
+    name = re.sub(r"\W+", "_", result["device"]).strip("_").lower()
+    path = wanted.output or RESULTS / f"gpu_attention_{name}{'_smoke' if wanted.smoke else ''}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nsaved: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

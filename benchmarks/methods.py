@@ -1,0 +1,183 @@
+"""One attention problem, the ways to solve it over ranks, and how time, memory and error of a way are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.ranks import alternate, run_ranks, with_resident_rise
+from parallel.attention import attend
+from parallel.layout import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.schedule import Schedule
+
+HEADS, HEAD_DIM = 8, 64
+NAMES = ("out", "dq", "dk", "dv")
+
+Solve = Callable[[list[Tensor]], list[Tensor]]
+"""From this rank's q, k, v and the output's gradient to its output, dq, dk, dv; [1, t, heads, D] each."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Causal attention, forward and backward, with inputs that are the same in every process."""
+
+    name: str
+    dtype: torch.dtype
+    num_kv_heads: int
+    cu_seqlens: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Length of the row."""
+        return self.cu_seqlens[-1]
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and the output's gradient, whole."""
+        g = torch.Generator().manual_seed(0)
+        heads = (HEADS, self.num_kv_heads, self.num_kv_heads, HEADS)
+        return [torch.randn(1, self.tokens, h, HEAD_DIM, generator=g).to(self.dtype) for h in heads]
+
+
+FP32, BF16 = "fp32, 8 query and 8 key heads", "bf16, 8 query and 2 key heads"
+
+
+def problem(name: str, *cu_seqlens: int) -> Problem:
+    """FP32 or BF16 over documents that end at ``cu_seqlens``."""
+    return Problem(name, torch.float32 if name == FP32 else torch.bfloat16, 8 if name == FP32 else 2, cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to solve a problem over ranks."""
+
+    name: str
+    prepare: Callable[..., tuple[SequenceLayout, Solve]]
+    """``prepare(problem, degree, *arguments)`` on every rank: the layout of the inputs, and the solver."""
+    arguments: tuple[Any, ...] = ()
+
+
+def prepare_ours(
+    asked: Problem, degree: int, kind: str, transport: str, ulysses: int = 1
+) -> tuple[SequenceLayout, Solve]:
+    """``attend`` with a layout and a transport, heads split over ``ulysses`` of the ranks."""
+    layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens, ulysses)
+    schedule = Schedule.build(layout, asked.cu_seqlens)
+    mesh = Mesh.build(context=degree, ulysses=ulysses)
+
+    def solve(mine: list[Tensor]) -> list[Tensor]:
+        q, k, v = (x.detach().requires_grad_() for x in mine[:3])
+        out = attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+        out.backward(mine[3])
+        return [out.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
+
+    return layout, solve
+
+
+RING = Method("longctx ring, zigzag", prepare_ours, ("zigzag", "p2p"))
+
+
+def one_process(cu_seqlens: Sequence[int], full: list[Tensor]) -> list[Tensor]:
+    """Output and gradients by PyTorch's own attention, document by document."""
+    parts = [_one_document([x[:, a:b] for x in full]) for a, b in pairwise(cu_seqlens) if b > a]
+    return [torch.cat(of, 1) if len(of) > 1 else of[0] for of in zip(*parts, strict=True)]
+
+
+def _one_document(tensors: list[Tensor]) -> list[Tensor]:
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in tensors[:3])
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out.backward(tensors[3].transpose(1, 2))
+    return [x.detach().transpose(1, 2) for x in (out, q.grad, k.grad, v.grad)]  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What one rank says of one method."""
+
+    results: list[Tensor]
+    rise_mib: float
+    """Peak of resident memory in the process's first use of the method, over what it was before."""
+    layout: SequenceLayout
+
+
+def solve_once(asked: Problem, method: Method, degree: int) -> Solved:
+    """Run in a fresh process: results and memory."""
+    layout, solve = method.prepare(asked, degree, *method.arguments)
+    rank = torch.distributed.get_rank()
+    mine = [layout.split(x, rank, 1) for x in asked.inputs()]
+    results, rise = with_resident_rise(lambda: solve(mine))
+    return Solved(results, rise, layout)
+
+
+def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds: int) -> list[float]:
+    """This rank's CPU seconds of the single process's work, then of each method; all in the same process, by turns.
+
+    The cores of a shared machine are not equally fast, so each rank is held against work that it did itself. While one
+    process does the whole work the others do the same: cores that share caches are slower together than alone.
+    """
+    full, rank = asked.inputs(), torch.distributed.get_rank()
+    actions: list[Callable[[], Any]] = [lambda: one_process(asked.cu_seqlens, full)]
+    for method in methods:
+        layout, solve = method.prepare(asked, degree, *method.arguments)
+        mine = [layout.split(x, rank, 1) for x in full]
+        actions.append(lambda solve=solve, mine=mine: solve(mine))
+    for action in actions:
+        action()  # the first use of anything is not counted
+    return alternate(actions, rounds)
+
+
+def measure_time(asked: Problem, methods: Sequence[Method], degree: int, rounds: int) -> list[dict[str, Any]]:
+    """For each method CPU seconds by rank, and the worst rank's ratio to its share of the single process's work."""
+    ranks = run_ranks(time_rounds, degree, asked, tuple(methods), degree, rounds)
+    rows = []
+    for n, method in enumerate(methods, start=1):
+        ratios = [seconds[n] / (seconds[0] / degree) for seconds in ranks]
+        rows.append(
+            {
+                "case": asked.name,
+                "method": method.name,
+                "cpu_seconds_per_rank": [round(s[n], 3) for s in ranks],
+                "one_process_cpu_seconds": [round(s[0], 3) for s in ranks],
+                "ratio_to_share_per_rank": [round(r, 3) for r in ratios],
+                "ratio_to_share": round(max(ratios), 3),
+            }
+        )
+    return rows
+
+
+def measure_once(asked: Problem, method: Method, degree: int) -> dict[str, Any]:
+    """Errors against float64, and the largest rise of a rank's resident memory, of processes that do nothing else."""
+    ranks = run_ranks(solve_once, degree, asked, method, degree)
+    joined = [ranks[0].layout.join(parts, 1) for parts in zip(*(r.results for r in ranks), strict=True)]
+    return {
+        "case": asked.name,
+        "method": method.name,
+        "degree": degree,
+        "relative_error": errors(asked, joined),
+        "one_process_relative_error": one_process_errors(asked),
+        "resident_rise_mib": round(max(r.rise_mib for r in ranks)),
+    }
+
+
+def errors(asked: Problem, got: list[Tensor]) -> dict[str, float]:
+    """Relative (Frobenius) error of each result against one process in float64."""
+    pairs = zip(NAMES, got, exact(asked), strict=True)
+    return {n: float(f"{float((a.double() - b).norm() / b.norm()):.3g}") for n, a, b in pairs}
+
+
+@lru_cache(maxsize=2)
+def exact(asked: Problem) -> list[Tensor]:
+    """The results in float64."""
+    return one_process(asked.cu_seqlens, [x.double() for x in asked.inputs()])
+
+
+@lru_cache(maxsize=8)
+def one_process_errors(asked: Problem) -> dict[str, float]:
+    """Of one process's ``scaled_dot_product_attention``, document by document."""
+    return errors(asked, one_process(asked.cu_seqlens, asked.inputs()))

@@ -1,0 +1,107 @@
+"""Fresh processes that form a group, their CPU seconds and their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = ("parallel.attention", "deepspeed.sequence.layer", "deepspeed.runtime.sequence_parallel.ulysses_sp")
+"""Imported once, in the server that workers are forked from: with many ranks imports would take most of the time."""
+
+
+def run_ranks(function: Callable[..., Any], degree: int, *arguments: Any, timeout: float = 1800) -> list[Any]:
+    """What ``function(*arguments)`` returns on each of ``degree`` gloo ranks, new processes with one thread each.
+
+    ``function`` must be a module's. RuntimeError with the traceback when one fails, or ``timeout`` seconds are over.
+    """
+    os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read when the server starts
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [(rank, degree, Path(folder), function, arguments) for rank in range(degree)]
+        workers = [context.Process(target=_worker, args=s, daemon=True) for s in settings]
+        for worker in workers:
+            worker.start()
+        try:
+            _join_all(workers, timeout)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+        failures = [path.read_text() for path in sorted(Path(folder).glob("*.failed"))]
+        if failures or any(worker.exitcode for worker in workers):
+            codes = [worker.exitcode for worker in workers]
+            raise RuntimeError("\n".join(failures) or f"{function.__name__} on {degree} ranks: exit codes {codes}")
+        return [torch.load(Path(folder) / f"{rank}.result", weights_only=False) for rank in range(degree)]
+
+
+def _join_all(workers: Sequence[Any], timeout: float) -> None:
+    """Wait until all have ended, one has failed, or time is up."""
+    deadline = time.monotonic() + timeout
+    running = list(workers)
+    while running and time.monotonic() < deadline and not any(worker.exitcode for worker in workers):
+        multiprocessing.connection.wait([worker.sentinel for worker in running], timeout=1)
+        running = [worker for worker in running if worker.exitcode is None]
+
+
+def _worker(rank: int, degree: int, folder: Path, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(degree), LOCAL_RANK=str(rank), LOCAL_SIZE=str(degree))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=degree)
+        torch.save(function(*arguments), folder / f"{rank}.result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.failed").write_text(f"rank {rank} of {degree}:\n{traceback.format_exc()}")
+        sys.exit(1)
+
+
+def cpu_seconds(action: Callable[[], Any]) -> float:
+    """CPU time of this process, all its threads, from a common start to the end of ``action``."""
+    dist.barrier()
+    start = time.process_time()
+    action()
+    return time.process_time() - start
+
+
+def alternate(actions: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """CPU seconds of each action: the smallest of the rounds, in which they take turns, so that noise meets all."""
+    seconds = [[cpu_seconds(action) for action in actions] for _ in range(rounds)]
+    return [min(of) for of in zip(*seconds, strict=True)]
+
+
+def with_resident_rise(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``action`` returns, and by how many MiB resident memory peaked over what it was before."""
+    if sys.platform != "linux":  # the peak of the process's whole life: at most too small
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = action()
+        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+        return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # freed memory that is still resident would be used again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _kibibytes("VmRSS")
+    result = action()
+    return result, (_kibibytes("VmHWM") - before) / 1024
+
+
+def _kibibytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -1,0 +1,480 @@
+"""Functions with the signatures of flash-attn 2, 3 and 4, of PyTorch's CUDA op and of FlexAttention, on any device.
+
+They compute by definition in float64 what the libraries' sources say, traps included: windows counted from the
+bottom-right corner and clamped as each library clamps them, ALiBi under a causal mask added as +slope·j, log-sum-exps
+in float32 [H, n], outputs that hold garbage where no sequence wrote. What a library refuses, they refuse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput
+
+
+def _check(q, k, v, cu_q, cu_k, max_q, max_k, *, same_head=True, largest=256):
+    for x in (q, k, v):
+        assert x.dim() == 3
+        assert x.stride(-1) == 1
+        assert x.dtype == q.dtype
+        assert x.shape[-1] % 8 == 0
+        assert x.shape[-1] <= largest
+    assert k.shape[:2] == v.shape[:2]
+    assert k.shape[-1] == q.shape[-1]
+    assert not same_head or v.shape[-1] == q.shape[-1]
+    assert q.shape[1] % k.shape[1] == 0
+    for cu, rows, longest in ((cu_q, q.shape[0], max_q), (cu_k, k.shape[0], max_k)):
+        assert cu.dtype == torch.int32
+        assert cu.is_contiguous()
+        assert cu.shape == cu_q.shape
+        assert int(cu[0]) == 0
+        assert int(cu[-1]) <= rows
+        assert int(cu.diff().min()) > 0
+        assert int(cu.diff().max()) <= longest, "a row beyond the maximum would not be computed"
+
+
+def _sequences(cu_q, cu_k):
+    q, k = cu_q.tolist(), cu_k.tolist()
+    for n in range(len(q) - 1):
+        yield n, slice(q[n], q[n + 1]), slice(k[n], k[n + 1])
+
+
+def _distance(sq, sk):
+    """i + sk − sq − j."""
+    return torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)
+
+
+class _Rule:
+    """Mask and scores of one call: raw scores of a sequence to final ones, and their derivative."""
+
+    def __init__(self, *, scale, left, right, softcap=0.0, slopes=None, causal_alibi=False):
+        self.scale, self.left, self.right, self.softcap = scale, left, right, softcap
+        self.slopes, self.causal_alibi = slopes, causal_alibi
+
+    def scores(self, q, k, n):
+        """Final scores [H, sq, sk] (−inf where masked) and d final / d (q·k)."""
+        raw = torch.einsum("ihd,jhd->hij", q, k) * self.scale
+        slope = torch.full_like(raw, self.scale)
+        if self.softcap > 0:
+            tanh = torch.tanh(raw / self.softcap)
+            raw, slope = self.softcap * tanh, self.scale * (1 - tanh**2)
+        distance = _distance(*raw.shape[1:])
+        if self.slopes is not None:
+            slopes = self.slopes if self.slopes.dim() == 1 else self.slopes[n]
+            bias = torch.arange(raw.shape[2]).expand(raw.shape[1:]) if self.causal_alibi else -distance.abs()
+            raw = raw + slopes.double()[:, None, None] * bias
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            hidden |= distance > self.left
+        if self.right is not None:
+            hidden |= distance < -self.right
+        return raw.masked_fill(hidden, -torch.inf), slope
+
+
+def _forward(q, k, v, cu_q, cu_k, rule):
+    groups = q.shape[1] // k.shape[1]
+    out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan, dtype=torch.float64)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.float32)
+    for n, rows, keys in _sequences(cu_q, cu_k):
+        kk, vv = (x[keys].double().repeat_interleave(groups, 1) for x in (k, v))
+        scores, _ = rule.scores(q[rows].double(), kk, n)
+        here = scores.logsumexp(-1)
+        assert here.isfinite().all(), "a row without a key must not reach the kernel"
+        out[rows] = torch.einsum("hij,jhd->ihd", torch.exp(scores - here[..., None]), vv)
+        lse[:, rows] = here.float()
+    return out.to(q.dtype), lse
+
+
+def _backward(dout, q, k, v, out, lse, cu_q, cu_k, rule):
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert dout.dtype == out.dtype == q.dtype
+    assert dout.stride(-1) == out.stride(-1) == 1
+    assert dout.shape == out.shape == (*q.shape[:2], v.shape[-1])
+    groups = q.shape[1] // k.shape[1]
+    grads = [torch.full(x.shape, torch.nan, dtype=torch.float64) for x in (q, k, v)]
+    for n, rows, keys in _sequences(cu_q, cu_k):
+        kk, vv = (x[keys].double().repeat_interleave(groups, 1) for x in (k, v))
+        qq, do = q[rows].double(), dout[rows].double()
+        scores, slope = rule.scores(qq, kk, n)
+        weights = torch.exp(scores - lse[:, rows].double()[..., None])
+        delta = (do * out[rows].double()).sum(-1).T[..., None]
+        dscores = weights * (torch.einsum("ihd,jhd->hij", do, vv) - delta) * slope
+        found = (
+            torch.einsum("hij,jhd->ihd", dscores, kk),
+            torch.einsum("hij,ihd->jhd", dscores, qq).unflatten(1, (-1, groups)).sum(2),
+            torch.einsum("hij,ihd->jhd", weights, do).unflatten(1, (-1, groups)).sum(2),
+        )
+        for grad, place, part in zip(grads, (rows, keys, keys), found, strict=True):
+            grad[place] = part
+    return [g.to(q.dtype) for g in grads]
+
+
+def _rule_of_flash2(scale, causal, left, right, softcap, slopes, max_q, max_k):
+    """The window after flash-attn 2's own clamping (``flash_api.cpp``), in which −1 was a bound's absence."""
+    if causal:
+        right = 0
+    left = -1 if left >= max_k else left
+    right = -1 if right >= max_k else right
+    purely_causal = left < 0 and right == 0
+    if not purely_causal and right >= 0 > left:
+        left = max_k
+    if right < 0 <= left:
+        right = max_k
+    return _Rule(
+        scale=scale,
+        left=None if left < 0 else left,
+        right=None if right < 0 else right,
+        softcap=softcap,
+        slopes=slopes,
+        causal_alibi=purely_causal,
+    )
+
+
+class Flash2:
+    """``flash_attn.flash_attn_interface`` 2.7."""
+
+    calls = 0
+
+    def _flash_attn_varlen_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False,
+        block_table: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+    ):
+        self.calls += 1
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_slopes(alibi_slopes, cu_seqlens_q, q)
+        window = (window_size_left, window_size_right, softcap, alibi_slopes, max_seqlen_q, max_seqlen_k)
+        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, _rule_of_flash2(softmax_scale, causal, *window))
+        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+    def _flash_attn_varlen_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+        zero_tensors: bool = False,
+    ):
+        self.deterministic = deterministic
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_slopes(alibi_slopes, cu_seqlens_q, q)
+        window = (window_size_left, window_size_right, softcap, alibi_slopes, max_seqlen_q, max_seqlen_k)
+        rule = _rule_of_flash2(softmax_scale, causal, *window)
+        found = _backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, rule)
+        for given, x in zip((dq, dk, dv), found, strict=True):
+            assert given is not None
+            given.copy_(x)
+        return torch.empty(0)
+
+
+def _check_slopes(slopes, cu_seqlens_q, q):
+    if slopes is not None:
+        assert slopes.dtype == torch.float32
+        assert slopes.shape in ((q.shape[1],), (len(cu_seqlens_q) - 1, q.shape[1]))
+        assert slopes.stride(-1) == 1
+
+
+class Aten:
+    """``torch.ops.aten``'s two CUDA flash operators, as of PyTorch 2.13."""
+
+    def _flash_attention_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor,
+        cum_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        seqused_k: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
+    ):
+        out, lse, *_ = Flash2()._flash_attn_varlen_forward(
+            query,
+            key,
+            value,
+            cum_seq_q,
+            cum_seq_k,
+            max_q,
+            max_k,
+            dropout_p,
+            scale or query.shape[-1] ** -0.5,
+            is_causal,
+            -1 if window_size_left is None else window_size_left,
+            -1 if window_size_right is None else window_size_right,
+        )
+        return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64), torch.empty(0)
+
+    def _flash_attention_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor,
+        cum_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ):
+        _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+        left, right = (-1 if w is None else w for w in (window_size_left, window_size_right))
+        rule = _rule_of_flash2(scale or query.shape[-1] ** -0.5, is_causal, left, right, 0.0, None, max_q, max_k)
+        return tuple(_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, rule))
+
+
+class Flash3:
+    """``torch.ops.flash_attn_3`` 3.0.0."""
+
+    def fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+        q_v: Tensor | None = None,
+        out: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        page_table: Tensor | None = None,
+        kv_batch_idx: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        seqlens_rotary: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        is_rotary_interleaved: bool = False,
+        scheduler_metadata: Tensor | None = None,
+        num_splits: int = 0,
+        pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+    ):
+        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        rule = self._rule(
+            softmax_scale, is_causal, window_size_left, window_size_right, softcap, max_seqlen_q, max_seqlen_k
+        )
+        return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None)
+
+    def bwd(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        sm_margin: int = 0,
+    ):
+        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        rule = self._rule(
+            softmax_scale, is_causal, window_size_left, window_size_right, softcap, max_seqlen_q, max_seqlen_k
+        )
+        found = _backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, rule)
+        for given, x in zip((dq, dk, dv), found, strict=True):
+            assert given is not None
+            given.copy_(x)
+        return (torch.empty(0),) * 5
+
+    def _check(self, q, k, v, *lengths):
+        D, V = q.shape[-1], v.shape[-1]
+        assert D == V or (128 < D <= 192 and 96 < V <= 128) or (D <= 64 and V <= 512)
+        _check(q, k, v, *lengths, same_head=False)
+
+    def _rule(self, scale, causal, left, right, softcap, max_q, max_k):
+        left, right = (-1 if w >= longest - 1 else w for w, longest in ((left, max_k), (right, max_q)))
+        right = 0 if causal else right
+        return _Rule(scale=scale, left=None if left < 0 else left, right=None if right < 0 else right, softcap=softcap)
+
+
+class Flash4:
+    """``flash_attn.cute.interface`` 4.0.0b36 on Hopper; arguments that concern paging, sinks and tuning left out."""
+
+    def _flash_attn_fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qv: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        min_seqlen_k: int | None = None,
+        page_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        softcap: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        learnable_sink: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+    ):
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, same_head=False)
+        assert return_lse
+        rule = self._rule(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None, None)
+
+    def _flash_attn_bwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        softcap: float = 0.0,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        deterministic: bool = False,
+    ):
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, same_head=False)
+        rule = self._rule(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        return tuple(_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule))
+
+    def _rule(self, scale, causal, left, right, softcap):
+        assert left is None or left >= 0
+        assert right is None or right >= 0
+        return _Rule(scale=scale, left=left, right=0 if causal else right, softcap=softcap or 0.0)
+
+
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod=None,
+    block_mask=None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options=None,
+    *,
+    return_aux=None,
+):
+    """``flex_attention`` with gradients, on the CPU too: whole blocks as they are, partial ones under ``mask_mod``."""
+    assert block_mask is not None
+    assert return_aux is not None
+    assert return_aux.lse
+    assert (query.shape[-2], key.shape[-2]) == block_mask.seq_lengths
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    dtype, lse_dtype = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), *(x.double().repeat_interleave(groups, 1) for x in (key, value))
+    q, k = torch.arange(query.shape[-2])[:, None], torch.arange(key.shape[-2])
+    b, h = torch.zeros((), dtype=torch.int64), torch.arange(query.shape[1])[:, None, None]
+    scores = (query @ key.mT) * scale
+    if score_mod is not None:
+        scores = score_mod(scores, b, h, q, k)
+    partial = _blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
+    whole = _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    assert not (partial & whole).any()
+    seen = block_mask.mask_mod(b, h, q, k)
+    assert (seen | ~_by_row(whole, scores)).all(), "a whole block has a key that a row does not see"
+    scores = scores.masked_fill(~(_by_row(partial, scores) & seen | _by_row(whole, scores)), -torch.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.exp(scores - lse[..., None]) @ value
+    return out.to(dtype), AuxOutput(lse=lse.to(lse_dtype), max_scores=None)
+
+
+def _blocks(counts, indices):
+    chosen = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, (count, order) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        chosen[row, order[:count]] = True
+    return chosen
+
+
+def _by_row(blocks, scores):
+    return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[: scores.shape[-2], : scores.shape[-1]]
