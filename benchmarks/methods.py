@@ -86,7 +86,7 @@ RING = Method("longctx ring, zigzag", prepare_ours, ("zigzag", "p2p"))
 def one_process(cu_seqlens: Sequence[int], full: list[Tensor]) -> list[Tensor]:
     """Output and gradients by PyTorch's own attention, document by document."""
     parts = [_one_document([x[:, a:b] for x in full]) for a, b in pairwise(cu_seqlens) if b > a]
-    return [torch.cat(of, 1) if len(of) > 1 else of[0] for of in zip(*parts, strict=True)]
+    return [torch.cat(of, 1) for of in zip(*parts, strict=True)]
 
 
 def _one_document(tensors: list[Tensor]) -> list[Tensor]:

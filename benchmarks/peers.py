@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ def _attend_as_transformers(
     return out.transpose(1, 2), None
 
 
-def _deepspeed_group() -> torch.distributed.ProcessGroup:
+def _deepspeed_group() -> Any:  # a class of its own in DeepSpeed's types
     import deepspeed.comm
 
     with contextlib.redirect_stdout(sys.stderr):  # it tells what it builds

@@ -44,7 +44,9 @@ def check_scores(scores: Scores, num_heads: int) -> None:
     if bias is not None:
         if bias.table_NH.ndim != 2 or bias.table_NH.shape[1] != num_heads:
             shape = tuple(bias.table_NH.shape)
-            raise ConfigError(f"a bias table of shape {shape} for {num_heads} query heads; it must be [buckets, {num_heads}].")
+            raise ConfigError(
+                f"a bias table of shape {shape} for {num_heads} query heads; it must be [buckets, {num_heads}]."
+            )
         _check_buckets(bias)
 
 
@@ -100,14 +102,15 @@ def spread(values_Hn: Tensor, keys: int) -> Tensor:
 
 
 def gather_diagonals(values_HRS: Tensor) -> Tensor:
-    """[H, n]: sums over the scores of equal distance; the transpose of ``spread``."""
-    rows = values_HRS.shape[1]
-    n = rows + values_HRS.shape[2] - 1
-    padded = functional.pad(values_HRS.flip(-2), (0, rows))  # rows of n + 1, so that each begins one further on …
-    return padded.flatten(1)[:, : rows * n].unflatten(1, (rows, n)).sum(1, dtype=torch.float64)  # … in rows of n
+    """[H, n] in float64: sums over the scores of equal distance; the transpose of ``spread``."""
+    H, rows, keys = values_HRS.shape
+    n = rows + keys - 1
+    shifted_HRn = values_HRS.new_zeros(H, rows, n)  # row i from column R − 1 − i on: n − 1 elements after the last one
+    shifted_HRn.as_strided((H, rows, keys), (rows * n, n - 1, 1), rows - 1).copy_(values_HRS)
+    return shifted_HRn.sum(1).double()
 
 
 def table_gradient(dvalues_Hn: Tensor, distances_n: Tensor, bias: RelativeBias) -> Tensor:
-    """The table's gradient [N, H] from that of ``distance_bias``: a product, since atomic sums differ from run to run."""
+    """The table's gradient [N, H] from that of ``distance_bias``; as a product: atomic sums differ from run to run."""
     named_Nn = functional.one_hot(buckets(distances_n, bias), bias.table_NH.shape[0]).T.to(dvalues_Hn.dtype)
     return named_Nn @ dvalues_Hn.T

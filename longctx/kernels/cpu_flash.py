@@ -3,7 +3,7 @@
 Traps of the ATen op that stay in here: its causal mask is aligned top-left whatever the two lengths are; rows without
 a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
 [B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype; keys and values must have one head size; it
-has no window, only an additive mask. Grouped-query attention is native, and transposed [B, S, H, D] views cost nothing.
+has no window, only an additive mask. Grouped-query attention is native.
 
 Work is cut into tiles, whose inputs are converted and whose results are merged one by one, so that no whole tensor
 is copied:
@@ -43,7 +43,7 @@ _TILE = 1024
 """Most query rows and keys of a tile whose inputs are converted or whose results are merged."""
 _GRADIENT_TILE = 4096
 """The same in a backward pass that converts nothing: adding up the gradients of smaller tiles takes 3 to 6 % longer."""
-_ELEMENTS = 1 << 19
+_ELEMENTS = 1 << 18
 """Most elements of a call's query rows, as far as heads can be taken in turn: what bounds a call's own memory."""
 _WHOLE = 1 << 30
 """No limit on a tile."""
@@ -197,7 +197,8 @@ class _Op(NamedTuple):
         """Each tile of the block with its gradients of queries, keys and values, partial results all."""
         dout, q, out = (self._take(x) for x in rows[:3])
         if power is not None:
-            dout = dout * power.transpose(1, 2)
+            converted = dout.dtype != rows.dout_BrHV.dtype
+            dout = dout.mul_(power.transpose(1, 2)) if converted else dout * power.transpose(1, 2)
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
         for tile in block.tiles:
             k, v = self._take(k_BsKD, tile.k), self._take(v_BsKV, tile.k)
@@ -211,10 +212,16 @@ class _Op(NamedTuple):
             yield tile, [dq, dk, dv]
 
     def _take(self, x_BsHX: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros."""
-        x = x_BsHX[:, rows].to(self.dtype)
+        """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
+
+        In one piece of memory, a head after another: on strided rows the op takes 4 to 9 % longer, the copy far less.
+        """
+        x = x_BsHX[:, rows].transpose(1, 2)
         missing = max(self.sizes) - x.shape[-1]
-        return (functional.pad(x, (0, missing)) if missing else x).transpose(1, 2)
+        x = functional.pad(x, (0, missing)) if missing else x
+        if x.dtype == self.dtype:
+            return x.contiguous()
+        return x.to(self.dtype, memory_format=torch.contiguous_format)
 
     def _give(self, x: Tensor, size: int) -> Tensor:
         """A partial result [B, rows, H, size] from what the op returned."""

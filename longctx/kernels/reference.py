@@ -72,8 +72,8 @@ class ReferenceKernel:
             dk[:, :, keys] += dscores.mT @ q[:, :, rows] * scores.scale
         dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))  # heads that shared a key head
         partial = accumulate_dtype(q_BtHD.dtype)
-        grads = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
-        return Gradients(*grads, None if dtable is None else dtable.to(partial))
+        dq, dk, dv = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
+        return Gradients(dq, dk, dv, None if dtable is None else dtable.to(partial))
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,9 +53,10 @@ def row_blocks(pair: Pair, *, rows: int, keys: int) -> Iterator[RowBlock]:
     stop = pair.q_stop if hi is None else min(pair.q_stop, pair.k_stop + hi)
     if hi is not None:
         rows = min(rows, keys, _WIDE)
-    narrow = hi is not None and lo is not None and hi - lo + 1 < 2 * min(keys, _WIDE)
+    width = _WIDE * 2 if hi is None or lo is None else hi - lo + 1
+    narrow = width < 2 * min(keys, _WIDE)
     if narrow:
-        rows = min(rows, max(_NARROW, 1 << ((hi - lo + 1) // 4).bit_length() >> 1))
+        rows = min(rows, max(_NARROW, 1 << (width // 4).bit_length() >> 1))
     for r in range(start, stop, rows):
         block = slice(r, min(r + rows, stop))
         yield RowBlock(block, tuple(_tiles(block, pair, lo, hi, keys, narrow)))
@@ -84,7 +85,7 @@ def _tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Tile:
 
 
 def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
-    """``power`` and ``lse`` (float32) such that ``exp(s − lse_BtH) · dout = exp(s − lse) · (dout · power)``, lse near 0.
+    """``power`` and ``lse`` (float32) with ``exp(s − lse_BtH) · dout = exp(s − lse) · (dout · power)`` and lse near 0.
 
     Every gradient is linear in that product. ``power`` is a power of two, so scaling by it is exact, and near 0
     exponents are where float32 has its finest steps: around −9, where they lie over 8192 keys, every gradient of a row

@@ -109,7 +109,10 @@ def plain_scores(q: Tensor, k: Tensor, scores: Scores, distances: Tensor) -> Ten
         values = values - scores.alibi_slopes_H.double()[:, None, None] * distances.abs()
     if scores.relative_bias is not None:
         bias = scores.relative_bias
-        of = {d: plain_bucket(d, len(bias.table_NH), bias.max_distance, bias.bidirectional) for d in distances.unique().tolist()}
+        of = {
+            d: plain_bucket(d, len(bias.table_NH), bias.max_distance, bias.bidirectional)
+            for d in distances.unique().tolist()
+        }
         values = values + bias.table_NH[distances.clone().apply_(lambda d: of[d])].permute(2, 0, 1)
     return values
 
@@ -120,7 +123,9 @@ def plain_attention(
     """Softmax attention over the marked keys in float64, with autograd; (out, lse)."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(groups, 2), v.double().repeat_interleave(groups, 2)
-    values = plain_scores(q, k, scores or Scores(scale=SCALE), torch.zeros_like(seen) if distances is None else distances)
+    values = plain_scores(
+        q, k, scores or Scores(scale=SCALE), torch.zeros_like(seen) if distances is None else distances
+    )
     values = values.masked_fill(seen == 0, -torch.inf)
     lse = values.logsumexp(-1)
     weights = torch.where(seen > 0, torch.exp(values - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)

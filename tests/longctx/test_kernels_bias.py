@@ -69,6 +69,9 @@ class _Attention(torch.autograd.Function):
 def test_gradcheck_with_a_bias_table(kernel):
     scores = rules(2)["all"]
     assert scores.relative_bias is not None
-    leaves = [x.requires_grad_() for x in (*tensors(6, 6, torch.float64, H=2, K=1, D=3, V=2, B=2), scores.relative_bias.table_NH)]
+    leaves = [
+        x.requires_grad_()
+        for x in (*tensors(6, 6, torch.float64, H=2, K=1, D=3, V=2, B=2), scores.relative_bias.table_NH)
+    ]
     pairs = [Pair(0, 6, 0, 4, lo=-2, offset=1), Pair(0, 6, 4, 6, hi=1)]
     assert torch.autograd.gradcheck(lambda *x: _Attention.apply(*x, kernel, pairs, scores), leaves)

@@ -44,12 +44,13 @@ def test_bfloat16_is_more_exact_than_the_op():
     q, k, v = tensors(1024, 1024, torch.bfloat16, H=8, K=2, D=16, B=1)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
+    heads = [x.transpose(1, 2) for x in leaves]
+    out = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
     plain = [out.transpose(1, 2), *torch.autograd.grad(out, leaves, dout.transpose(1, 2))]
     work = [Pair(0, 1024, 0, 1024, lo=0)], Scores(scale=0.25)
     exact = forward_backward(ReferenceKernel(), [x.double() for x in (q, k, v)], dout.double(), *work)
     theirs = {n: relative_error(a, b) for n, a, b in zip(NAMES, plain, exact, strict=True)}
-    for compute, share in (("float32", 0.4), ("native", 0.75)):
+    for compute, share in (("float32", 0.4), ("native", 0.9)):
         ours = forward_backward(CpuFlashKernel(compute), [q, k, v], dout, *work)
         error = {n: relative_error(a.bfloat16(), b) for n, a, b in zip(NAMES, ours, exact, strict=True)}
         assert error["out"] <= 1.02 * theirs["out"]
@@ -92,7 +93,9 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "limit"), [(BlockwiseKernel(), 4 * 2 * 512 * (512 + 512)), (CpuFlashKernel(), 4 * 1024 * 1024)], ids=["blockwise", "cpu_flash"]
+    ("kernel", "limit"),
+    [(BlockwiseKernel(), 4 * 2 * 512 * (512 + 512)), (CpuFlashKernel(), 4 * 1024 * 1024)],
+    ids=["blockwise", "cpu_flash"],
 )
 def test_memory_does_not_grow_with_the_square(kernel, limit):
     """No tensor is larger than the documented tile, or than an input in partial precision, whatever the length."""

@@ -30,7 +30,7 @@ SHAPES = {  # query heads, key heads, head size, value head size, rows of the ba
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
-@pytest.fixture(params=["small tiles", "whole"])
+@pytest.fixture
 def tile_size(request, monkeypatch):
     """Twenty rows are one tile, unless tiles are made small."""
     if request.param == "small tiles":
@@ -57,7 +57,7 @@ def check(kernel, dtype: torch.dtype, pairs: list[Pair], scores: Scores, shape: 
         leaves.append(scores.relative_bias.table_NH.double().clone().requires_grad_())
         wanted_scores = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=leaves[3]))
     seen, distances = band_matrix(pairs, 20, 20), distance_matrix(pairs, 20, 20)
-    want_out, want_lse = plain_attention(*leaves[:3], seen, wanted_scores, distances)
+    want_out, want_lse = plain_attention(leaves[0], leaves[1], leaves[2], seen, wanted_scores, distances)
     out, lse = kernel.forward(q, k, v, pairs, scores=scores)
     got = [out, lse]
     if sinks:  # a logit without a value takes a share of every row
@@ -74,26 +74,43 @@ def check(kernel, dtype: torch.dtype, pairs: list[Pair], scores: Scores, shape: 
     assert (grads.dtable_NH is None) == (scores.relative_bias is None)
     tolerance = TOLERANCE[dtype]
     for x, want in zip((*got, *grads), (want_out, want_lse, *wanted), strict=False):
-        torch.testing.assert_close(x.double(), want, atol=tolerance * max(1, float(want.detach()[want.isfinite()].abs().amax()) / 8 if want.isfinite().any() else 1), rtol=tolerance)
+        torch.testing.assert_close(
+            x.double(),
+            want,
+            atol=tolerance
+            * max(1, float(want.detach()[want.isfinite()].abs().amax()) / 8 if want.isfinite().any() else 1),
+            rtol=tolerance,
+        )
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(n, d) for n in KERNELS for d in TOLERANCE if "native" not in n or d.itemsize == 2], ids=str
-)
+def cases(names, dtypes) -> list[tuple]:
+    """Small tiles for every dtype, whole ones for one; the reference has no tiles."""
+    whole = [(n, torch.float32, "whole") for n in names if n != "reference"]
+    tiled = [(n, d, "whole" if n == "reference" else "small tiles") for n in names for d in dtypes]
+    return whole + [(n, d, size) for n, d, size in tiled if "native" not in n or d.itemsize == 2]
+
+
+@pytest.mark.parametrize(("name", "dtype", "tile_size"), cases(KERNELS, TOLERANCE), indirect=["tile_size"], ids=str)
 def test_pairs_against_definition(name, dtype, tile_size):
     for pairs in PAIRS.values():
         check(KERNELS[name], dtype, pairs, Scores(scale=0.3), SHAPES["shared keys"])
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_shapes_and_sinks_against_definition(name, tile_size):
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile_size"), cases(KERNELS, [torch.float64, torch.bfloat16]), indirect=["tile_size"], ids=str
+)
+def test_shapes_and_sinks_against_definition(name, dtype, tile_size):
     for shape in SHAPES.values():
         for pairs in (PAIRS["causal"], PAIRS["wide window"], PAIRS["blind rows"]):
-            check(KERNELS[name], torch.float64, pairs, Scores(scale=0.3), shape, sinks=True)
+            check(KERNELS[name], dtype, pairs, Scores(scale=0.3), shape, sinks=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["reference", "blockwise"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile_size"),
+    cases(["reference", "blockwise"], [torch.float64, torch.bfloat16]),
+    indirect=["tile_size"],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", ["softcap", "alibi", "bias", "all"])
 def test_scores_against_definition(name, dtype, rule, tile_size):
     for case in ("causal", "later queries", "sinks and window", "striped, with window", "none"):
