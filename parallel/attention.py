@@ -27,7 +27,6 @@ from parallel.mesh import Mesh
 from parallel.schedule import Schedule, cached_layout
 from parallel.transport import Transport, Visit, build_transport
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -164,7 +164,7 @@ class Schedule:
         return [p for b in self._bounds for p in band_pairs(queries, keys, b, self.cu_seqlens, self.sink_tokens)]
 
     def rows_needed(self, receiver: int, owner: int) -> Ranges:
-        """The owner's local rows that some query of the receiver sees: ``hop(receiver, owner).rows``, without the work."""
+        """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
         bands = None if receiver == owner else self._bands(receiver, owner)
         if bands is None:
             return self.hop(receiver, owner).rows

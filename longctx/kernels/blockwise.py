@@ -187,7 +187,7 @@ def _exp_(exponents: Tensor) -> Tensor:
     Processors take a hundred times as long over numbers near float32's smallest, which ALiBi makes by the thousand.
     """
     weights = exponents.clamp_(min=_LEAST).exp_()
-    return functional.threshold_(weights, 1.001 * math.exp(_LEAST), 0.0)
+    return functional.threshold(weights, 1.001 * math.exp(_LEAST), 0.0, inplace=True)
 
 
 def _tile_gradients(

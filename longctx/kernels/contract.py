@@ -122,7 +122,8 @@ class KernelRequest:
         values = "" if self.value_dim in (None, self.head_dim) else f" (values {self.value_dim})"
         wishes = [n for n in ("window", "softcap", "alibi", "relative_bias", "deterministic") if getattr(self, n)]
         extra = "".join(f", {w.replace('_', ' ')}" for w in wishes)
-        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}{values}, {dtype}, on {self.device_type}{extra}"
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}{values}"
+        return f"{heads}, {dtype}, on {self.device_type}{extra}"
 
 
 class Gradients(NamedTuple):

@@ -45,6 +45,8 @@ _GRADIENT_TILE = 4096
 """The same in a backward pass that converts nothing: adding up the gradients of smaller tiles takes 3 to 6 % longer."""
 _ELEMENTS = 1 << 18
 """Most elements of a call's query rows, as far as heads can be taken in turn: what bounds a call's own memory."""
+_PACKED_ROWS = 512
+"""Query rows from which on the op's inputs are copied into one piece of memory each."""
 _WHOLE = 1 << 30
 """No limit on a tile."""
 
@@ -178,10 +180,11 @@ class _Op(NamedTuple):
 
     def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
         """Output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
-        q = self._take(q_BtHD, block.q)
+        meeting = block.q.stop - block.q.start
+        q = self._take(q_BtHD, meeting, block.q)
         found: tuple[Tensor, Tensor] | None = None
         for tile in block.tiles:
-            k, v = self._take(k_BsKD, tile.k), self._take(v_BsKV, tile.k)
+            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
             out, lse = _forward(q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale)
             part = (self._give(out, self.sizes[1]), lse.transpose(1, 2).double())
             if found is None:
@@ -195,13 +198,14 @@ class _Op(NamedTuple):
         self, rows: _Rows, power: Tensor | None, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
     ) -> Iterator[tuple[Tile, list[Tensor]]]:
         """Each tile of the block with its gradients of queries, keys and values, partial results all."""
-        dout, q, out = (self._take(x) for x in rows[:3])
+        meeting = block.q.stop - block.q.start
+        dout, q, out = (self._take(x, meeting) for x in rows[:3])
         if power is not None:
             converted = dout.dtype != rows.dout_BrHV.dtype
             dout = dout.mul_(power.transpose(1, 2)) if converted else dout * power.transpose(1, 2)
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
         for tile in block.tiles:
-            k, v = self._take(k_BsKD, tile.k), self._take(v_BsKV, tile.k)
+            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
             if self.rounds:  # the op would add up heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
@@ -211,17 +215,19 @@ class _Op(NamedTuple):
                 dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
             yield tile, [dq, dk, dv]
 
-    def _take(self, x_BsHX: Tensor, rows: slice = slice(None)) -> Tensor:
+    def _take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
         """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
 
-        In one piece of memory, a head after another: on strided rows the op takes 4 to 9 % longer, the copy far less.
+        Where ``meeting``, the number of query rows, is large, in one piece of memory, a head after another: on strided
+        rows the op takes 4 to 9 % longer. For few query rows, as in decoding, the copy would take longer than that.
         """
         x = x_BsHX[:, rows].transpose(1, 2)
         missing = max(self.sizes) - x.shape[-1]
         x = functional.pad(x, (0, missing)) if missing else x
-        if x.dtype == self.dtype:
-            return x.contiguous()
-        return x.to(self.dtype, memory_format=torch.contiguous_format)
+        layout = torch.contiguous_format if meeting >= _PACKED_ROWS else torch.preserve_format
+        if x.dtype != self.dtype:
+            return x.to(self.dtype, memory_format=layout)
+        return x.contiguous() if layout == torch.contiguous_format else x
 
     def _give(self, x: Tensor, size: int) -> Tensor:
         """A partial result [B, rows, H, size] from what the op returned."""

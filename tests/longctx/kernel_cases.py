@@ -18,6 +18,7 @@ PAIRS = {
     "strict": [Pair(0, 20, 0, 20, lo=1)],
     "later queries": [Pair(5, 20, 0, 13, lo=-3, offset=5)],
     "same rows twice": [Pair(0, 20, 0, 6), Pair(4, 20, 6, 20, lo=0)],
+    "some rows before": [Pair(8, 14, 0, 5), Pair(0, 20, 5, 20)],
     "blind rows": [Pair(3, 9, 0, 5), Pair(12, 15, 5, 8, lo=6), Pair(16, 16, 0, 20), Pair(17, 20, 4, 4)],
     "none": [],
     "nothing in the band": [Pair(0, 20, 0, 20, lo=3, hi=2), Pair(0, 5, 10, 20, lo=0)],

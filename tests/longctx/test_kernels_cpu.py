@@ -15,7 +15,7 @@ from longctx.kernels.blockwise import BlockwiseKernel
 from longctx.kernels.contract import Pair, Scores
 from longctx.kernels.cpu_flash import CpuFlashKernel
 from longctx.kernels.reference import ReferenceKernel
-from tests.longctx.kernel_cases import forward_backward, relative_error, rules, tensors
+from tests.longctx.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
 
 NAMES = ("out", "dq", "dk", "dv")
 BANDS = {  # several tiles a row
@@ -74,6 +74,23 @@ def test_what_bfloat16_is_computed_in(monkeypatch, caplog):
     assert "no bfloat16 instructions" in said[1]
     with pytest.raises(ConfigError, match="compute='bf16' is unknown"):
         CpuFlashKernel("bf16")
+
+
+@pytest.fixture
+def nan_in_fresh_memory():
+    """Memory that nothing was written to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_rows_never_written_stay_out_of_merges(nan_in_fresh_memory):
+    assert torch.empty(3).isnan().all()
+    q, k, v = tensors(20, 20)
+    for kernel in (CpuFlashKernel(), BlockwiseKernel()):
+        for pairs in PAIRS.values():
+            results = forward_backward(kernel, [q, k, v], q, pairs, Scores(scale=SCALE))
+            assert all(x.isfinite().all() for x in results)
 
 
 class _Largest(TorchDispatchMode):

@@ -174,3 +174,17 @@ def test_equal_bits_on_repetition(name):
     out, lse = kernel.forward(q, k, v, pairs, scores=scores)
     runs = [kernel.backward(out, q, k, v, out, lse, pairs, scores=scores) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize(("name", "dtype", "tile_size"), cases(KERNELS, []), indirect=["tile_size"], ids=str)
+def test_keys_outside_the_band_weigh_exactly_nothing(name, dtype, tile_size):
+    q, k, v = tensors(20, 20, dtype)
+    v[:, 12:] = 1e30
+    dout = torch.ones_like(q).index_fill(
+        1, torch.arange(12, 20), 0
+    )  # no row that sees those values asks for a gradient
+    pairs, scores = [Pair(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
+    out, lse = KERNELS[name].forward(q, k, v, pairs, scores=scores)
+    assert out[:, :12].abs().max() < 10
+    grads = KERNELS[name].backward(dout, q, k, v, out, lse, pairs, scores=scores)
+    assert grads.dk_BsKD[:, 12:].abs().max() == grads.dv_BsKV[:, 12:].abs().max() == 0
