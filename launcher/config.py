@@ -18,9 +18,10 @@ import torch
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from longctx.config import PRESETS, ModelConfig
+from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.select import KERNELS
+from longctx.presets import PRESETS
 from parallel.heads import check_heads
 from parallel.layout import check_layout
 from parallel.mesh import check_degrees
@@ -57,7 +58,7 @@ class ModelSection(ModelConfig):
         """The model without the preset's name."""
         values = dataclasses.asdict(self)
         del values["preset"]
-        return ModelConfig(**values)
+        return ModelConfig.from_dict(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,7 @@ class RunConfig:
     """A pretraining run. Every key can stand in a TOML file (`--config run.toml`) or be a flag (`--train.lr 1e-3`)."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: ModelSection = field(default_factory=lambda: ModelSection(**expand_preset({})))
+    model: ModelSection = field(default_factory=lambda: ModelSection.from_dict(expand_preset({})))
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -344,22 +345,39 @@ def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
     preset = model.get("preset", "quickstart")
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
-    return dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
+    values = dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
+    if isinstance(model.get("rope"), dict):
+        values["rope"] = dataclasses.asdict(PRESETS[preset].rope) | model["rope"]
+    return values
 
 
 def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
-    sections = {f.name: {k.name for k in dataclasses.fields(_section_type(f))} for f in dataclasses.fields(RunConfig)}
+    sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     for section, entries in values.items():
         if section not in sections:
             raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
-        for key in entries:
+        for key in _dotted(entries, sections[section]):
             if key not in sections[section]:
                 raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
 
 
-def _section_type(section: dataclasses.Field) -> Any:
-    return type(section.default_factory())  # type: ignore[misc]
+def _keys(section: Any, prefix: str = "") -> list[str]:
+    """The keys of a section; those of a table within it with its name before them, and its name alone."""
+    names = []
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        names += [prefix + f.name, *(_keys(value, f"{f.name}.") if dataclasses.is_dataclass(value) else ())]
+    return names
+
+
+def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
+    """The keys that are given, those of a table within with its name before them."""
+    found = []
+    for key, value in entries.items():
+        inner = isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known)
+        found += [f"{key}.{name}" for name in value] if inner else [key]
+    return found
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -1,20 +1,30 @@
-"""``ModelConfig``: everything that defines a decoder, and its presets. Imports no tensor library."""
+"""``ModelConfig``: everything that defines a decoder. Imports no tensor library."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
 
+from longctx.config_rules import check_model
 from longctx.errors import ConfigError
+from longctx.rope import Rope
 
-_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
-_TRAINING_FIELDS = {"init_std", "balance_loss_weight", "max_positions"}
-_EXPERT_FIELDS = {"experts_per_token", "expert_ffn_size", "shared_ffn_size", "normalize_gates"}
+T = TypeVar("T")
+
+_TRAINING_FIELDS = {"init_std", "balance_loss_weight", "max_positions", "residual_dropout"}
+_EXPERT_FIELDS = {
+    *("experts_per_token", "expert_ffn_size", "shared_ffn_size", "shared_gate", "normalize_gates", "score_function"),
+    *("expert_groups", "groups_per_token", "routed_scale", "selection_bias", "router_bias", "expert_bias"),
+    "dense_layers",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder: RMSNorm pre-norm, RoPE, grouped-query attention, SwiGLU, dense or mixture-of-experts FFN."""
+    """Shape of a decoder. Where a number may be left out, 0 means that there is none (or the usual one).
+
+    The defaults are a small Qwen2: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
+    """
 
     vocab_size: int = 4096
     """Entries of the embedding table; at least the tokenizer's size."""
@@ -27,70 +37,159 @@ class ModelConfig:
     num_kv_heads: int = 1
     """Key/value heads K; divides num_heads (K = H is multi-head, K = 1 multi-query attention)."""
     head_dim: int = 64
-    """Width D of one head."""
-    qkv_bias: bool = True
-    """Whether the query, key and value projections have a bias."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary position frequencies."""
+    """Width D of one query and key head; with latent attention its rotated channels included."""
     max_positions: int = 4096
-    """Longest document piece the model is meant for, in tokens; written to exported configs."""
+    """Longest document piece the model is meant for, in tokens; the size of a learned position table."""
+
+    qkv_bias: bool = True
+    """Whether the query, key and value projections have a bias (with latent attention: those into latents)."""
+    o_bias: bool = False
+    """Whether attention's output projection has one."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys before their positions: none, of each head (Qwen3), or of all heads together in
+    full (OLMoE)."""
+    attention_scale: float = 0.0
+    """Factor of the dot products; 0 is head_dim^-½."""
+    attention_softcap: float = 0.0
+    """Bound on attention scores, cap · tanh(score / cap) (Gemma 2)."""
+    sinks: bool = False
+    """Whether each query head has a learned logit that takes a share of attention and gives nothing (GPT-OSS)."""
+    layers: tuple[str, ...] = ("full",)
+    """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
+    token before it), linear (elu + 1 features, no softmax)."""
+    window: int = 0
+    """Tokens that a query of a window or sparse layer sees, itself included."""
+    sparse_stride: int = 0
+    """Distance of the tokens that a sparse layer sees beyond its window."""
+    q_lora_rank: int = 0
+    """Latent width of queries; 0 projects them at once (latent attention only)."""
+    kv_lora_rank: int = 0
+    """Latent width of keys and values: multi-head latent attention (DeepSeek-V2); 0 is grouped-query attention."""
+    rope_head_dim: int = 0
+    """Of head_dim, the channels that turn, in latent attention; their keys are shared by all heads."""
+    value_head_dim: int = 0
+    """Width of one value head in latent attention; 0 is head_dim."""
+
+    position: str = "rope"
+    """What tells tokens where they stand: rope, learned, sinusoidal, alibi, t5 (bias of distance buckets), relative
+    (Transformer-XL), none."""
+    rope: Rope = field(default_factory=Rope)
+    """Rotary positions, and how they are stretched to longer sequences."""
+    rope_layers: tuple[bool, ...] = (True,)
+    """Which layers turn their heads, repeated over the depth; false ones know no positions (NoPE)."""
+    local_rope_theta: float = 0.0
+    """Rotary base of window layers, which are not stretched then (Gemma 3); 0 treats them like all others."""
+    relative_buckets: int = 32
+    """t5: distances that are told apart."""
+    relative_max_distance: int = 128
+    """t5: distance from which on all are one."""
+
+    norm: str = "rmsnorm"
+    """rmsnorm or layernorm."""
+    norm_order: str = "pre"
+    """Norm before each part (pre), after each sum (post), or before and after each part (sandwich, Gemma 2)."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight (Gemma)."""
     norm_eps: float = 1e-6
-    """Epsilon inside every RMSNorm."""
+    """Epsilon inside every norm."""
+    activation: str = "swiglu"
+    """Of the FFN: swiglu, geglu, geglu_tanh, swiglu_oai (GPT-OSS), all gated; gelu, gelu_tanh, relu, relu2, not."""
     ffn_size: int = 384
-    """Width F of the dense SwiGLU; read only when num_experts is 0."""
+    """Width F of the dense FFN."""
+    ffn_bias: bool = False
+    """Whether the dense FFN's projections have a bias."""
+
     num_experts: int = 0
     """Routed experts E a layer; 0 makes every FFN dense."""
     experts_per_token: int = 2
     """Routed experts that each token visits (top-k)."""
     expert_ffn_size: int = 128
     """Width F of one routed expert."""
+    expert_bias: bool = False
+    """Whether experts' projections have a bias (GPT-OSS)."""
     shared_ffn_size: int = 0
-    """Width of the gated shared expert that every token visits; 0 for none."""
+    """Width of the shared expert that every token visits; 0 for none."""
+    shared_gate: bool = True
+    """Whether a sigmoid gate of the token scales the shared expert (Qwen2-MoE)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have the dense FFN all the same."""
+    score_function: str = "softmax"
+    """From router logits to scores: softmax over all experts, or a sigmoid of each (DeepSeek-V3)."""
+    router_bias: bool = False
+    """Whether the router's logits have a learned bias (GPT-OSS)."""
+    selection_bias: bool = False
+    """Whether a bias without gradient is added to scores where experts are chosen, not where they are weighed
+    (DeepSeek-V3)."""
+    expert_groups: int = 1
+    """Groups of experts of which a token visits groups_per_token (DeepSeek). A group's score is its best expert's, or
+    with a selection bias the sum of its best two."""
+    groups_per_token: int = 1
+    """Groups that a token may visit."""
     normalize_gates: bool = True
     """Whether the chosen experts' gates are rescaled to sum to one."""
+    routed_scale: float = 1.0
+    """Factor of the gates, after they are rescaled."""
     balance_loss_weight: float = 0.001
     """Weight of the load-balancing loss; each packed document is balanced as a sequence of its own."""
+
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings (Gemma: the root of hidden_size)."""
+    residual_scale: float = 1.0
+    """Factor of what each part adds to the residual stream (muP in depth)."""
+    logit_scale: float = 1.0
+    """Factor of the logits (muP: base width over width)."""
+    logit_softcap: float = 0.0
+    """Bound on the logits, cap · tanh(logit / cap) (Gemma 2)."""
+    residual_dropout: float = 0.0
+    """Probability that a value of the embeddings, or of what a part adds, is dropped in training."""
     init_std: float = 0.02
     """Standard deviation of initial weights."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"model.{name}={getattr(self, name)} must be a positive number.")
-        self._check_heads()
-        self._check_ffn()
+        check_model(self)
 
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ConfigError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}.\n"
-                f"Try one of {divisors}."
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim={self.head_dim} must be even: RoPE turns pairs. Try {self.head_dim + 1}."
-            )
+    @property
+    def value_dim(self) -> int:
+        """Width of one value head."""
+        return self.value_head_dim or self.head_dim
 
-    def _check_ffn(self) -> None:
-        for name in ("num_experts", "shared_ffn_size", "balance_loss_weight"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"model.{name}={getattr(self, name)} must not be negative; 0 means none.")
-        if self.num_experts:
-            if not 1 <= self.experts_per_token <= self.num_experts:
-                raise ConfigError(
-                    f"model.experts_per_token={self.experts_per_token} must lie between 1 and "
-                    f"model.num_experts={self.num_experts}."
-                )
-            if self.expert_ffn_size < 1:
-                raise ConfigError(f"model.expert_ffn_size={self.expert_ffn_size} must be at least 1.")
-        elif self.ffn_size < 1:
-            raise ConfigError(f"model.ffn_size={self.ffn_size} must be at least 1 in a dense model.")
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come from a latent (multi-head latent attention)."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that turn with positions."""
+        if self.is_latent:
+            return self.rope_head_dim
+        return int(self.head_dim * self.rope.partial) if self.position == "rope" else 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the dot products of queries and keys."""
+        stretched = self.rope.score_scale() if self.position == "rope" else 1.0
+        return (self.attention_scale or self.head_dim**-0.5) * stretched
+
+    def layer_kind(self, layer: int) -> str:
+        """What attention in this layer is."""
+        return self.layers[layer % len(self.layers)]
+
+    def turns(self, layer: int) -> bool:
+        """Whether this layer has rotary positions."""
+        return self.position == "rope" and self.rope_layers[layer % len(self.rope_layers)]
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary positions of this layer."""
+        if self.local_rope_theta and self.layer_kind(layer) == "window":
+            return Rope(theta=self.local_rope_theta, partial=self.rope.partial, interleaved=self.rope.interleaved)
+        return self.rope
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's FFN is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def differences(self, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Fields in which the two are different functions of their weights: name -> (this one's, the other's).
@@ -104,12 +203,12 @@ class ModelConfig:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """A config from plain values, strict: an unknown key is an error."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ConfigError(f"unknown model keys {unknown}; known: {sorted(known)}.")
-        return cls(**values)
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """A config from plain values, lists for tuples as JSON has them, strict: an unknown key is an error."""
+        values = dict(values)
+        if isinstance(values.get("rope"), dict):
+            values["rope"] = _from_plain(Rope, values["rope"], "model.rope")
+        return _from_plain(cls, values, "model")
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
@@ -125,10 +224,8 @@ class ModelConfig:
         return families.config_to_hf(self)
 
 
-PRESETS: dict[str, ModelConfig] = {
-    "quickstart": ModelConfig(
-        num_layers=2, num_experts=8, expert_ffn_size=128, shared_ffn_size=256, balance_loss_weight=0.01
-    ),
-    "quickstart-dense": ModelConfig(num_layers=2),
-}
-"""Named shapes for ``model.preset``."""
+def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - known):
+        raise ConfigError(f"unknown {where} keys {unknown}; known: {sorted(known)}.")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

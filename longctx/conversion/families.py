@@ -14,6 +14,7 @@ from typing import Any
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.rope import Rope
 
 REQUIRED = object()
 """Default of a key that a config.json must have: the family's own default is too easily not what was meant."""
@@ -200,7 +201,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     _check_architecture(family, config)
     _check_fixed_keys(family, config)
     values = {name: _field_value(family, config, key) for key, name in (_COMMON_KEYS | family.field_keys).items()}
-    return ModelConfig(**values, **family.fixed_fields, rope_theta=_rope_theta(config))
+    return ModelConfig(**values, **family.fixed_fields, rope=Rope(theta=_rope_theta(config)))
 
 
 def config_to_hf(config: ModelConfig, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
@@ -223,8 +224,8 @@ def config_to_hf(config: ModelConfig, *, model_type: str | None = None, own_toke
         "architectures": [family.architecture],
         **{key: getattr(config, name) for key, name in keys.items()},
         **{key: supported[0] for key, supported in only.items()},
-        "rope_theta": config.rope_theta,  # transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # transformers 5
+        "rope_theta": config.rope.theta,  # transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},  # transformers 5
     }
 
 

@@ -1,11 +1,12 @@
 """One decoder layer.
 
-Axes: B rows, t tokens of this rank, M model width, H heads, D head size, S documents, E experts.
+Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V value head size, S documents, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,73 +14,111 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.model.attention import Attention
+from longctx.kernels.contract import Scores
+from longctx.model.attention import Table, build_attention
 from longctx.model.cores import AttentionCore, AttentionMask, KVCache
-from longctx.model.mlp import SwiGLU
+from longctx.model.dropout import Dropout
+from longctx.model.mlp import FeedForward
 from longctx.model.moe import MixtureOfExperts
-from longctx.model.norms import RMSNorm
+from longctx.model.norms import build_norm
 from longctx.model.stash import Stash, recomputed, recomputed_in_graph
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a forward pass tells all layers of one kind."""
+
+    mask: AttentionMask
+    core: AttentionCore
+    scores: Scores
+    cache: KVCache | None
+    documents_Bt: Tensor | None
+    dropout: Dropout | None
+    recompute: bool
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """Attention and FFN, each added to the residual stream, with norms before, after or around them."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MixtureOfExperts(config) if config.num_experts else SwiGLU(config.hidden_size, config.ffn_size)
+        M = config.hidden_size
+        self.layer, self.order, self.residual_scale = layer, config.norm_order, config.residual_scale
+        self.self_attn = build_attention(config, layer)
+        self.mlp = (
+            MixtureOfExperts(config)
+            if config.has_experts(layer)
+            else FeedForward(config, config.ffn_size, bias=config.ffn_bias)
+        )
+        if self.order != "post":
+            self.input_layernorm = build_norm(config, M)
+        self.post_attention_layernorm = build_norm(config, M)
+        if self.order == "sandwich":
+            self.pre_feedforward_layernorm = build_norm(config, M)
+        if self.order != "pre":
+            self.post_feedforward_layernorm = build_norm(config, M)
 
-    def forward(
-        self,
-        x_BtM: Tensor,
-        *,
-        rotary: tuple[Tensor, Tensor],
-        mask: AttentionMask,
-        core: AttentionCore,
-        cache: KVCache | None,
-        documents_Bt: Tensor | None,
-        recompute: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output [B, t, M] and its router's ``counts_SE`` and ``prob_sums_SE`` (empty if none).
 
-        With ``recompute`` only x and the core's result survive until backward, which computes the rest anew; the core's
+        When recomputed, only x and the core's result survive until backward, which computes the rest anew; the core's
         work, and with it the communication between ranks, is done once.
         """
         run = _once
-        if recompute and cache is None and torch.is_grad_enabled():
-            in_graph = torch.compiler.is_compiling() and getattr(core, "is_operator", False)
+        if call.recompute and call.cache is None and torch.is_grad_enabled():
+            in_graph = torch.compiler.is_compiling() and getattr(call.core, "is_operator", False)
             run = recomputed_in_graph if in_graph else recomputed
-        return run(self._run, x_BtM, *rotary, mask, core, cache, documents_Bt)
+        return run(self._run, x_BtM, table, call)
 
     def _run(
-        self,
-        x_BtM: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: AttentionMask,
-        core: AttentionCore,
-        cache: KVCache | None,
-        documents_Bt: Tensor | None,
-        stash: Stash | None,
+        self, x_BtM: Tensor, table: Table | None, call: Call, stash: Stash | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.self_attn.project(self.input_layernorm(x_BtM), cos, sin)
-        attend = core if stash is None else partial(core, stash=stash)
-        heads_BtHD = attend(q, k, v, mask=mask, layer=self.layer, cache=cache)
-        return self._after_core(x_BtM, heads_BtHD, documents_Bt, mask.num_documents)
+        q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
+        core = call.core if stash is None else partial(call.core, stash=stash)
+        sinks_H = None if self.self_attn.sinks is None else self.self_attn.sinks()
+        # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
+        heads_BtHV = core(
+            q, k, v, mask=call.mask, layer=self.layer, cache=call.cache, scores=call.scores, sinks_H=sinks_H
+        )
+        return self._after_core(x_BtM, heads_BtHV, call)
 
-    def _after_core(
-        self, x_BtM: Tensor, heads_BtHD: Tensor, documents_Bt: Tensor | None, num_documents: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x_BtM = x_BtM + self.self_attn.output(heads_BtHD)
-        normed_BtM = self.post_attention_layernorm(x_BtM)
-        if isinstance(self.mlp, SwiGLU):
+    def _after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        out_BtM = self.self_attn.output(heads_BtHV)
+        if self.order == "sandwich":
+            out_BtM = self.post_attention_layernorm(out_BtM)
+        x_BtM = self._add(x_BtM, out_BtM, 0, call)
+        if self.order == "post":
+            x_BtM = self.post_attention_layernorm(x_BtM)
+        second = "pre_feedforward_layernorm" if self.order == "sandwich" else "post_attention_layernorm"
+        out_BtM, counts_SE, prob_sums_SE = self._feed(self._before(x_BtM, second), call)
+        x_BtM = self._add(x_BtM, out_BtM, 1, call)
+        if self.order == "post":
+            x_BtM = self.post_feedforward_layernorm(x_BtM)
+        return x_BtM, counts_SE, prob_sums_SE
+
+    def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
+        return x_BtM if self.order == "post" else getattr(self, norm)(x_BtM)
+
+    def _add(self, x_BtM: Tensor, part_BtM: Tensor, site: int, call: Call) -> Tensor:
+        """The residual stream with one part's output added."""
+        if call.dropout is not None:
+            part_BtM = call.dropout(part_BtM, 2 * self.layer + site)
+        if self.residual_scale != 1:
+            part_BtM = part_BtM * self.residual_scale
+        return x_BtM + part_BtM
+
+    def _feed(self, normed_BtM: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """The FFN's output, and the statistics of its router."""
+        if isinstance(self.mlp, FeedForward):
             nothing = normed_BtM.new_zeros(0, 0, dtype=torch.float32)
-            return x_BtM + self.mlp(normed_BtM), nothing.long(), nothing
-        out_BtM, counts_SE, prob_sums_SE = self.mlp(normed_BtM, documents_Bt=documents_Bt, num_documents=num_documents)
-        return x_BtM + out_BtM, counts_SE, prob_sums_SE
+            out_BtM, counts_SE, prob_sums_SE = self.mlp(normed_BtM), nothing.long(), nothing
+        else:
+            out_BtM, counts_SE, prob_sums_SE = self.mlp(
+                normed_BtM, documents_Bt=call.documents_Bt, num_documents=call.mask.num_documents
+            )
+        if self.order == "sandwich":
+            out_BtM = self.post_feedforward_layernorm(out_BtM)
+        return out_BtM, counts_SE, prob_sums_SE
 
 
 def _once(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.errors import ConfigError
 from longctx.kernels import ops
 from longctx.kernels.contract import KernelRequest, Pair, Scores
+from longctx.kernels.linear import Segments, linear_attention
 from longctx.kernels.select import choose_kernel
 from longctx.kernels.sinks import apply_sinks, sinks_gradient
 from longctx.model.stash import Stash
@@ -40,10 +41,12 @@ class AttentionMask:
     """Length of the whole sequence."""
     num_documents: int = field(init=False, compare=False, repr=False)
     """Documents of the sequence, empty ones too."""
+    longest: int = field(init=False, compare=False, repr=False)
+    """Tokens of the longest document."""
     pair_table: Tensor = field(init=False, compare=False, repr=False)
     """The work of a process that holds the whole sequence: ``document_pairs`` as a tensor.
 
-    Formed here, once, as the two counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
+    Formed here, once, as the counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
     """
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class AttentionMask:
             raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
         object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
         object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
+        object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
         object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
 
 
@@ -69,6 +73,14 @@ class KVCache(Protocol):
 
     def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
         """Store new rows; return all rows of the layer so far, [B, s, K, D] and [B, s, K, V]."""
+        ...
+
+    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
+        """Add to what a linear layer knows of the tokens so far."""
+        ...
+
+    def state(self, layer: int) -> Tensor | None:
+        """The sum of what was added, None before anything was."""
         ...
 
 
@@ -103,6 +115,7 @@ class LocalKVCache:
     def __init__(self) -> None:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[int, int] = {}
+        self._states: dict[int, Tensor] = {}
 
     def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
         start = self._lengths.get(layer, 0)
@@ -113,6 +126,13 @@ class LocalKVCache:
         keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKV
         self._lengths[layer] = stop
         return keys[:, :stop], values[:, :stop]
+
+    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
+        known = self._states.get(layer)
+        self._states[layer] = state_sBKDW if known is None else known + state_sBKDW
+
+    def state(self, layer: int) -> Tensor | None:
+        return self._states.get(layer)
 
     def _grow(self, layer: int, like: tuple[Tensor, Tensor], start: int, stop: int) -> None:
         rows = max(2 * start, stop, 64)
@@ -165,6 +185,37 @@ class LocalAttention:
         bias_table = None if scores.relative_bias is None else scores.relative_bias.table_NH
         out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, kernel, scores, stash)
         return out.view(B, T, H, V)
+
+
+class LocalLinearAttention:
+    """Linear attention (feature map elu + 1) of one process, which holds every key: its documents are segments."""
+
+    is_operator = False
+
+    def __call__(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        mask: AttentionMask,
+        layer: int,
+        cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        stash: Stash | None = None,
+    ) -> Tensor:
+        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax, and there is nothing to stash."""
+        B, T = q_BtHD.shape[:2]
+        if cache is not None:
+            carried = cache.state(layer)
+            segments = Segments((0, T), takes=() if carried is None else (0,), gives=(0,))
+            out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=carried)
+            cache.add_state(layer, state)
+            return out
+        q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        out, _ = linear_attention(q, k, v, segments=Segments(mask.cu_seqlens), causal=mask.causal)
+        return out.view(B, T, *out.shape[2:])
 
 
 def document_pairs(mask: AttentionMask) -> tuple[Pair, ...]:

@@ -6,20 +6,25 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.model.block import Block
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
+from longctx.errors import ConfigError
+from longctx.kernels.contract import RelativeBias, Scores
+from longctx.model.block import Block, Call
+from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention, LocalLinearAttention
+from longctx.model.dropout import Dropout
 from longctx.model.head import LMHead
 from longctx.model.initialize import initial_value
-from longctx.model.layers import Embedding
-from longctx.model.norms import RMSNorm
-from longctx.model.positions import rotary_table
+from longctx.model.layers import Embedding, Weight
+from longctx.model.norms import build_norm
+from longctx.model.positions import alibi_slopes, rotary_table, sinusoid_table, sinusoidal_embedding
 from longctx.model.router import RouterStats
+from longctx.rope import Rope
 
 
 class Backbone(nn.Module):
@@ -29,29 +34,86 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        if config.position == "learned":
+            self.embed_positions = Embedding(config.max_positions, config.hidden_size)
+        if config.position == "t5":
+            self.relative_bias = Weight(config.relative_buckets, config.num_heads)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        if config.norm_order != "post":
+            self.norm = build_norm(config, config.hidden_size)
 
-    def forward(self, tokens_Bt: Tensor, *, positions_Bt: Tensor, **shared: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [B, t, M] and the routers' counts and probability sums, [L, S, E] each.
+    def forward(
+        self,
+        tokens_Bt: Tensor,
+        positions_Bt: Tensor,
+        *,
+        masks: dict[str, AttentionMask],
+        length: int,
+        cores: dict[str, AttentionCore],
+        cache: KVCache | None,
+        documents_Bt: Tensor | None,
+        dropout: Dropout | None,
+        recompute: bool,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Hidden states [B, t, M] and the counts and probability sums of every expert layer's router, [S, E] each.
 
-        ``shared`` goes to every block as it is.
+        ``masks`` and ``cores`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
-        x_BtM = self.embed_tokens(tokens_Bt)
-        rotary = rotary_table(positions_Bt, self.config.head_dim, self.config.rope_theta, x_BtM.dtype)
-        counts, prob_sums = [], []
-        for block in self.layers:
-            x_BtM, counts_SE, prob_sums_SE = block(x_BtM, rotary=rotary, **shared)
-            counts.append(counts_SE)
-            prob_sums.append(prob_sums_SE)
-        return self.norm(x_BtM), torch.stack(counts), torch.stack(prob_sums)
+        config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
+        scores = self._scores(x_BtM)
+        calls = {
+            kind: Call(masks[kind], cores[kind], scores, cache, documents_Bt, dropout, recompute) for kind in masks
+        }
+        turned_by = [config.rope_of(n) if config.turns(n) else None for n in range(config.num_layers)]
+        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
+        stats = []
+        for layer, block in enumerate(self.layers):
+            x_BtM, *of_router = block(x_BtM, tables[turned_by[layer]], call=calls[config.layer_kind(layer)])
+            if config.has_experts(layer):
+                stats.append(tuple(of_router))
+        return (x_BtM if config.norm_order == "post" else self.norm(x_BtM)), stats
+
+    def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
+        config, x_BtM = self.config, self.embed_tokens(tokens_Bt)
+        if config.embedding_scale != 1:
+            # rounded to the model's dtype first, as Gemma was trained
+            x_BtM = x_BtM * torch.tensor(config.embedding_scale, dtype=x_BtM.dtype, device=x_BtM.device)
+        if config.position == "learned":
+            x_BtM = x_BtM + self.embed_positions(positions_Bt)
+        if config.position == "sinusoidal":
+            x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.hidden_size, x_BtM.dtype).to(x_BtM.dtype)
+        return x_BtM if dropout is None else dropout(x_BtM, -1)
+
+    def _scores(self, x_BtM: Tensor) -> Scores:
+        """How queries and keys become scores: the same in all layers."""
+        config, slopes, bias = self.config, None, None
+        if config.position == "alibi":
+            slopes = torch.tensor(alibi_slopes(config.num_heads), device=x_BtM.device)
+        if config.position == "t5":
+            bias = RelativeBias(self.relative_bias(), max_distance=config.relative_max_distance)
+        return Scores(
+            scale=config.scale,
+            softcap=config.attention_softcap or None,
+            alibi_slopes_H=slopes,
+            relative_bias=bias,
+        )
+
+    def _table(
+        self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        if rope is not None:
+            return rotary_table(positions_Bt, rope, self.config.rotary_size, dtype, length=length)
+        if self.config.position == "relative":
+            return sinusoid_table(positions_Bt, self.config.hidden_size, dtype)
+        return None
 
 
 class Decoder(nn.Module):
     """A causal language model's network; which keys a query meets, and where they live, is its attention core's affair.
 
-    ``core`` and ``recompute`` may be set at any time. With ``recompute`` a block keeps its input and the core's
-    result, and computes the rest again in backward.
+    ``core``, ``linear_core``, ``recompute`` and ``dropout_seed`` may be set at any time. With ``recompute`` a block
+    keeps its input and the core's result, and computes the rest again in backward. ``dropout_seed`` decides what the
+    next forward pass drops, where the config asks for dropout; None, as in evaluation, drops nothing.
     """
 
     def __init__(self, config: ModelConfig, core: AttentionCore | None = None, *, seed: int | None = 0) -> None:
@@ -59,7 +121,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.core: AttentionCore = core if core is not None else LocalAttention()
+        self.linear_core: AttentionCore = LocalLinearAttention()
         self.recompute = False
+        self.dropout_seed: int | None = None
         self.model = Backbone(config)
         self.lm_head = LMHead(config)
         if seed is not None:
@@ -71,6 +135,8 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
                 parameter.copy_(initial_value(name, tuple(parameter.shape), self.config, seed))
+        for buffer in self.buffers():
+            buffer.zero_()
 
     def forward(
         self,
@@ -88,23 +154,40 @@ class Decoder(nn.Module):
         which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
         whole of ``cu_seqlens``. With a ``cache`` the tokens continue the sequence that filled it.
         """
-        mask = _document_mask(cu_seqlens, tokens_Bt)
+        masks = _masks(cu_seqlens, tokens_Bt, self.config)
+        mask = next(iter(masks.values()))
         if return_stats and documents is None:
             documents = _whole_documents(mask, tokens_Bt)
-        hidden_BtM, counts_LSE, prob_sums_LSE = self.model(
+        dropout = self._dropout(mask, tokens_Bt, positions_Bt, documents)
+        hidden_BtM, stats = self.model(
             tokens_Bt,
-            positions_Bt=positions_Bt,
-            mask=mask,
-            core=self.core,
+            positions_Bt,
+            masks=masks,
+            length=self._length(mask, positions_Bt, cache),
+            cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
             cache=cache,
             documents_Bt=documents if return_stats else None,
+            dropout=dropout,
             recompute=self.recompute,
         )
-        if not return_stats:
-            return hidden_BtM
-        if not self.config.num_experts:
-            return hidden_BtM, []
-        return hidden_BtM, [RouterStats(*layer) for layer in zip(counts_LSE, prob_sums_LSE, strict=True)]
+        return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
+
+    def _length(self, mask: AttentionMask, positions_Bt: Tensor, cache: KVCache | None) -> int:
+        """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
+        if self.config.position != "rope" or not self.config.rope.depends_on_length:
+            return 0
+        return mask.longest if cache is None else int(positions_Bt.max()) + 1
+
+    def _dropout(
+        self, mask: AttentionMask, tokens_Bt: Tensor, positions_Bt: Tensor, documents_Bt: Tensor | None
+    ) -> Dropout | None:
+        if self.dropout_seed is None or not self.config.residual_dropout:
+            return None
+        if documents_Bt is None:
+            documents_Bt = _whole_documents(mask, tokens_Bt)
+        starts = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device)
+        places_Bt = starts[documents_Bt.clamp(min=0)] + positions_Bt
+        return Dropout(self.config.residual_dropout, self.dropout_seed, places_Bt)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
@@ -125,11 +208,26 @@ class Decoder(nn.Module):
 
 
 @torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
-def _document_mask(cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor) -> AttentionMask:
+def _masks(
+    cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor, config: ModelConfig
+) -> dict[str, AttentionMask]:
+    """What the layers of each kind see."""
     if cu_seqlens is None:
         B, T = tokens_Bt.shape
-        return AttentionMask(tuple(T * row for row in range(B + 1)))
-    return AttentionMask(tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+        mask = AttentionMask(tuple(T * row for row in range(B + 1)))
+    else:
+        mask = AttentionMask(tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+    return {kind: _mask_of(kind, mask, config) for kind in dict.fromkeys(config.layers)}
+
+
+def _mask_of(kind: str, mask: AttentionMask, config: ModelConfig) -> AttentionMask:
+    if kind == "window":
+        return replace(mask, window=config.window)
+    if kind == "sparse":
+        raise ConfigError(
+            f"model.layers: sparse attention (stride {config.sparse_stride}) is not built yet. Use window or full."
+        )
+    return mask
 
 
 @torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")

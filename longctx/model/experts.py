@@ -1,4 +1,4 @@
-"""The routed experts: dropless SwiGLU FFNs over tokens sorted by expert.
+"""The routed experts: dropless gated FFNs over tokens sorted by expert.
 
 Axes: N tokens, k experts a token, R = N·k routed rows, M model width, F FFN width of one expert, E experts; I and O
 are the input and output width of one grouped product.
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
-from longctx.model.mlp import swiglu
+from longctx.model.activations import gated
 
 
 class Experts(nn.Module):
@@ -23,8 +23,14 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E, M, F = config.num_experts, config.hidden_size, config.expert_ffn_size
+        self.activation = config.activation
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, M))
         self.down_proj = nn.Parameter(torch.empty(E, M, F))
+        self.gate_up_proj_bias: nn.Parameter | None
+        self.down_proj_bias: nn.Parameter | None
+        biased = config.expert_bias
+        self.register_parameter("gate_up_proj_bias", nn.Parameter(torch.empty(E, 2 * F)) if biased else None)
+        self.register_parameter("down_proj_bias", nn.Parameter(torch.empty(E, M)) if biased else None)
 
     def forward(self, x_NM: Tensor, gates_Nk: Tensor, experts_Nk: Tensor) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
@@ -34,9 +40,18 @@ class Experts(nn.Module):
         k = experts_Nk.shape[1]
         order_R, inverse_R, ends_E = sort_by_expert(experts_Nk, self.gate_up_proj.shape[0])
         x_RM = _Spread.apply(x_NM, order_R, inverse_R, k)
-        gate_RF, up_RF = grouped_linear(x_RM, self.gate_up_proj, ends_E).chunk(2, dim=-1)
-        h_RF = swiglu(gate_RF, up_RF, gates_Nk.flatten().index_select(0, order_R))
-        return _Combine.apply(grouped_linear(h_RF, self.down_proj, ends_E), order_R, inverse_R, k)
+        gates_R = gates_Nk.flatten().index_select(0, order_R)
+        gate_up_RF = grouped_linear(x_RM, self.gate_up_proj, ends_E)
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+            h_RF = gated(self.activation, gate_RF, up_RF, gates_R)
+            return _Combine.apply(grouped_linear(h_RF, self.down_proj, ends_E), order_R, inverse_R, k)
+        expert_R = experts_Nk.flatten().index_select(0, order_R)
+        gate_up_RF = gate_up_RF + self.gate_up_proj_bias.index_select(0, expert_R)
+        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+        h_RF = gated(self.activation, gate_RF, up_RF, gates_R)
+        shift_RM = gates_R.to(h_RF.dtype).unsqueeze(-1) * self.down_proj_bias.index_select(0, expert_R)
+        return _Combine.apply(grouped_linear(h_RF, self.down_proj, ends_E) + shift_RM, order_R, inverse_R, k)
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ class LMHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.scale, self.softcap = config.logit_scale, config.logit_softcap
         self.weight: nn.Parameter | None
         weight = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("weight", weight)
@@ -35,8 +36,11 @@ class LMHead(nn.Module):
     ) -> Tensor:
         """Logits [B, t, V]; with targets the summed loss, or ``per_token`` each one's [B, t] without gradient."""
         weight_VM: Tensor = table.weight if self.weight is None else self.weight
+        if self.scale != 1:
+            hidden_BtM = hidden_BtM * self.scale
         if targets_Bt is None:
-            return nn.functional.linear(hidden_BtM, weight_VM)
+            logits_BtV = nn.functional.linear(hidden_BtM, weight_VM)
+            return self.softcap * torch.tanh(logits_BtV / self.softcap) if self.softcap else logits_BtV
         hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         if per_token:
             return token_nll(hidden_NM, weight_VM, targets_N).view_as(targets_Bt)

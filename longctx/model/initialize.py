@@ -13,12 +13,12 @@ from longctx.config import ModelConfig
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """The initial value of the parameter ``name``, float32 on the CPU.
 
-    Norms are 1 and biases 0; all else is normal with ``config.init_std``. Projections that write to the residual
-    stream are smaller by sqrt(2 · layers), which keeps its variance independent of depth (GPT-2).
+    Norms multiply by 1, biases and sinks are 0; all else is normal with ``config.init_std``. Projections that write to
+    the residual stream are smaller by sqrt(2 · layers), which keeps its variance independent of depth (GPT-2).
     """
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith(".bias"):
+        return torch.zeros(shape) if config.norm_offset else torch.ones(shape)
+    if name.endswith(("bias", "sinks.weight")) or "relative_bias" in name:
         return torch.zeros(shape)
     std = config.init_std
     if "o_proj" in name or "down_proj" in name:

@@ -1,4 +1,4 @@
-"""PyTorch's linear and embedding layers without their own initialisation.
+"""PyTorch's linear and embedding layers without their own initialisation, and a weight that is a layer by itself.
 
 ``longctx.model.initialize`` gives every tensor values that depend on its name and a seed alone; PyTorch's would cost
 time and draw from the process's global generator.
@@ -6,7 +6,8 @@ time and draw from the process's global generator.
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
@@ -21,3 +22,14 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Do nothing."""
+
+
+class Weight(nn.Module):
+    """A parameter that others compute with. Calling it gives a copy: ZeRO-3 takes the parameter back after the call."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> Tensor:
+        return self.weight.clone()

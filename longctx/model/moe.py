@@ -1,4 +1,4 @@
-"""The mixture-of-experts FFN: router, routed experts and a gated shared expert, as Qwen2-MoE defines them.
+"""The mixture-of-experts FFN: router, routed experts, and an expert that all tokens share.
 
 Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, S documents of the micro-batch.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longctx.config import ModelConfig
 from longctx.model.experts import Experts
 from longctx.model.layers import Linear
-from longctx.model.mlp import SwiGLU
+from longctx.model.mlp import FeedForward
 from longctx.model.router import Router, router_stats
 
 
@@ -24,7 +24,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
-            self.shared_expert = SwiGLU(config.hidden_size, config.shared_ffn_size)
+            self.shared_expert = FeedForward(config, config.shared_ffn_size)
+        self.has_shared_gate = self.has_shared_expert and config.shared_gate
+        if self.has_shared_gate:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(
@@ -35,7 +37,10 @@ class MixtureOfExperts(nn.Module):
         gates_Nk, probs_NE, experts_Nk = self.gate(x_NM)
         out_NM = self.experts(x_NM, gates_Nk, experts_Nk)
         if self.has_shared_expert:
-            out_NM = out_NM + torch.sigmoid(self.shared_expert_gate(x_NM)) * self.shared_expert(x_NM)
+            shared_NM = self.shared_expert(x_NM)
+            if self.has_shared_gate:
+                shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
+            out_NM = out_NM + shared_NM
         out_BtM = out_NM.to(x_BtM.dtype).view_as(x_BtM)
         if documents_Bt is None:
             return out_BtM, experts_Nk.new_zeros(0, probs_NE.shape[1]), probs_NE[:0]

@@ -1,18 +1,45 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm; statistics are float32 in any model dtype, and results are rounded once.
+
+Axes: M normalised width; leading axes are any.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from longctx.config import ModelConfig
+from longctx.kernels.contract import accumulate_dtype
+
+
+def build_norm(config: ModelConfig, size: int) -> nn.Module:
+    """The config's norm over ``size`` channels."""
+    if config.norm == "layernorm":
+        return LayerNorm(size, eps=config.norm_eps)
+    return RMSNorm(size, eps=config.norm_eps, offset=config.norm_offset)
+
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last axis; for bfloat16 input computed in float32 and rounded once."""
+    """x / sqrt(mean(x²) + eps) · weight over the last axis; with ``offset`` the factor is 1 + weight (Gemma)."""
 
-    def __init__(self, size: int, *, eps: float) -> None:
+    def __init__(self, size: int, *, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x_BtM: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x_BtM, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return nn.functional.rms_norm(x_BtM, self.weight.shape, self.weight, self.eps)
+        partial = accumulate_dtype(x_BtM.dtype)
+        factor = self.weight.to(partial) + 1  # in bfloat16 the sum would lose what is learned
+        return nn.functional.rms_norm(x_BtM.to(partial), factor.shape, factor, self.eps).to(x_BtM.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last axis."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__(size, eps=eps)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: ``Decoder.initialize`` or a state dict fills them."""

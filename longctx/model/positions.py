@@ -1,30 +1,99 @@
-"""Rotary positions in Hugging Face's half-split layout: channel c turns together with channel c + D/2.
+"""Where a token stands, told in its channels: rotary and sinusoidal tables, slopes of ALiBi.
 
-Axes: B rows, t tokens of this rank, H heads, D head size.
+Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
+formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
+
+Axes: B rows, t tokens of this rank, H heads, D head size, M model width, C channel pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longctx.kernels.contract import accumulate_dtype
+from longctx.rope import Rope
 
 
-def rotary_table(positions_Bt: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, 1, D/2] of the angle of every token and channel pair, in float32 (float64 for float64).
+def rotary_table(
+    positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, 1, rotary_size/2] of every token's angles, in float32 (float64 for float64).
 
-    Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles
-    are formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
+    ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
     """
-    channels = torch.arange(0, head_dim, 2, device=positions_Bt.device, dtype=torch.float64)
-    angles = positions_Bt.double()[:, :, None, None] * theta ** (-channels / head_dim)
+    cos, sin = _angles(positions_Bt, rope.frequencies(rotary_size, length))
+    scale, partial = rope.scale(), accumulate_dtype(dtype)
+    return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
+
+
+def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
     partial = accumulate_dtype(dtype)
-    return angles.cos().to(partial), angles.sin().to(partial)
+    cos, sin = _angles(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
+    return cos.to(partial), sin.to(partial)
 
 
-def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with every channel pair turned by its token's angle, computed in the table's dtype, returned in x's."""
-    first, second = x_BtHD.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_BtHD.dtype)
+def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[B, t, size]: sines on even channels, cosines on odd ones."""
+    cos, sin = sinusoid_table(positions_Bt, size, dtype)
+    return torch.stack((sin, cos), dim=-1).flatten(-2)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Slope of each head (arXiv 2108.12409): 2^(-8h / n) of the power of two n below, then every other of 2n."""
+    n = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
+    between = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
+    return slopes + between[: num_heads - n]
+
+
+def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x with its first 2·C channels turned by the table's angles, computed in the table's dtype, returned in x's.
+
+    Channel c turns together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
+    """
+    return _Rotary.apply(x_BtHD, cos, sin, interleaved)
+
+
+def _angles(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
+    radians = torch.tensor(frequencies, device=positions_Bt.device, dtype=torch.float64)
+    angles = positions_Bt.double().unsqueeze(-1) * radians
+    return angles.cos(), angles.sin()
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps the table alone: the gradient is the turn back, which needs nothing of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    pairs = cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = _halves(x, pairs, interleaved)
+    out_first, out_second = _halves(out, pairs, interleaved)
+    out_first.copy_(first * cos - second * sin)
+    out_second.copy_(second * cos + first * sin)
+    out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out
+
+
+def _halves(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.config import PRESETS, ModelConfig
+from longctx.config import ModelConfig
 from longctx.conversion.families import FAMILIES, config_to_hf, family_of, tensor_specs
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.presets import PRESETS
+from longctx.rope import Rope
 from tests.longctx.samples import dense_config, tiny_config
 
 CONFIGS = {
-    "qwen2_moe": tiny_config(tie_embeddings=False, rope_theta=5e5, balance_loss_weight=0.02, norm_eps=1e-5),
+    "qwen2_moe": tiny_config(tie_embeddings=False, rope=Rope(theta=5e5), balance_loss_weight=0.02, norm_eps=1e-5),
     "qwen2": dense_config(expert_ffn_size=128),  # a dense config.json has no place for it: the default comes back
     "llama": dense_config(expert_ffn_size=128, qkv_bias=False, init_std=0.01),
 }
@@ -49,12 +51,12 @@ def test_every_preset_has_a_family_and_the_decoders_tensors(preset):
 def test_parts_cover_each_parameter_once(experts, bias, tied, norm, heads, kv, theta, layers):
     config = tiny_config(
         num_experts=experts, experts_per_token=min(1, experts) or 2, qkv_bias=bias, tie_embeddings=tied,
-        normalize_gates=norm, num_heads=heads, num_kv_heads=kv or heads, rope_theta=theta, num_layers=layers,
+        normalize_gates=norm, num_heads=heads, num_kv_heads=kv or heads, rope=Rope(theta=theta), num_layers=layers,
         hidden_size=8 * heads,
     )  # fmt: skip
     back = ModelConfig.from_hf(config.to_hf())
     assert tensor_specs(back) == tensor_specs(config)
-    assert (back.rope_theta, back.tie_embeddings) == (theta, tied)
+    assert (back.rope.theta, back.tie_embeddings) == (theta, tied)
     names = [part.name for spec in tensor_specs(config) for part in spec.layouts[0]]
     assert len(set(names)) == len(names)
     for spec in tensor_specs(config):
@@ -72,7 +74,7 @@ def test_transformers_reads_the_config_as_we_meant_it(name, tmp_path):
     config = CONFIGS[name]
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     theirs = transformers.AutoConfig.from_pretrained(str(tmp_path), local_files_only=True)
-    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": config.rope_theta}
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": config.rope.theta}
     assert theirs.head_dim == config.head_dim
     theirs.save_pretrained(tmp_path / "again")
     assert ModelConfig.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
@@ -80,7 +82,7 @@ def test_transformers_reads_the_config_as_we_meant_it(name, tmp_path):
 
 def test_absent_keys_mean_what_transformers_takes_for_them():
     config = ModelConfig.from_hf(LLAMA)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 8, 10_000.0)
+    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10_000.0)
     assert not config.tie_embeddings
     moe = {k: v for k, v in tiny_config().to_hf().items() if k not in ("norm_topk_prob", "qkv_bias")}
     assert not ModelConfig.from_hf(moe).normalize_gates

@@ -251,4 +251,4 @@ def test_compiled_decoder_equals_eager_and_serves_any_documents(recompute, fresh
         torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
     breaks = len(counters["graph_break"])
     assert breaks == (1 if recompute else 2)  # at the boundaries of documents, and at the core
-    assert counters["stats"]["unique_graphs"] <= 4
+    assert counters["stats"]["unique_graphs"] <= 5  # embedding, table, before and after the core, last norm

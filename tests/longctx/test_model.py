@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from longctx.config import PRESETS
 from longctx.model.cores import LocalAttention, LocalKVCache
 from longctx.model.decoder import Decoder
 from longctx.model.norms import RMSNorm
 from longctx.model.positions import apply_rotary, rotary_table
 from longctx.model.size import count_parameters
 from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.presets import PRESETS
+from longctx.rope import Rope
 from tests.longctx.samples import (
     dense_config,
     documents_of,
@@ -42,7 +43,7 @@ def hf_model(config, attention):
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
         "tie_word_embeddings": config.tie_embeddings,
         "attn_implementation": attention,
     }
@@ -111,7 +112,7 @@ def test_positions_are_read_and_not_counted():
     shuffled = torch.tensor([3, 0, 2, 1])
 
     class Unmasked(LocalAttention):
-        def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None):
+        def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, **_):
             q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
@@ -126,7 +127,7 @@ def test_rotary_depends_on_distance_alone_also_at_ten_million():
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 64)
     near, far = (
-        [apply_rotary(x, *rotary_table(torch.tensor([[p + d]]), 64, 10_000.0, x.dtype)) for x, d in ((q, 37), (k, 0))]
+        [apply_rotary(x, *rotary_table(torch.tensor([[p + d]]), Rope(), 64, x.dtype)) for x, d in ((q, 37), (k, 0))]
         for p in (0, 10_000_000)
     )
     torch.testing.assert_close((near[0] * near[1]).sum(), (far[0] * far[1]).sum(), atol=1e-4, rtol=0)

@@ -8,7 +8,6 @@ from torch.nn.functional import silu
 
 from longctx.model import experts as experts_module
 from longctx.model.experts import Experts, grouped_linear, sort_by_expert
-from longctx.model.mlp import swiglu
 from longctx.model.moe import MixtureOfExperts
 from longctx.model.router import Router, router_stats
 from tests.longctx.samples import gradients, randomize, tiny_config
@@ -70,15 +69,6 @@ def test_experts_gradcheck():
     randomize(module)
     inputs = (x[:, :3].detach().requires_grad_(), gates, *module.parameters())
     assert torch.autograd.gradcheck(lambda x, gates, *_: module(x, gates, choices), inputs)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_swiglu_gradcheck(scaled):
-    torch.manual_seed(0)
-    gate, up, scale = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (5, 3), (5,)))
-    inputs = (gate, up, scale) if scaled else (gate, up)
-    assert torch.autograd.gradcheck(swiglu, inputs)
-    torch.testing.assert_close(swiglu(*inputs), silu(gate) * up * (scale[:, None] if scaled else 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
