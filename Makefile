@@ -46,6 +46,7 @@ faults: setup
 bench: setup
 	@$(BIN)/python -m benchmarks.attention
 	@$(BIN)/python -m benchmarks.peers
+	@$(BIN)/python -m benchmarks.loss
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell

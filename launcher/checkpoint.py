@@ -31,7 +31,9 @@ from longctx.checkpoint_format import (
     VERSION,
     CheckpointReader,
     canonical_hash,
+    find_checkpoint,
     hash_file,
+    is_buffer,
     list_checkpoints,
     model_config,
 )
@@ -84,15 +86,50 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
 
     def read_and_check() -> CheckpointReader:
         reader = CheckpointReader(folder)
-        _check_model(reader, engine, model)
-        _check_files(reader)
+        _check_model(reader, model)
+        _check_shapes(reader, engine)
+        _check_files(reader, "Try --run.resume newest-good, which passes damaged ones over.")
         return reader
 
     reader = on_every_rank(read_and_check)
-    has_moments = all(set(ROLES) <= set(entry["roles"]) for entry in reader.manifest["tensors"].values())
-    engine.load(reader.read_range, step=reader.step, moments=has_moments)
+    engine.load(reader.read_range, step=reader.step, moments=set(ROLES) <= set(reader.roles))
     reader.close()
     return reader
+
+
+def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
+    """Load weights alone: the optimiser starts afresh, at step 0. Collective.
+
+    Checked like ``load_checkpoint``, except that ``model`` may reach further than the checkpoint's does: ``rope`` (how
+    positions are stretched, not which channels turn), ``max_positions`` and ``window`` may be others.
+    """
+
+    def read_and_check() -> CheckpointReader:
+        reader = CheckpointReader(folder)
+        _check_start(reader, model)
+        _check_shapes(reader, engine)
+        _check_files(reader, "Copy or convert it again, or start from another one.")
+        return reader
+
+    reader = on_every_rank(read_and_check)
+    engine.load(reader.read_range, step=0, moments=False)
+    reader.close()
+
+
+def find_start(start_from: str) -> Path | None:
+    """The checkpoint that ``run.start_from`` names, of a run folder its newest; None for "no"."""
+    if start_from == "no":
+        return None
+    folder = Path(start_from)
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"run.start_from={start_from!r} is a Hugging Face folder, not a checkpoint.\n"
+            f"Convert it first: python -m launcher convert --from hf {start_from} OUT"
+        )
+    try:
+        return find_checkpoint(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"run.start_from={start_from!r}: {error}") from error
 
 
 def find_resume(run_folder: Path, resume: str) -> Path | None:
@@ -160,10 +197,35 @@ def _problems(path: Path) -> list[str]:
         return [str(error)]
 
 
-def _check_model(reader: CheckpointReader, engine: ZeroEngine, model: ModelConfig) -> None:
+def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
     if differing := model_config(reader).differences(model):
-        lines = [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
-        raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *lines]))
+        raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *_lines(differing)]))
+
+
+def _check_start(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Beyond what ``differences`` lets pass, only how far positions reach may change."""
+    differing = model_config(reader).differences(model)
+    differing.pop("window", None)
+    if "rope" in differing:
+        theirs, ours = differing.pop("rope")
+        for name in ("partial", "interleaved"):  # which channels turn together is what the weights have learned
+            if getattr(theirs, name) != getattr(ours, name):
+                differing[f"rope.{name}"] = getattr(theirs, name), getattr(ours, name)
+    if differing:
+        raise CheckpointError(
+            "\n".join([f"{reader.folder} is of another model:", *_lines(differing), *_MAY_CHANGE.splitlines()])
+        )
+
+
+_MAY_CHANGE = """A run that starts from it may change model.max_positions, model.window and how model.rope is stretched
+(kind, factor, theta, …). Set the other fields as the checkpoint has them."""
+
+
+def _lines(differing: dict[str, tuple[Any, Any]]) -> list[str]:
+    return [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
+
+
+def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
     stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
@@ -171,13 +233,11 @@ def _check_model(reader: CheckpointReader, engine: ZeroEngine, model: ModelConfi
         raise CheckpointError(f"{reader.folder} holds other tensors than the model: {wrong}.")
 
 
-def _check_files(reader: CheckpointReader) -> None:
+def _check_files(reader: CheckpointReader, advice: str) -> None:
     """This rank's share of the files is whole."""
     names = sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     if problems := reader.verify(names):
-        raise CheckpointError(
-            f"{reader.folder}: {'; '.join(problems)}.\nTry --run.resume newest-good, which passes damaged ones over."
-        )
+        raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{advice}")
 
 
 def _write_own_ranges(folder: Path, engine: ZeroEngine) -> dict[str, Any]:
@@ -232,7 +292,8 @@ def _commit(
 
 def _tensor_table(engine: ZeroEngine, entries: list[dict[str, Any]]) -> dict[str, Any]:
     table = {
-        name: {"shape": list(shape), "roles": {role: [] for role in ROLES}} for name, shape in engine.shapes.items()
+        name: {"shape": list(shape), "roles": {role: [] for role in (ROLES[:1] if is_buffer(name) else ROLES)}}
+        for name, shape in engine.shapes.items()
     }
     for entry in entries:
         for name, role, piece in entry["pieces"]:

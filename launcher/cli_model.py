@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli_console import command, human_bytes, note, progress, say, say_json, table
+from launcher.cli_console import command, human_bytes, note, plural, progress, say, say_json, table
 from launcher.guard import DONE, FAILED
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
+    from longctx.conversion import Conversion
     from longctx.generation import Greedy, Sample
     from longctx.model.decoder import Decoder
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_VERIFY = ("auto", "tensors", "logits", "none")
 _JSON_HELP = "print JSON instead of a table"
 
 
@@ -42,18 +45,37 @@ def _add_convert(verbs: Any, name: str) -> None:
         "convert",
         help="convert checkpoints to and from Hugging Face",
         description="Write a checkpoint as a folder that transformers loads, or such a folder as a checkpoint to\n"
-        "train on from. Strict in both directions: every tensor is accounted for and read back.",
-        epilog=f"examples:\n  {name} convert --to hf runs/first exported\n  {name} convert --from hf exported imported",
+        "train on from. Every tensor on both sides is used exactly once, or the command fails and names it.\n"
+        "What was written is then read back and compared with what was read; OUT appears whole and verified,\n"
+        "or not at all. Memory holds about one tensor, whatever the model's size (comparing logits apart).",
+        epilog=f"examples:\n  {name} convert --to hf runs/first exported\n"
+        f"  {name} convert --to hf runs/first exported --dtype bfloat16 --verify logits\n"
+        f"  {name} convert --from hf exported imported",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to", choices=["hf"], help="IN is a checkpoint, or a run folder: its newest checkpoint")
-    direction.add_argument("--from", dest="origin", choices=["hf"], help="IN is a Hugging Face folder")
+    direction.add_argument(
+        "--from",
+        dest="origin",
+        choices=["hf"],
+        help="IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken",
+    )
     parser.add_argument("input", type=Path, metavar="IN", help="folder to read")
-    parser.add_argument("output", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("output", type=Path, metavar="OUT", help="folder to make, beside IN and not inside of it")
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="of the written weights (default: what the run computed in); with --from, what later exports default to",
+        help="of the written weights, even if bits are lost (default: what loses none: an imported model's own dtypes, "
+        "a trained one's float32 masters); with --from, what later exports default to",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=_VERIFY,
+        nargs="?",
+        const="auto",
+        default="auto",
+        help="tensors: read each back and compare hashes; logits: compare with transformers' too; auto (the default): "
+        "logits where transformers is installed and the model fits in memory, else tensors; none: neither",
     )
     parser.set_defaults(verb=convert)
 
@@ -134,22 +156,41 @@ def convert(arguments: argparse.Namespace) -> None:
     from longctx.conversion import export_checkpoint, import_hf
 
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    run = export_checkpoint if arguments.to == "hf" else import_hf
     with progress(f"converting {arguments.input}") as update:
 
-        def count(done: int, total: int) -> None:
-            update(done, total, f"{done:,} of {total:,} tensors")
+        def count(done_to_them: str, done: int, total: int) -> None:
+            update(done, total, f"{done:,} of {total:,} tensors {done_to_them}")
 
-        if arguments.to == "hf":
-            output = export_checkpoint(arguments.input, arguments.output, dtype=dtype, progress=count)
-        else:
-            output = import_hf(arguments.input, arguments.output, dtype=dtype, progress=count)
-    size = human_bytes(sum(path.stat().st_size for path in output.iterdir()))
+        done = run(arguments.input, arguments.output, dtype=dtype, verify=arguments.verify, progress=count)
+    size = human_bytes(sum(path.stat().st_size for path in done.folder.iterdir()))
+    what = "a Hugging Face folder" if arguments.to == "hf" else "a checkpoint of step 0"
+    say(f"{done.folder}: {what}, {size}, {str(done.dtype).removeprefix('torch.')}.")
+    for line in _verified(done):
+        say(line)
     if arguments.to == "hf":
-        say(f"{output}: a Hugging Face folder, {size}, every tensor read back.")
-        say(f'Next: AutoModelForCausalLM.from_pretrained("{output}")')
+        say(f'Next: AutoModelForCausalLM.from_pretrained("{done.folder}")')
     else:
-        say(f"{output}: a checkpoint of step 0, {size}, every tensor read back.")
-        say(f"Next: deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume {output}")
+        say(f"Next: deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume {done.folder}")
+
+
+def _verified(done: Conversion) -> Iterator[str]:
+    """What a conversion did besides moving bits, and what is proved of it: a line each."""
+    for kinds, count in done.lossy_casts.items():
+        yield f"Cast as asked: {plural(count, 'tensor')} {kinds}, which loses bits."
+    if done.carried:
+        yield f"Came along byte for byte: {', '.join(done.carried)}."
+    if done.tensors is None:
+        yield "Not verified: --verify none."
+        return
+    yield (
+        f"Verified: {plural(done.tensors.num_tensors, 'tensor')}, {human_bytes(done.tensors.num_bytes)}, read back: "
+        "names, dtypes, shapes and hashes are equal."
+    )
+    if done.logits is not None:
+        yield f"Verified: the decoder beside transformers, {done.logits}."
+    if done.no_logits is not None:
+        yield f"Logits were not compared: {done.no_logits}."
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

@@ -25,6 +25,7 @@ from longctx.presets import PRESETS
 from parallel.heads import check_heads
 from parallel.layout import check_layout
 from parallel.mesh import check_degrees
+from parallel.parallelize import check_layers
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.toml"
 
@@ -37,6 +38,9 @@ class RunSection:
     """Folder of the run: config, metrics, logs, checkpoints, report."""
     resume: str = "no"
     """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, or "no"."""
+    start_from: str = "no"
+    """Checkpoint, or run folder (its newest), whose weights a new run begins with, at step 0 with an optimiser and
+    schedule of its own; rope, max_positions and window may be others there. A run that resumes does not read it."""
     seed: int = 0
     """Seed of the initial weights and the order of the data."""
     hostfile: str = "launcher"
@@ -52,7 +56,7 @@ class ModelSection(ModelConfig):
     """The decoder: a preset, or fields of its own, or a preset with some fields changed."""
 
     preset: str = "quickstart"
-    """Named shape that the other fields start from; see longctx/config.py."""
+    """Named shape that the other fields start from; see longctx/presets.py."""
 
     def config(self) -> ModelConfig:
         """The model without the preset's name."""
@@ -104,6 +108,10 @@ class TrainSection:
     """AdamW's epsilon."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 never."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
     recompute: bool = False
     """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, so
     that recomputing sends nothing."""
@@ -219,6 +227,7 @@ class RunConfig:
         tokens = self.data.seq_len * self.train.micro_batch_rows
         check_layout(self.parallel.layout, tokens, self.parallel.context, self.parallel.ulysses)
         check_heads(self.model.num_heads, self.model.num_kv_heads, self.parallel.ulysses)
+        check_layers(self.model, self.parallel.layout, self.parallel.context // self.parallel.ulysses)
 
     def to_toml(self) -> str:
         """The resolved config as TOML."""
@@ -244,6 +253,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.clip_norm": (config.train.clip_norm, 0),
         "train.weight_decay": (config.train.weight_decay, 0),
         "train.eps": (config.train.eps, 0),
+        "train.z_loss": (config.train.z_loss, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
         "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
         "validation.every_steps": (config.validation.every_steps, 0),
@@ -256,7 +266,7 @@ def _check_ranges(config: RunConfig) -> None:
     for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name}={value} must be a positive number.")
-    for name in ("beta1", "beta2", "final_lr_ratio"):
+    for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):
         value = getattr(config.train, name)
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
             raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")

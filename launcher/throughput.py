@@ -6,10 +6,13 @@ adds (recomputed activations, masked-out scores) is not counted, so a slower met
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 
 from longctx.config import ModelConfig
+from longctx.model.size import count_matrices
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
@@ -28,22 +31,16 @@ _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
 """Dense bfloat16 tensor-core rates of the makers' data sheets; the first name found in the device's name counts."""
 
 
+@cache
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that one token is multiplied by: active experts only, no embedding look-up, norms or biases.
 
-    Per layer: q and o ``2·M·H·D``, k and v ``2·M·K·D``, and either ``3·M·F`` (dense SwiGLU) or router ``M·E``, the
-    chosen experts ``top_k·3·M·F_expert`` and the shared expert with its gate ``3·M·F_shared + M``. Once a model: the
-    output head ``V·M``, tied or not.
+    All of ``count_matrices`` but the embedding: attention's projections, the FFN ``2·M·F`` or gated ``3·M·F``, or else
+    router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
+    ``M``. Once a model: the output head ``V·M``, tied or not.
     """
-    width = config.hidden_size
-    attention = 2 * width * config.head_dim * (config.num_heads + config.num_kv_heads)
-    if config.num_experts:
-        ffn = width * (config.num_experts + 3 * config.experts_per_token * config.expert_ffn_size)
-        if config.shared_ffn_size:
-            ffn += width * (3 * config.shared_ffn_size + 1)
-    else:
-        ffn = 3 * width * config.ffn_size
-    return config.num_layers * (attention + ffn) + config.vocab_size * width
+    counts = count_matrices(config, active=True)
+    return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
 
 
 def document_lengths(cu_seqlens: Iterable[int]) -> list[int]:
@@ -52,33 +49,56 @@ def document_lengths(cu_seqlens: Iterable[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def attended_pairs(lengths: Iterable[int]) -> int:
-    """(query, key) pairs that a causal mask within each document leaves: ``Σ n·(n + 1) / 2``."""
-    return sum(n * (n + 1) // 2 for n in lengths)
+def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0) -> int:
+    """(query, key) pairs that a causal mask within each document leaves: ``Σ n·(n + 1) / 2``.
+
+    With a ``window`` w those at distances below w: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A ``stride`` s adds
+    the distances beyond the window that are multiples of s.
+    """
+    return sum(_pairs_of(n, window or n, stride) for n in lengths)
 
 
-def mean_context(cu_seqlens: Iterable[int]) -> float:
-    """Keys that a token sees on average, itself included: ``attended_pairs / tokens``; (n + 1) / 2 for one document."""
-    lengths = document_lengths(cu_seqlens)
-    num_tokens = sum(lengths)
-    return attended_pairs(lengths) / num_tokens if num_tokens else 0.0
+def _pairs_of(n: int, window: int, stride: int) -> int:
+    near = min(n, window)
+    pairs = near * (near + 1) // 2 + (n - near) * window
+    if stride and n > window:  # query i meets i // stride multiples of it, those within the window twice
+        inside = (window - 1) // stride
+        pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
+    return pairs
+
+
+def _sum_of_quotients(n: int, divisor: int) -> int:
+    """Σ i // divisor over 0 ≤ i < n."""
+    whole, rest = divmod(n, divisor)
+    return divisor * whole * (whole - 1) // 2 + rest * whole
+
+
+def attention_flops(config: ModelConfig, kind: str, lengths: Sequence[int]) -> int:
+    """FLOPs of attention proper in one layer of this kind, forward, over documents of these lengths.
+
+    ``2·H·(D + V)`` a (query, key) pair that the layer's mask leaves, D and V being the sizes of a query and a value
+    head; Transformer-XL's relative positions are a second product over D. Linear attention has no pairs: a token adds
+    its key times value to a state, and its query reads one, ``2·(K + H)·D·V``.
+    """
+    H, D, V = config.num_heads, config.head_dim, config.value_dim
+    if kind == "linear":
+        return 2 * (config.num_kv_heads + H) * D * V * sum(lengths)
+    window = config.window if kind in ("window", "sparse") else 0
+    stride = config.sparse_stride if kind == "sparse" else 0
+    scores = 2 * D if config.position == "relative" else D
+    return 2 * H * (scores + V) * attended_pairs(lengths, window=window, stride=stride)
 
 
 def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward and backward pass over documents of these lengths.
 
-    ``6 · matmul_parameters · Σ n  +  12 · L · H · D · Σ n·(n + 1)/2``. Forward costs 2 a weight and token, and 4·D a
-    head and (query, key) pair (scores, then values); backward costs twice as much again.
+    ``6 · matmul_parameters · Σ n + 3 · Σ_layers attention_flops``: forward costs 2 a weight and token, and backward
+    twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``.
     """
-    linear = 6 * matmul_parameters(config) * sum(lengths)
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * attended_pairs(lengths)
-    return linear + attention
-
-
-def model_flops_per_token(config: ModelConfig, *, mean_context: float) -> float:
-    """``training_flops`` of one token that sees ``mean_context`` keys: ``6·P + 12·L·H·D·mean_context``."""
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * mean_context
-    return 6 * matmul_parameters(config) + attention
+    linear = 2 * matmul_parameters(config) * sum(lengths)
+    layers = Counter(config.layer_kind(layer) for layer in range(config.num_layers))
+    attention = sum(count * attention_flops(config, kind, lengths) for kind, count in layers.items())
+    return 3 * (linear + attention)
 
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:

@@ -15,7 +15,9 @@ from torch import Tensor
 from data_pipeline.loader import build_loader, build_validation_loader
 from launcher.checkpoint import (
     find_resume,
+    find_start,
     load_checkpoint,
+    load_weights,
     prune,
     remove_partial,
     save_checkpoint,
@@ -35,7 +37,7 @@ from launcher.throughput import (
 )
 from launcher.validation import validate
 from longctx.batch import Batch
-from longctx.checkpoint_format import list_checkpoints
+from longctx.checkpoint_format import TOKENIZER, hash_file, list_checkpoints
 from longctx.errors import ConfigError
 from parallel.device import device_name, peak_memory_bytes
 from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks
@@ -63,12 +65,15 @@ class Trainer:
         # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then said once.
         found = on_every_rank(lambda: find_resume(self.folder, config.run.resume) if self._leads else None)
         resume_from = broadcast_object(found)
+        start_from = on_every_rank(lambda: find_start(config.run.start_from)) if resume_from is None else None
         on_every_rank(self._open_data)
         self.engine = self._build_engine()
         self.step = 0
-        self._resumed = resume_from is not None
+        self._resumed, self._started = resume_from is not None, start_from is not None
         if resume_from is not None:
             self._resume(resume_from)
+        if start_from is not None:
+            self._start(start_from)
         if self._leads:
             write_facts(self.folder, config, self.mesh, self.engine.num_parameters)
 
@@ -82,6 +87,8 @@ class Trainer:
         with self._writer() as writer:
             if self._resumed:
                 writer.write({"kind": "event", "event": "resume", "step": self.step})
+            if self._started and config.validation.rows:
+                writer.write(self._validate())  # what the weights can do before this run changes them
             while self.step < last:
                 writer.write(self._train_step())
                 if self._due(config.validation.every_steps) and config.validation.rows:
@@ -108,14 +115,23 @@ class Trainer:
     def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> Tensor:
         """Gradients of the step's loss; returns this rank's [Σ nll, Σ balance, tokens by layer and expert], float64."""
         nll_sum, balance_sum, routed = 0.0, 0.0, None
-        for share in shares:
-            nll, balance, counts_LE = self.engine.forward(share)
-            self.engine.backward(micro_batch_loss(nll, balance, counts, self.model_config.balance_loss_weight))
-            nll_sum, balance_sum = nll_sum + nll.detach().double(), balance_sum + balance.detach().double()
+        for number, share in enumerate(shares):
+            self._drop(number)
+            objective, balance, counts_LE, nll = self.engine.forward(share)
+            self.engine.backward(micro_batch_loss(objective, balance, counts, self.model_config.balance_loss_weight))
+            nll_sum, balance_sum = nll_sum + nll.double(), balance_sum + balance.detach().double()
             routed = counts_LE if routed is None else routed + counts_LE
         assert routed is not None
+        self.engine.model.decoder.dropout_seed = None  # validation drops nothing
         head = torch.stack([torch.as_tensor(nll_sum), torch.as_tensor(balance_sum)])
         return torch.cat([head, routed.flatten().double()]).cpu()
+
+    def _drop(self, micro_batch: int) -> None:
+        """Let dropout depend on the run's seed, the step, and where a row stands in it: on no degree, and no history."""
+        decoder, data, train = self.engine.model.decoder, self.config.data, self.config.train
+        row = (micro_batch * self.mesh.data + self.mesh.data_rank) * train.micro_batch_rows
+        decoder.dropout_seed = self.config.run.seed * 0x9E3779B1 + self.step
+        decoder.dropout_start = row * data.seq_len
 
     def _record(
         self,
@@ -137,7 +153,7 @@ class Trainer:
             "kind": "train",
             "step": self.step,
             "loss": float(total[0]) / max(1, counts.targets),
-            "balance_loss": float(total[1]) / max(1, counts.tokens) / model.num_layers if load else None,
+            "balance_loss": float(total[1]) / max(1, counts.tokens) / len(load) if load else None,
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": self.loader.tokens_consumed,
@@ -211,6 +227,8 @@ class Trainer:
             wire=None if parallel.gradient_wire == "float32" else getattr(torch, parallel.gradient_wire),
             deterministic=parallel.deterministic,
             recompute=train.recompute,
+            z_loss=train.z_loss,
+            label_smoothing=train.label_smoothing,
             seed=self.config.run.seed,
         )
         options = OptimizerOptions(
@@ -232,6 +250,14 @@ class Trainer:
             self.step = training["step"]
         log.info("Resumed from %s at step %d.", checkpoint, self.step)
         on_every_rank(lambda: self._rewind_folder() if self._leads else None)
+
+    def _start(self, checkpoint: Path) -> None:
+        """Take a checkpoint's weights and nothing else."""
+        load_weights(checkpoint, self.engine, self.model_config)
+        log.info("Started from the weights of %s.", checkpoint)
+        theirs, ours = checkpoint / TOKENIZER, self.loader.shards.folder / TOKENIZER
+        if self._leads and theirs.is_file() and hash_file(theirs) != hash_file(ours):
+            log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)
 
     def _rewind_folder(self) -> None:
         """Set aside what the run did after this step: it will be done anew. Good wherever it is killed."""
@@ -255,7 +281,7 @@ class Trainer:
             step=self.step,
             model=self.model_config,
             training=training,
-            tokenizer=self.loader.shards.folder / "tokenizer.model",
+            tokenizer=self.loader.shards.folder / TOKENIZER,
         )
         if self._leads:
             prune(self.folder, self.config.checkpoint.keep_last)

@@ -59,6 +59,11 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is state without gradient and moments, float32 in any model dtype: a router's selection bias."""
+    return name.endswith(".e_score_correction_bias")
+
+
 class CheckpointReader:
     """A committed checkpoint, opened lazily: nothing but the manifest is read until a range is asked for."""
 
@@ -123,9 +128,10 @@ class CheckpointReader:
         return out
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, one at a time, in ``dtype`` (default: the run's)."""
+        """Every weight, one at a time, in ``dtype`` (default: the run's); buffers in float32, as they are."""
         for name in self.names():
-            yield name, self.read(name).to(dtype or self.dtype)
+            values = self.read(name)
+            yield name, values if is_buffer(name) else values.to(dtype or self.dtype)
 
     def verify(self, files: Iterable[str] | None = None) -> list[str]:
         """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
@@ -163,8 +169,8 @@ class CheckpointReader:
         return entry
 
     def _check_roles(self) -> None:
-        """Every tensor is there in the same roles: all of them, or the master alone."""
-        found = {frozenset(roles) for roles in self._pieces.values()}
+        """Every parameter is there in the same roles: all of them, or the master alone. Buffers have no moments."""
+        found = {frozenset(roles) for name, roles in self._pieces.items() if not is_buffer(name)}
         if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}):
             raise CheckpointError(
                 f"{self.folder}: its tensors must all have the roles {ROLES}, or all the master alone."

@@ -196,7 +196,7 @@ class ModelConfig:
 
         How weights start, what a loss weighs and sizes that a dense (or expert) model does not read make no difference.
         """
-        idle = {"ffn_size"} if self.num_experts else _EXPERT_FIELDS
+        idle = _EXPERT_FIELDS if not self.num_experts else set() if self.dense_layers else {"ffn_size"}
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(ModelConfig)}
         return {
             name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in idle | _TRAINING_FIELDS

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from longctx.errors import ConfigError
 
@@ -38,8 +39,43 @@ _NOT_NEGATIVE = (
 )
 
 
+_KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def check_types(config: Any, where: str) -> None:
+    """ConfigError unless every field of a dataclass holds what its annotation says; a float may be a whole number.
+
+    ``where`` is the dotted path of the section, for the message. ``true`` is no number, and ``4096.0`` is not whole.
+    """
+    for name, (kind, is_tuple) in _field_types(type(config)).items():
+        value = getattr(config, name)
+        if is_tuple:
+            fits = isinstance(value, tuple) and all(_is_a(entry, kind) for entry in value)
+        else:
+            fits = _is_a(value, kind)
+        if not fits:
+            noun = _KINDS_OF_VALUE.get(kind, f"a table of {kind.__name__}'s keys")
+            raise ConfigError(
+                f"{where}.{name}={value!r} must be {'a list (in Python a tuple), each entry ' * is_tuple}{noun}."
+            )
+
+
+@cache
+def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
+    """Each field's type, or its entries' if it is a tuple."""
+    hints = get_type_hints(cls)
+    return {name: (get_args(hint)[0], True) if get_args(hint) else (hint, False) for name, hint in hints.items()}
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 def check_model(config: ModelConfig) -> None:
     """ConfigError for the first rule that does not hold."""
+    check_types(config, "model")
     _check_numbers(config)
     for name, words in CHOICES.items():
         if getattr(config, name) not in words:
@@ -48,6 +84,7 @@ def check_model(config: ModelConfig) -> None:
     _check_layers(config)
     _check_latent(config)
     _check_positions(config)
+    _check_biases(config)
     _check_ffn(config)
     if config.num_experts:
         _check_experts(config)
@@ -63,6 +100,10 @@ def _check_numbers(config: ModelConfig) -> None:
     for name in _NOT_NEGATIVE:
         if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"model.{name}={getattr(config, name)} must not be negative; 0 means none.")
+    if config.norm_offset and config.norm == "layernorm":
+        raise ConfigError(
+            "model.norm_offset=true has no effect with model.norm='layernorm'. Use rmsnorm, or norm_offset=false."
+        )
     if not 0 <= config.residual_dropout < 1:
         raise ConfigError(f"model.residual_dropout={config.residual_dropout} must lie at 0 or above, and below 1.")
 
@@ -83,19 +124,21 @@ def _check_layers(config: ModelConfig) -> None:
         count = len(getattr(config, name))
         if not 1 <= count <= config.num_layers:
             raise ConfigError(
-                f"model.{name} names {count} layers; model.num_layers={config.num_layers} has room for 1 "
-                f"to {config.num_layers}, repeated over the depth."
+                f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
+                f"{config.num_layers}, which are repeated over the depth."
             )
     needs_window = {"window", "sparse"} & set(config.layers)
     if bool(needs_window) != (config.window > 0):
         raise ConfigError(
             f"model.window={config.window} with model.layers={list(config.layers)}: window and sparse layers need a "
-            "window of at least 1, and nothing else reads it."
+            "window of at least 1, and nothing else reads it. "
+            + ("Set it, to 4096 say." if needs_window else "Try model.window=0, or name window layers.")
         )
     if ("sparse" in config.layers) != (config.sparse_stride > 0):
         raise ConfigError(
             f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
-            "stride of at least 1, and nothing else reads it."
+            "stride of at least 1, and nothing else reads it. "
+            + ("Set it, to 128 say." if "sparse" in config.layers else "Try 0, or name sparse layers.")
         )
     if "linear" in config.layers:
         _check_linear(config)
@@ -134,30 +177,53 @@ def _check_latent(config: ModelConfig) -> None:
         )
     if not 0 < config.rope_head_dim < config.head_dim:
         raise ConfigError(
-            f"model.rope_head_dim={config.rope_head_dim} must lie between 0 and model.head_dim={config.head_dim}, "
-            "of which it is a part."
+            f"model.rope_head_dim={config.rope_head_dim} must lie above 0 and below model.head_dim={config.head_dim}, "
+            f"of which it is a part. Try {max(config.head_dim // 3 // 2 * 2, 2)}."
         )
 
 
 def _check_positions(config: ModelConfig) -> None:
+    """Rotary positions, and what only they read."""
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
-    elif config.local_rope_theta or config.rope_layers != (True,):
+    else:
+        untouched = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
+        for name, value in untouched.items():
+            if getattr(config, name) != value:
+                raise ConfigError(
+                    f"model.{name} is about rotary positions, and model.position is {config.position!r}. Leave {name} "
+                    "out, or use model.position='rope'."
+                )
+    if not config.local_rope_theta:
+        return
+    if config.local_rope_theta <= 1:
         raise ConfigError(
-            f"model.local_rope_theta and model.rope_layers are about rotary positions; model.position is "
-            f"{config.position!r}."
+            f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 means none."
         )
-    if config.local_rope_theta and "window" not in config.layers:
+    if "window" not in config.layers:
         raise ConfigError(
-            f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers has none."
+            f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers="
+            f"{list(config.layers)} has none. Name some, or try model.local_rope_theta=0."
         )
+
+
+def _check_biases(config: ModelConfig) -> None:
+    """Positions of other kinds."""
     if config.position in ("sinusoidal", "relative") and config.hidden_size % 2:
         raise ConfigError(
             f"model.hidden_size={config.hidden_size} must be even with model.position={config.position!r}: half are "
             f"sines, half cosines. Try {config.hidden_size + 1}."
         )
-    if config.position == "relative" and (config.attention_softcap or config.is_latent):
-        raise ConfigError("model.position='relative' goes with neither a soft cap nor latent attention.")
+    if config.position != "t5":
+        return
+    buckets, farthest = config.relative_buckets, config.relative_max_distance
+    if buckets < 2:
+        raise ConfigError(f"model.relative_buckets={buckets} must be at least 2; T5 has 32.")
+    if farthest <= buckets // 2:
+        raise ConfigError(
+            f"model.relative_max_distance={farthest} must exceed {buckets // 2}, the distances that have a bucket each "
+            f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
+        )
 
 
 def _check_ffn(config: ModelConfig) -> None:
@@ -167,6 +233,11 @@ def _check_ffn(config: ModelConfig) -> None:
             f"model.dense_layers={list(config.dense_layers)} must name layers of 0 to {config.num_layers - 1} of a "
             f"model with experts (model.num_experts={config.num_experts})."
         )
+    if config.num_experts and len(set(config.dense_layers)) == config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
+            f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
+        )
     if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
         raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
 
@@ -175,16 +246,19 @@ def _check_experts(config: ModelConfig) -> None:
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
         raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
-    if E % groups or not most <= groups:
-        raise ConfigError(
-            f"model.expert_groups={groups} must divide model.num_experts={E} and be at least "
-            f"model.groups_per_token={most}."
-        )
+    if E % groups:
+        divisors = [n for n in range(1, E + 1) if E % n == 0]
+        raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
+    if most > groups:
+        raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
         where = f"model.num_experts={E}" if groups == 1 else f"the {reachable} experts of {most} of {groups} groups"
         raise ConfigError(f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.")
     if config.selection_bias and groups > 1 and E // groups < 2:
-        raise ConfigError(f"model.expert_groups={groups} leaves groups of one expert; their best two are asked for.")
+        raise ConfigError(
+            f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "
+            f"count. Try model.expert_groups={next(n for n in range(E // 2, 0, -1) if E % n == 0)}."
+        )
     if config.expert_ffn_size < 1:
         raise ConfigError(f"model.expert_ffn_size={config.expert_ffn_size} must be at least 1.")

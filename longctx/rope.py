@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from longctx.config_rules import check_types
 from longctx.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
+
+_READ_BY = {
+    "factor": ROPE_KINDS[1:],
+    "attention_factor": ("yarn", "longrope"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), ("yarn",)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    **dict.fromkeys(("short_factor", "long_factor"), ("longrope",)),
+}
+"""The kinds that a field changes; on any other it would be an option without effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +62,36 @@ class Rope:
     """longrope: the same beyond it."""
 
     def __post_init__(self) -> None:
+        check_types(self, "model.rope")
         if self.kind not in ROPE_KINDS:
             raise ConfigError(f"model.rope.kind={self.kind!r} is unknown. Try one of {list(ROPE_KINDS)}.")
-        for name in ("theta", "factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+        self._check_numbers()
+        for name, kinds in _READ_BY.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != _DEFAULTS[name]:
+                raise ConfigError(
+                    f"model.rope.{name}={value} has no effect with model.rope.kind={self.kind!r}. Set the kind to one "
+                    f"of {list(kinds)}, or leave {name} out."
+                )
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_max_positions < 2:
+            raise ConfigError(
+                f"model.rope.kind={self.kind!r} with model.rope.original_max_positions={self.original_max_positions}: "
+                "it needs the length that the model was trained for, such as 4096."
+            )
+        if self.kind == "yarn":
+            self._check_yarn()
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope.high_freq_factor={self.high_freq_factor} must be above "
+                f"model.rope.low_freq_factor={self.low_freq_factor}; Llama 3.1 has 4 and 1."
+            )
+
+    def _check_numbers(self) -> None:
+        if not 1 < self.theta < math.inf:
+            raise ConfigError(f"model.rope.theta={self.theta} must be a number above 1, such as 10000.")
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1: it says how much longer.")
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"model.rope.{name}={getattr(self, name)} must be a positive number.")
         if not 0 < self.partial <= 1:
@@ -62,20 +99,23 @@ class Rope:
         for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"model.rope.{name}={getattr(self, name)} must not be negative; 0 means not given.")
-        self._check_kind()
 
-    def _check_kind(self) -> None:
-        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and not self.original_max_positions:
+    def _check_yarn(self) -> None:
+        if self.beta_fast < self.beta_slow:
             raise ConfigError(
-                f"model.rope.kind={self.kind!r} needs model.rope.original_max_positions, the length that the model was "
-                "trained for."
+                f"model.rope.beta_fast={self.beta_fast} must not be below model.rope.beta_slow={self.beta_slow}: pairs "
+                "between the two are partly divided. The paper has 32 and 1."
             )
-        if self.kind != "default" and self.factor < 1:
-            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1: it says how much longer.")
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.original_max_positions < 2 * math.pi * self.beta_slow:
             raise ConfigError(
-                f"model.rope.high_freq_factor={self.high_freq_factor} must be above "
-                f"model.rope.low_freq_factor={self.low_freq_factor}."
+                f"model.rope.original_max_positions={self.original_max_positions} is too short for "
+                f"model.rope.beta_slow={self.beta_slow}: not even the fastest pair turns so often. "
+                f"Try original_max_positions={math.ceil(2 * math.pi * self.beta_slow)} or more."
+            )
+        if self.mscale not in (0, 1) and not self.mscale_all_dim:
+            raise ConfigError(
+                f"model.rope.mscale={self.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
+                "or give model.rope.attention_factor itself."
             )
 
     def check_size(self, rotary_size: int) -> None:
@@ -83,11 +123,11 @@ class Rope:
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
                 f"model.rope turns {rotary_size} channels of each head; it must be an even number of at least 2. "
-                "Change model.head_dim or model.rope.partial."
+                "Change model.head_dim or model.rope.partial, in latent attention model.rope_head_dim."
             )
         for name in ("short_factor", "long_factor"):
             given = getattr(self, name)
-            if self.kind == "longrope" and (len(given) != rotary_size // 2 or any(not f > 0 for f in given)):
+            if self.kind == "longrope" and (len(given) != rotary_size // 2 or any(not 0 < f < math.inf for f in given)):
                 raise ConfigError(
                     f"model.rope.{name} has {len(given)} values; longrope needs {rotary_size // 2} positive ones, "
                     "one a channel pair."
@@ -165,6 +205,9 @@ class Rope:
             return frequency
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - kept) * frequency / self.factor + kept * frequency
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Rope)}
 
 
 def _mscale(factor: float, weight: float) -> float:

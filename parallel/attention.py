@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,6 +20,7 @@ from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores, acc
 from longctx.kernels.select import choose_kernel
 from longctx.kernels.sinks import apply_sinks, sinks_gradient
 from longctx.model.cores import AttentionMask, KVCache
+from longctx.model.sparse import add_strided_gradients, attend_strided_
 from longctx.model.stash import Stash
 from parallel.agreement import agree
 from parallel.heads import HeadSplit, heads_to_rows, rows_to_heads
@@ -31,12 +32,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """The function, which torch.compile leaves as it is: one graph break a layer."""
     return cast(Callable[P, T], torch.compiler.disable(function))
 
 
-@_outside_graphs
+@outside_graphs
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -106,7 +107,7 @@ class ContextParallelAttention:
     wire: torch.dtype | None = None
     deterministic: bool = False
 
-    @_outside_graphs
+    @outside_graphs
     def __call__(
         self,
         q_BtHD: Tensor,
@@ -143,7 +144,7 @@ class ContextParallelAttention:
 def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
     """The schedule of a mask, built once a batch and shared by all layers of that mask."""
     layout = cached_layout(kind, degree, ulysses, mask.cu_seqlens)
-    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens)
+    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,10 @@ def _visit_all(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
     def compute(visit: Visit) -> None:
         keys, values = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV)
-        part = call.kernel.forward(q[:, visit.queries], keys, values, visit.pairs, scores=call.scores)
+        forward = partial(call.kernel.forward, scores=call.scores)
+        part = forward(q[:, visit.queries], keys, values, visit.pairs)
+        for strided in visit.strided:
+            attend_strided_(*part, q[:, visit.queries], keys, values, strided, forward)
         if not results:  # the rank's own keys come first and name all its queries
             results.append(part)
             return
@@ -276,7 +280,10 @@ def _visit_all_backward(
     def compute(visit: Visit) -> tuple[Tensor, Tensor]:
         keys, values, rows = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV), visit.queries
         mine = (dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, rows])
-        grads = call.kernel.backward(*mine, visit.pairs, scores=call.scores)
+        backward = partial(call.kernel.backward, scores=call.scores)
+        grads = backward(*mine, visit.pairs)
+        for strided in visit.strided:
+            grads = add_strided_gradients(grads, (*mine[:2], *mine[4:]), keys, values, strided, backward)
         if not sums:
             sums.extend((grads.dq_BtHD, grads.dtable_NH))
         else:

@@ -23,16 +23,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.linear import CHUNK, Segments, check_tensors, linear_attention
+from longctx.kernels.contract import Scores
+from longctx.kernels.linear import CHUNK, Segments, StateExchange, check_tensors, linear_attention
+from longctx.model.cores import AttentionMask, KVCache
+from longctx.model.stash import Stash
 from parallel.agreement import agree
+from parallel.attention import outside_graphs
 from parallel.layout import SequenceLayout, check_documents
 from parallel.mesh import Mesh
+from parallel.schedule import cached_layout
 from parallel.transport import guarded
 
 T = TypeVar("T")
 
 
-@torch.compiler.disable
+@outside_graphs
 def linear_attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -43,6 +48,7 @@ def linear_attend(
     mesh: Mesh,
     causal: bool = True,
     chunk: int = CHUNK,
+    stash: Stash | None = None,
     agree_again: bool = False,
 ) -> Tensor:
     """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
@@ -51,20 +57,76 @@ def linear_attend(
     flattened rows, or B stacked sequences of the same documents. ``cu_seqlens`` are global (default: one document).
     Returns [B, t, H, V] in q's dtype, equal to one process's result but for rounding, the same bits every time. Every
     rank of the context group must call it alike; with the first use of a layout and documents (or ``agree_again``) they
-    compare what they were given. ConfigError when the layout deals single tokens (striped) or shapes do not fit it;
-    ClusterError when a rank differs, dies or is too late.
+    compare what they were given. A ``stash`` keeps the states that entered this rank's segments: recomputing the layer
+    sends nothing. ConfigError when the layout deals single tokens (striped) or shapes do not fit it; ClusterError when
+    a rank differs, dies or is too late.
     """
     B, t = q_BtHD.shape[:2]
     share = layout.num_local(mesh.context_rank)
     plan = StatePlan.build(layout, cu_seqlens, causal=causal)
     if t != share and B * t == share:  # rows of a flattened micro-batch
         q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-    words = f"linear attention, {q_BtHD.shape[0]} × {tuple(k_BtKD.shape[2:])} and {v_BtKV.shape[-1]}, {q_BtHD.dtype}"
-    agree(plan, mesh, words, _problem(q_BtHD, k_BtKD, v_BtKV, share, mesh), again=agree_again)
-    exchange = _AllGather(mesh, plan) if plan.num_given else None
+    if stash is None or not stash.replaying:  # a layer that is computed again has agreed already
+        words = (
+            f"linear attention, {q_BtHD.shape[0]} × {tuple(k_BtKD.shape[2:])} and {v_BtKV.shape[-1]}, {q_BtHD.dtype}"
+        )
+        agree(plan, mesh, words, _problem(q_BtHD, k_BtKD, v_BtKV, share, mesh), again=agree_again)
+    exchange: StateExchange | None = _AllGather(mesh, plan) if plan.num_given else None
+    if exchange is not None and stash is not None:
+        exchange = _Stashed(exchange, stash)
     segments = plan.segments(mesh.context_rank)
     out, _ = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, causal=causal, exchange=exchange, chunk=chunk)
     return out.view(B, t, *out.shape[2:])
+
+
+@dataclass(frozen=True)
+class ContextParallelLinearAttention:
+    """The core of a linear layer whose sequence is shared by the mesh's context ranks.
+
+    Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do: states
+    are so small that trading rows for heads would only add to what travels.
+    """
+
+    mesh: Mesh
+    layout: str
+
+    @outside_graphs
+    def __call__(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        mask: AttentionMask,
+        layer: int,
+        cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        stash: Stash | None = None,
+    ) -> Tensor:
+        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
+        if cache is not None:
+            raise ConfigError("decoding with a sequence spread over ranks is not built yet; generate in one process.")
+        return linear_attend(
+            q_BtHD,
+            k_BtKD,
+            v_BtKV,
+            layout=cached_layout(self.layout, self.mesh.context, self.mesh.ulysses, mask.cu_seqlens),
+            cu_seqlens=mask.cu_seqlens,
+            mesh=self.mesh,
+            causal=mask.causal,
+            stash=stash,
+            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
+        )
+
+
+def check_linear_layout(layout: str, ring_degree: int) -> None:
+    """ConfigError when linear layers cannot sum over what a rank holds of the sequence."""
+    if layout == "striped" and ring_degree > 1:
+        raise ConfigError(
+            "parallel.layout='striped' deals single tokens to ranks, and linear layers (model.layers) sum over runs of "
+            "neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
+        )
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, share: int, mesh: Mesh) -> str | None:
@@ -252,6 +314,30 @@ class _AllGather:
             return sums
 
         return finish
+
+
+@dataclass(frozen=True)
+class _Stashed:
+    """An exchange whose first result is kept, and is the result when the layer is computed again."""
+
+    exchange: StateExchange
+    stash: Stash
+
+    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+        known = self.stash.recall()
+        if known is not None:
+            return lambda: known[0]
+        arriving = self.exchange.carry(given_sBKDW)
+
+        def finish() -> Tensor:
+            taken = arriving()
+            self.stash.keep(taken)
+            return taken
+
+        return finish
+
+    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+        return self.exchange.carry_back(dtaken_sBKDW)
 
 
 def _add_running(

@@ -32,12 +32,12 @@ def count_step(batches: Iterable[Batch], device: torch.device) -> StepCounts:
     return StepCounts(int(total[0]), int(total[1]))
 
 
-def micro_batch_loss(nll_sum: Tensor, balance_sum: Tensor, counts: StepCounts, balance_weight: float) -> Tensor:
+def micro_batch_loss(objective_sum: Tensor, balance_sum: Tensor, counts: StepCounts, balance_weight: float) -> Tensor:
     """This rank's and micro-batch's additive share of the step's loss; the shares sum to the loss.
 
-    Mean negative log-likelihood over the step's targets plus the weighted mean balance loss over its tokens.
+    Mean objective over the step's targets plus the weighted mean balance loss over its tokens.
     """
-    return nll_sum / max(1, counts.targets) + balance_weight * balance_sum / max(1, counts.tokens)
+    return objective_sum / max(1, counts.targets) + balance_weight * balance_sum / max(1, counts.tokens)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

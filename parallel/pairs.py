@@ -181,7 +181,7 @@ class Bands:
 
     def __init__(self, queries: Rows, keys: Rows, bounds: Sequence[Bounds], cu_seqlens: np.ndarray, sinks: int) -> None:
         self.step = keys.step
-        parts = [_meet(queries.columns, keys.columns, keys.step, b, cu_seqlens, sinks) for b in bounds]
+        parts = [meet(queries.columns, keys.columns, keys.step, b, cu_seqlens, sinks) for b in bounds]
         self.columns = np.concatenate(parts, axis=1)
         """q_start, q_stop, k_start, k_stop, lo, hi (±_OPEN for none) and offset of every pair."""
 
@@ -197,29 +197,26 @@ class Bands:
 
     def pairs(self, rows: Sequence[tuple[int, int]] | None = None, first_query: int = 0) -> list[Pair]:
         """The pairs; with ``rows`` key rows are counted in these, packed, and query rows from ``first_query``."""
-        q0, q1, k0, k1, lo, hi, offset = self.columns
+        k0 = self.columns[2]
         keys = np.zeros_like(k0)
         if rows is not None:
             starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 2).T
             packed = np.cumsum(stops - starts) - (stops - starts)
             keys = (packed - starts)[np.searchsorted(starts, k0, side="right") - 1]
-        by = -first_query - keys
-        lo, hi = (np.where(np.abs(bound) == _OPEN, bound, bound + by) for bound in (lo, hi))
-        moved = (q0 - first_query, q1 - first_query, k0 + keys, k1 + keys, lo, hi, offset - self.step * by)
-        return [
-            Pair(q0, q1, k0, k1, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, self.step, offset)
-            for q0, q1, k0, k1, lo, hi, offset in np.stack(moved, axis=1).tolist()
-        ]
+        return column_pairs(self.columns, -first_query, keys, self.step)
 
 
 _OPEN = 2**62
 """Stands for a bound that is not there."""
 
 
-def _meet(
+def meet(
     queries: np.ndarray, keys: np.ndarray, step: int, bounds: Bounds, cu_seqlens: np.ndarray, sink_tokens: int
 ) -> np.ndarray:
-    """``band_pairs`` and ``trim`` for two ranks that hold one segment of a document each, all documents at once."""
+    """``band_pairs`` and ``trim`` for two ranks that hold one segment of a document each, all documents at once.
+
+    Takes columns as ``Rows.columns`` has them, returns those of ``Bands``.
+    """
     _, near, far = np.intersect1d(queries[0], keys[0], assume_unique=True, return_indices=True)
     document, q_token, q_count, q = queries[:, near]
     _, k_token, k_count, k = keys[:, far]
@@ -230,10 +227,22 @@ def _meet(
     hi = np.full_like(q, _OPEN) if bounds.most is None else (bounds.most - offset) // step
     q0, k1 = np.maximum(q, k + lo), np.minimum(k + k_count, q + q_count - lo)
     q1, k0 = np.minimum(q + q_count, k + k_count + hi), np.maximum(k, q - hi)
-    meet = (q0 < q1) & (k0 < k1) & (lo <= hi) & (k_count > 0)
+    some = (q0 < q1) & (k0 < k1) & (lo <= hi) & (k_count > 0)
     lo = np.where(lo <= q0 - (k1 - 1), -_OPEN, lo)
     hi = np.where(hi >= (q1 - 1) - k0, _OPEN, hi)
-    return np.stack((q0, q1, k0, k1, lo, hi, offset))[:, meet]
+    return np.stack((q0, q1, k0, k1, lo, hi, offset))[:, some]
+
+
+def column_pairs(columns: np.ndarray, queries: np.ndarray | int, keys: np.ndarray, step: int) -> list[Pair]:
+    """What ``meet`` returned as pairs, query rows counted ``queries`` and key rows ``keys`` further on."""
+    q0, q1, k0, k1, lo, hi, offset = columns
+    by = queries - keys
+    lo, hi = (np.where(np.abs(bound) == _OPEN, bound, bound + by) for bound in (lo, hi))
+    moved = (q0 + queries, q1 + queries, k0 + keys, k1 + keys, lo, hi, offset - step * by)
+    return [
+        Pair(q0, q1, k0, k1, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, step, offset)
+        for q0, q1, k0, k1, lo, hi, offset in np.stack(moved, axis=1).tolist()
+    ]
 
 
 def trim(pair: Pair) -> Pair | None:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.contract import Pair
+from longctx.model.sparse import Strided, reach
 from parallel.heads import HeadSplit
 from parallel.layout import SequenceLayout
 from parallel.pairs import Bands, Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
+from parallel.strided import ClassRows, neighbours, strided_work
 
 T = TypeVar("T")
 
@@ -41,6 +44,8 @@ class Hop:
     """Hull [start, stop) of the local query rows with work."""
     pairs: tuple[Pair, ...]
     """The work; query rows count from ``queries[0]``, key rows from the first packed row."""
+    strided: Strided | None = None
+    """What a stride adds to it, rows counted likewise."""
 
     @property
     def num_rows(self) -> int:
@@ -75,6 +80,7 @@ class Schedule:
     causal: bool
     window: int | None
     sink_tokens: int
+    stride: int = 0
     distances: bool = False
     """Whether every pair tells its tokens' distance; without, pieces of a document are taken together."""
     _known: dict = field(default_factory=dict, compare=False, repr=False)
@@ -89,30 +95,34 @@ class Schedule:
         window: int | None = None,
         sink_tokens: int = 0,
         key_layout: SequenceLayout | None = None,
+        stride: int = 0,
     ) -> Schedule:
         """The schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
 
         A query sees the keys of its document with 0 ≤ i − j (any, when not causal), with a window those with
-        0 ≤ i − j < window (|i − j| < window), and besides the document's first ``sink_tokens``, however far before it.
+        0 ≤ i − j < window (|i − j| < window), and besides the document's first ``sink_tokens``, however far before it,
+        or, if causal, those any multiple of ``stride`` before it.
         ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
         """
         bounds = [0, layout.num_tokens] if cu_seqlens is None else _as_list(cu_seqlens)
         _check_boundaries(bounds, layout.num_tokens)
         check_window(window, sink_tokens)
+        check_stride(stride, window, sink_tokens, causal)
         keys = layout if key_layout is None else key_layout
         if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
             raise ConfigError(
                 f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring indices, the queries' "
                 f"{layout.num_tokens} on {layout.ring_degree}; both must agree."
             )
-        return cls(layout, keys, tuple(bounds), causal, window, sink_tokens)
+        if stride and keys != layout:
+            raise ConfigError(f"stride={stride} wants queries and keys in one layout; leave key_layout out.")
+        return cls(layout, keys, tuple(bounds), causal, window, sink_tokens, stride)
 
     def with_distances(self) -> Schedule:
         """The same schedule with each pair's distances, for scores that depend on them."""
         if self.distances:
             return self
-        fields = (self.layout, self.key_layout, self.cu_seqlens, self.causal, self.window, self.sink_tokens)
-        return self.cached("with distances", lambda: Schedule(*fields, distances=True))
+        return self.cached("with distances", lambda: replace(self, distances=True, _known={}))
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """What ``build`` returned when it was first asked for under this key."""
@@ -124,12 +134,13 @@ class Schedule:
     def digest(self) -> str:
         """A fingerprint: ranks that share a sequence must have the same one."""
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
-        mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens)
+        mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens, self.stride)
         return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """Layout and mask on one line."""
         wishes = "" if self.window is None else f", window {self.window}, {self.sink_tokens} sink tokens"
+        wishes += f", stride {self.stride}" if self.stride else ""
         kind = "causal" if self.causal else "bidirectional"
         x = self.layout
         return (
@@ -148,7 +159,10 @@ class Schedule:
         return self.cached((receiver, owner), lambda: self._build_hop(receiver, owner))
 
     def pairs(self, rank: int) -> tuple[tuple[Pair, ...], ...]:
-        """For each hop its pairs, query rows counted in the ring index's rows and key rows as they arrive."""
+        """For each hop its pairs, query rows counted in the ring index's rows and key rows as they arrive.
+
+        A stride's work is not in them: it counts rows in another order, see ``Hop.strided``.
+        """
         return tuple(tuple(p.shifted(queries=hop.queries[0]) for p in hop.pairs) for hop in self.hops(rank))
 
     def pairs_in_place(self, receiver: int, owner: int) -> list[Pair]:
@@ -163,9 +177,16 @@ class Schedule:
             return whole_pairs(queries, keys, self.causal)
         return [p for b in self._bounds for p in band_pairs(queries, keys, b, self.cu_seqlens, self.sink_tokens)]
 
+    def strided_in_place(self, receiver: int, owner: int) -> Strided | None:
+        """What a stride adds to ``pairs_in_place``, rows counted likewise; None where it adds nothing."""
+        if not self.stride:
+            return None
+        queries, keys = self._classes(receiver), self._classes(owner, keys=True)
+        return self.cached(("strided", receiver, owner), lambda: strided_work(queries, keys))
+
     def rows_needed(self, receiver: int, owner: int) -> Ranges:
         """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
-        bands = None if receiver == owner else self._bands(receiver, owner)
+        bands = None if receiver == owner or self.stride else self._bands(receiver, owner)
         if bands is None:
             return self.hop(receiver, owner).rows
         return self.cached(("rows", receiver, owner), bands.rows)
@@ -182,7 +203,8 @@ class Schedule:
 
     def work(self, rank: int) -> int:
         """Query-key pairs of tokens that a rank's ring index computes, for each head."""
-        return sum(area(pair) for pairs in self.pairs(rank) for pair in pairs)
+        strided = [cast(tuple[Pair, ...], hop.strided.pairs) for hop in self.hops(rank) if hop.strided is not None]
+        return sum(area(pair) for pairs in (*self.pairs(rank), *strided) for pair in pairs)
 
     def imbalance(self) -> float:
         """Most work on a ring index over the mean: 1.0 when attention is even."""
@@ -256,6 +278,13 @@ class Schedule:
             lambda: Rows(layout.runs[ring_index], self.cu_seqlens if layout.runs[0][0].step == 1 else self._boundaries),
         )
 
+    def _classes(self, ring_index: int, *, keys: bool = False) -> ClassRows:
+        assert self.window is not None
+        runs, back = (self.key_layout if keys else self.layout).runs[ring_index], reach(self.window, self.stride)
+        return self.cached(
+            ("classes", ring_index, keys), lambda: ClassRows(runs, self.cu_seqlens, self.stride, back, keys=keys)
+        )
+
     def _bands(self, receiver: int, owner: int) -> Bands | None:
         """The work in columns, between two ring indices that have a segment of each of many documents."""
         queries, keys = self._rows(receiver), self._rows(owner, keys=True)
@@ -267,18 +296,24 @@ class Schedule:
         )
 
     def _build_hop(self, receiver: int, owner: int) -> Hop:
-        bands = None if receiver == owner else self._bands(receiver, owner)
+        bands = None if receiver == owner or self.stride else self._bands(receiver, owner)
         if bands is not None and bands.columns.size:
             rows, queries = bands.rows(), (int(bands.columns[0].min()), int(bands.columns[1].max()))
             return Hop(owner, rows, queries, tuple(bands.pairs(rows, queries[0])))
         found = self.pairs_in_place(receiver, owner)
+        strided = self.strided_in_place(receiver, owner)
         if receiver == owner:  # own rows stay where they are
-            return Hop(owner, ((0, self.key_layout.num_ring(owner)),), (0, self.layout.num_ring(owner)), tuple(found))
-        if not found:
+            own = (0, self.key_layout.num_ring(owner))
+            return Hop(owner, (own,), (0, self.layout.num_ring(owner)), tuple(found), strided)
+        if not found and strided is None:
             return Hop(owner, (), (0, 0), ())
-        rows = union([(p.k_start, p.k_stop) for p in found])
-        queries = (min(p.q_start for p in found), max(p.q_stop for p in found))
-        return Hop(owner, rows, queries, tuple(_packed(found, rows, -queries[0])))
+        keys, queries = [(p.k_start, p.k_stop) for p in found], [(p.q_start, p.q_stop) for p in found]
+        if strided is not None:
+            keys += neighbours(strided.keys_m)
+            queries.append((int(strided.queries_n.min()), int(strided.queries_n.max()) + 1))
+        rows, hull = union(keys), (min(start for start, _ in queries), max(stop for _, stop in queries))
+        packed = None if strided is None else _packed_rows(strided, rows, -hull[0])
+        return Hop(owner, rows, hull, tuple(_packed(found, rows, -hull[0])), packed)
 
 
 def num_rows(ranges: Ranges) -> int:
@@ -320,11 +355,28 @@ def check_window(window: int | None, sink_tokens: int) -> None:
         )
 
 
+def check_stride(stride: int, window: int | None, sink_tokens: int, causal: bool) -> None:
+    """ConfigError unless a stride goes with the rest of the mask."""
+    if stride < 0 or (stride and (window is None or sink_tokens or not causal)):
+        raise ConfigError(
+            f"stride={stride} (0 for none) needs a window and causal attention, and goes with no sink tokens; got "
+            f"window={window}, causal={causal}, sink_tokens={sink_tokens}."
+        )
+
+
 def _packed(pairs: Sequence[Pair], rows: Ranges, by_queries: int) -> list[Pair]:
     """The pairs with key rows counted in the packed rows that travel."""
     starts = [start for start, _ in rows]
     shifts = [packed - start for (start, _), (packed, _) in zip(rows, locate(rows, rows), strict=True)]
     return [p.shifted(queries=by_queries, keys=shifts[bisect_right(starts, p.k_start) - 1]) for p in pairs]
+
+
+def _packed_rows(strided: Strided, rows: Ranges, by_queries: int) -> Strided:
+    """The same for work that names its rows one by one."""
+    start, stop = torch.tensor(rows).T.contiguous()
+    shift = (stop - start).cumsum(0) - stop  # of a range: packed rows before it, less its start
+    keys = strided.keys_m + shift[torch.bucketize(strided.keys_m, start, right=True) - 1]
+    return strided._replace(queries_n=strided.queries_n + by_queries, keys_m=keys)
 
 
 def _as_list(cu_seqlens: Sequence[int] | Tensor) -> list[int]:

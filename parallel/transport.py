@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.contract import Pair, accumulate_dtype
+from longctx.model.sparse import Strided
 from parallel.mesh import Mesh
 from parallel.schedule import Ranges, Schedule, locate, num_rows
 
@@ -37,6 +38,8 @@ class Visit(NamedTuple):
     """Query rows with work."""
     pairs: tuple[Pair, ...]
     """The work; query rows count from the start of ``queries``."""
+    strided: tuple[Strided, ...] = ()
+    """What a stride adds to it."""
 
 
 class Transport(Protocol):
@@ -213,7 +216,7 @@ class Hops:
 
     def _visit(self, owner: int, tensors: tuple[Tensor, Tensor]) -> Visit:
         hop = self.schedule.hop(self.me, owner)
-        return Visit(*tensors, slice(*hop.queries), hop.pairs)
+        return Visit(*tensors, slice(*hop.queries), hop.pairs, (hop.strided,) if hop.strided else ())
 
     def _visit_held(self, block: _Block) -> Visit | None:
         rows = self.schedule.hop(self.me, block.owner).rows
@@ -313,23 +316,38 @@ class AllGather:
 
     def _own(self, k: Tensor, v: Tensor) -> Visit:
         hop = self.schedule.hop(self.mesh.ring_rank, self.mesh.ring_rank)
-        return Visit(k, v, slice(*hop.queries), hop.pairs)
+        return Visit(k, v, slice(*hop.queries), hop.pairs, (hop.strided,) if hop.strided else ())
 
     def _others(self, keys: Tensor, values: Tensor) -> Visit:
-        return Visit(keys, values, slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank)), self._pairs())
+        rows = slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank))
+        return Visit(keys, values, rows, self._pairs(), self._strided())
 
     def _pairs(self) -> tuple[Pair, ...]:
         """The work with all other ranks, key rows counted in the gathered rows."""
-        ring, me = self.mesh.ring_degree, self.mesh.ring_rank
-        return self.schedule.cached(
+        schedule, me = self.schedule, self.mesh.ring_rank
+        return schedule.cached(
             ("gathered", me),
             lambda: tuple(
-                pair.shifted(keys=owner * self.schedule.key_layout.num_ring(owner))
-                for owner in range(ring)
-                if owner != me
-                for pair in self.schedule.pairs_in_place(me, owner)
+                pair.shifted(keys=first)
+                for owner, first in self._first_rows()
+                for pair in schedule.pairs_in_place(me, owner)
             ),
         )
+
+    def _strided(self) -> tuple[Strided, ...]:
+        """What a stride adds to it, owner by owner."""
+        schedule, me = self.schedule, self.mesh.ring_rank
+
+        def build() -> tuple[Strided, ...]:
+            found = [(schedule.strided_in_place(me, owner), first) for owner, first in self._first_rows()]
+            return tuple(part._replace(keys_m=part.keys_m + first) for part, first in found if part is not None)
+
+        return schedule.cached(("gathered, strided", me), build)
+
+    def _first_rows(self) -> list[tuple[int, int]]:
+        """(another ring index, where its rows begin among the gathered ones)."""
+        others = (owner for owner in range(self.mesh.ring_degree) if owner != self.mesh.ring_rank)
+        return [(owner, owner * self.schedule.key_layout.num_ring(owner)) for owner in others]
 
     def _gather(self, x: Tensor) -> tuple[Tensor, Tensor, list]:
         if self.mesh.ring_degree == 1:

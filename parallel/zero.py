@@ -79,6 +79,7 @@ class ZeroEngine:
         _quiet_deepspeed()
         self.stage, self.dtype, self._options = stage, dtype, options
         self._shapes = {name: p.shape for name, p in model.decoder.named_parameters()}
+        self._buffers = {name: b.shape for name, b in model.decoder.named_buffers()}
         if stage == 3:
             for module, parameter in model.decoder.external_parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
@@ -103,8 +104,8 @@ class ZeroEngine:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter, by name."""
-        return dict(self._shapes)
+        """Shape of every parameter and buffer, by name."""
+        return {**self._shapes, **self._buffers}
 
     def forward(self, batch) -> Any:
         """The module's forward on this rank's share of a micro-batch."""
@@ -130,9 +131,12 @@ class ZeroEngine:
         return float(torch.nn.utils.get_total_norm(grads))
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Master weights and moments as fp32 ranges; over all ranks every value exactly once."""
+        """Master weights, moments and buffers as fp32 ranges; over all ranks every value exactly once."""
         self._prime_moments()
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        for index, (name, buffer) in enumerate(self.model.decoder.named_buffers()):
+            if index % world_size == rank:  # every rank has all of them
+                yield OwnedRange(name, ROLES[0], 0, buffer.detach().float().flatten().cpu())
         for index, (name, p) in enumerate(self.model.decoder.named_parameters()):
             if self.stage == 0:
                 if index % world_size == rank:
@@ -146,11 +150,13 @@ class ZeroEngine:
                     yield OwnedRange(name, role, start, values.detach()[:numel].cpu())
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
-        """Set weights, masters and moments from ``read``, as after ``step`` optimiser steps. Collective in stage 3.
+        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps.
 
-        Without ``moments`` the optimiser starts afresh.
+        Collective in stage 3. Without ``moments`` the optimiser starts afresh.
         """
         self._prime_moments()
+        for name, buffer in self.model.decoder.named_buffers():
+            buffer.copy_(read(name, ROLES[0], 0, buffer.numel()).view_as(buffer))
         for name, p in self.model.decoder.named_parameters():
             roles = ROLES if moments else ROLES[:1]
             if self.stage == 0:

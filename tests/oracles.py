@@ -16,8 +16,9 @@ from longctx.model.decoder import Decoder
 class MaskedAttention:
     """A core that forms every score of the flattened rows and masks what lies in another document or ahead."""
 
-    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None):
-        assert cache is None
+    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None, scores=None, sinks_H=None):
+        assert cache is sinks_H is None
+        assert scores is None or scores.is_plain
         B, T, H, D = q_BtHD.shape
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
         lengths = torch.tensor(mask.cu_seqlens).diff()

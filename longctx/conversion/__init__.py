@@ -1,10 +1,11 @@
 """Checkpoints to and from Hugging Face: one table a family (``families``), strict and streaming in both directions."""
 
-from longctx.conversion.checkpoints import export_checkpoint, import_hf
+from longctx.conversion.checkpoints import Conversion, export_checkpoint, import_hf
 from longctx.conversion.hf import HfReader, load_hf, save_hf
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer
 
 __all__ = [
+    "Conversion",
     "HfReader",
     "check_tokenizer",
     "export_checkpoint",

@@ -1,4 +1,4 @@
-"""Folders of safetensors: read tensor by tensor with every name accounted for, written shard by shard and read back."""
+"""Folders of weights: read tensor by tensor with every name accounted for, written shard by shard and read back."""
 
 from __future__ import annotations
 
@@ -7,130 +7,156 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from longctx.conversion.pickled import PickledFile
+from longctx.conversion.safetensors_file import BLOCK_BYTES, SafetensorsFile, SafetensorsWriter, parse_json
 from longctx.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' names of the dtypes that fit the fp32 masters without loss."""
+_SAFE = ".safetensors"
+_PICKLED = (".bin", ".pt", ".pth")
+_INDEX_END = ".index.json"
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
+"""Beginnings of file names that the Trainer of transformers leaves beside the weights."""
+_MAX_JSON_BYTES = 256 * 2**20
 
 
-class SafetensorsFolder:
-    """The tensors of a Hugging Face folder by name; only headers are read until a tensor is asked for."""
+class WeightsFile(Protocol):
+    """A file of tensors: names, shapes and dtypes are known, values are read when asked for."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class WeightsFolder:
+    """The tensors of a Hugging Face folder by name; a tensor is read when it is asked for, and not kept.
+
+    Weights are the files of the folder's one index, or else its one file: safetensors, of any name, and where there are
+    none a pickle (``.bin``, ``.pt``), of which tensors alone are taken. CheckpointError, which names the file, for an
+    index that does not say exactly what its files hold, or leads elsewhere.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._file_of = self._index() if (folder / INDEX).exists() else self._single_file()
+        self._files: dict[str, WeightsFile] = {}
+        first = _find_weights(folder)
+        self._file_of = self._index(first) if first.endswith(_INDEX_END) else dict.fromkeys(self._names(first), first)
 
     def names(self) -> set[str]:
         """Every tensor on disk."""
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as the header has it."""
-        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+        """Shape as the file has it."""
+        return self._open(self._file_of[name]).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """The tensor's dtype; CheckpointError for one that training could not take without loss."""
-        kind = self._open(self._file_of[name]).get_slice(name).get_dtype()
-        if kind not in DTYPES:
-            path = self.folder / self._file_of[name]
-            raise CheckpointError(f"{name} in {path} is {kind}; supported: {sorted(DTYPES)}, no quantised weights.")
-        return DTYPES[kind]
+        return self._open(self._file_of[name]).dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it lies on disk."""
-        self.dtype(name)
-        try:
-            return self._open(self._file_of[name]).get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{name} in {self.folder / self._file_of[name]} cannot be read: {error}.") from error
+        """The tensor as it lies on disk, in memory of its own."""
+        return self._open(self._file_of[name]).read(name)
 
-    def _index(self) -> dict[str, str]:
+    def _index(self, index: str) -> dict[str, str]:
         """Tensor -> file from the index, checked against what each file really holds."""
-        if (self.folder / WEIGHTS).exists():
-            raise CheckpointError(f"{self.folder} has both {WEIGHTS} and {INDEX}: delete the one that is not meant.")
-        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        path = self.folder / index
+        weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise CheckpointError(f"{self.folder / INDEX} has no weight_map of tensor names to file names.")
-        files = sorted(set(weight_map.values()))
-        for file in files:  # all names before any content
-            checked_path(self.folder, file)
-        for file in files:
-            listed, held = {n for n, f in weight_map.items() if f == file}, set(self._open(file).keys())
-            if listed != held:
+            raise CheckpointError(f"{path} has no weight_map of tensor names to file names.")
+        if not weight_map:
+            raise CheckpointError(f"{path} has an empty weight_map.")
+        kinds = (_SAFE,) if index.endswith(_SAFE + _INDEX_END) else _PICKLED
+        listed: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            listed.setdefault(file, set()).add(name)
+        for file in sorted(listed):  # all names before any content
+            checked_path(self.folder, file, said_by=path, kinds=kinds)
+        for file, names in sorted(listed.items()):
+            held = set(self._names(file))
+            if names != held:
                 raise CheckpointError(
-                    f"{self.folder / INDEX} and {file} disagree: only in the index {listing(listed - held)}; "
-                    f"only in the file (or listed elsewhere) {listing(held - listed)}."
+                    f"{path} and {file} disagree: only in the index {listing(names - held)}; "
+                    f"only in the file (or listed elsewhere) {listing(held - names)}."
                 )
         return weight_map
 
-    def _single_file(self) -> dict[str, str]:
-        if not (self.folder / WEIGHTS).exists():
-            raise CheckpointError(_no_weights(self.folder))
-        return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+    def _names(self, file: str) -> list[str]:
+        return self._open(file).names()
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> WeightsFile:
         if file not in self._files:
-            path = checked_path(self.folder, file)
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}.") from error
+            path = checked_path(self.folder, file, said_by=self.folder, kinds=(_SAFE, *_PICKLED))
+            self._files[file] = SafetensorsFile(path) if file.endswith(_SAFE) else PickledFile(path)
         return self._files[file]
 
 
-def checked_path(folder: Path, file: str) -> Path:
-    """``folder / file`` for a plain safetensors name whose target lies in the folder; CheckpointError otherwise.
+SafetensorsFolder = WeightsFolder
 
-    An index comes from strangers: it must not make us read elsewhere. Links into the blobs of the same Hugging Face
-    cache are how that cache stores every file, so they are allowed.
+
+def _find_weights(folder: Path) -> str:
+    """The folder's index, or its one file of weights; CheckpointError when there is none, or a choice."""
+    names = sorted(path.name for path in folder.iterdir())
+    for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, "pytorch_model.bin")):
+        files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
+        indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
+        usual = [n for n in (single + _INDEX_END, single) if n in names]
+        if len(usual) > 1:
+            raise CheckpointError(f"{folder} has both {usual[1]} and {usual[0]}: delete the one that is not meant.")
+        found = usual or indices or files
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{folder} has several files of weights and no index that joins them: {listing(found)}.\n"
+                f"Keep one, or add {INDEX}."
+            )
+        if found:
+            return found[0]
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, nor weights of any other name.")
+
+
+def checked_path(folder: Path, file: str, *, said_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
+    """``folder / file`` for a plain name with one of the endings ``kinds``, whose target is a file of the folder.
+
+    CheckpointError otherwise, which says who named it (``said_by``). An index comes from strangers: it must not make us
+    read elsewhere. Links into the blobs of the same Hugging Face cache are how that cache stores every file, so they
+    are allowed.
     """
-    if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX} names {file!r}, which is no safetensors file of its own folder.")
+    if Path(file).name != file or "\\" in file or "\0" in file or not file.endswith(kinds):
+        raise CheckpointError(f"{said_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
     allowed = [folder.resolve()]
     if folder.absolute().parent.name == "snapshots":
         allowed.append((folder.absolute().parents[1] / "blobs").resolve())
-    target = (folder / file).resolve()
+    try:
+        target = (folder / file).resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise CheckpointError(f"{folder / file} cannot be followed: {error}.") from error
     if target.parent not in allowed:
         raise CheckpointError(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
-    if not target.is_file():
+    if not target.exists():
         raise CheckpointError(f"{folder / file} is missing.")
+    if not target.is_file():
+        raise CheckpointError(f"{folder / file} is {'a folder' if target.is_dir() else 'no plain file'}.")
     return folder / file
-
-
-def _no_weights(folder: Path) -> str:
-    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-    if not pickles:
-        return f"{folder} has neither {WEIGHTS} nor {INDEX}."
-    return (
-        f"{folder} holds its weights as pickle ({listing(pickles)}), which can run any code when it is loaded.\n"
-        "Save it as safetensors first, where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)."
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; CheckpointError when it is missing, damaged, no object, or names a key twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"it names {listing({key for key in keys if keys.count(key) > 1})} twice")
-        return dict(pairs)
-
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -146,9 +172,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class ShardWriter:
-    """Collects tensors into safetensors files of about ``shard_bytes``, so memory holds one shard at a time.
+    """Writes tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
 
-    ``finish`` gives the files their final names and reads every tensor back: a disk that lies is found here.
+    A shard is read back as soon as it is full: a disk that lies is found here. ``finish`` gives the files their names.
     """
 
     def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
@@ -156,55 +182,64 @@ class ShardWriter:
             raise CheckpointError(f"shard_bytes={shard_bytes} must be positive, for example 5_000_000_000.")
         self.folder, self.stem, self.shard_bytes = folder, stem, shard_bytes
         self.total_bytes = 0
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
+        self._shard: SafetensorsWriter | None = None
         self._shards: list[list[str]] = []
-        self._facts: dict[str, tuple[torch.dtype, torch.Size, str]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it is on disk when its shard is full."""
-        tensor = tensor.detach().to("cpu").contiguous()
-        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_bytes += tensor.nbytes
-        self.total_bytes += tensor.nbytes
-        self._facts[name] = (tensor.dtype, tensor.shape, hash_tensor(tensor))
+        """Take one tensor."""
+        tensor = tensor.detach().to("cpu")
+        self.add_flat(name, tensor.reshape(-1), tensor.dtype, tuple(tensor.shape))
+
+    def add_flat(self, name: str, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Take a tensor by its flattened values, cast to ``dtype`` a block at a time."""
+        if values.numel() != torch.Size(shape).numel():
+            raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
+        num_bytes = values.numel() * dtype.itemsize
+        shard = self._room_for(name, num_bytes)
+        shard.add(name, dtype, shape, values.split(BLOCK_BYTES) if values.numel() else [values])
+        self._shards[-1].append(name)
+        self.total_bytes += num_bytes
 
     def finish(self) -> dict[str, str]:
-        """Tensor -> file name, after everything was read back; a single shard is called ``STEM.safetensors``."""
-        if self._pending or not self._shards:
-            self._flush()
+        """Tensor -> file name; a single shard is called ``STEM.safetensors``."""
+        if not self._shards:
+            self._room_for("", 0)
+        self._close()
         count, file_of = len(self._shards), {}
         for number, names in enumerate(self._shards, start=1):
             file = f"{self.stem}.safetensors" if count == 1 else f"{self.stem}-{number:05d}-of-{count:05d}.safetensors"
-            path = self._unnamed(number).rename(self.folder / file)
-            self._check(path, names)
+            self._unnamed(number).rename(self.folder / file)
             file_of |= dict.fromkeys(names, file)
         return file_of
 
-    def _flush(self) -> None:
-        self._shards.append(list(self._pending))
-        save_file(self._pending, self._unnamed(len(self._shards)), metadata={"format": "pt"})
-        self._pending, self._pending_bytes = {}, 0
+    def _room_for(self, name: str, num_bytes: int) -> SafetensorsWriter:
+        """The open shard, or a new one when this tensor would make it too large."""
+        shard = self._shard
+        if shard is not None and shard.hashes:
+            is_full = shard.data_bytes + num_bytes > self.shard_bytes or not shard.has_room(name)
+            if is_full:
+                self._close()
+        if self._shard is None:
+            self._shards.append([])
+            self._shard = SafetensorsWriter(self._unnamed(len(self._shards)))
+        return self._shard
+
+    def _close(self) -> None:
+        """Finish the open shard and read it back, while the system still has it at hand."""
+        shard, self._shard = self._shard, None
+        if shard is None:
+            return
+        shard.close()
+        written = SafetensorsFile(shard.path)
+        for name, digest in shard.hashes.items():
+            if written.hash(name) != digest:
+                raise CheckpointError(f"{name} did not come back from {shard.path} as it was written. Check the disk.")
 
     def _unnamed(self, number: int) -> Path:
         return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"
 
-    def _check(self, path: Path, names: list[str]) -> None:
-        with safe_open(path, framework="pt") as shard:
-            for name in names:
-                tensor = shard.get_tensor(name)
-                if (tensor.dtype, tensor.shape, hash_tensor(tensor)) != self._facts[name]:
-                    raise CheckpointError(f"{name} did not come back from {path} as it was written. Check the disk.")
 
-
-def hash_tensor(tensor: Tensor) -> str:
-    """xxh3-128 of a contiguous CPU tensor's bytes."""
-    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def listing(names: Any, limit: int = 12) -> str:
+def listing(names: Iterable[str], limit: int = 12) -> str:
     """Some names in order, and how many more there are."""
     ordered = sorted(names)
     more = f" … and {len(ordered) - limit} more" if len(ordered) > limit else ""
@@ -233,7 +268,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
             _sync(target.parent)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         hint = (
             "Free some space." if getattr(error, "errno", None) == errno.ENOSPC else "Choose another place or mend it."
         )

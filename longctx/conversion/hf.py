@@ -1,7 +1,12 @@
-"""Hugging Face folders: ``HfReader`` streams one in, ``save_hf`` streams one out, by the tables in ``families``."""
+"""Hugging Face folders: ``HfReader`` streams one in, ``save_hf`` streams one out, by the tables in ``families``.
+
+Memory holds one parameter at a time and its tensors on disk, and when writing also parameters that wait for others that
+lie in the same tensor (queries, keys and values of GPT-2).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -10,8 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
-from longctx.conversion.families import EMBEDDINGS, HEAD, Part, TensorSpec, config_from_hf, config_to_hf, tensor_specs
+from longctx.conversion.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    Layout,
+    TensorSpec,
+    assemble,
+    config_from_hf,
+    config_to_hf,
+    disassemble,
+    ignored_name,
+    tensor_specs,
+)
 from longctx.conversion.files import (
     INDEX,
     SafetensorsFolder,
@@ -26,6 +44,8 @@ from longctx.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]
 """Called with the parameters done so far and their number."""
+
+log = logging.getLogger(__name__)
 
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -45,15 +65,19 @@ class HfReader:
         self.model_type: str = hf_config["model_type"]
         self.token_ids = {key: hf_config.get(key) for key in TOKEN_ID_KEYS}
         self._disk = SafetensorsFolder(self.folder)
-        self._specs = {spec.name: spec for spec in tensor_specs(self.config)}
-        self._layouts = {name: _choose_layout(spec, self._disk.names()) for name, spec in self._specs.items()}
-        self._check_names()
+        self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
+        on_disk = self._names_on_disk(hf_config)
+        self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
+        self._check_names(on_disk)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds every tensor without loss (theirs, when they all have the same)."""
-        parts = (part for layout in self._layouts.values() for part in layout)
-        return reduce(torch.promote_types, (self._disk.dtype(part.name) for part in parts))
+        """The narrowest dtype that holds every parameter without loss (theirs, when they all have the same).
+
+        A router's correction bias does not count: it is float32 in a model of any dtype.
+        """
+        layouts = (layout for name, layout in self._layouts.items() if not is_buffer(name))
+        return reduce(torch.promote_types, {self._disk.dtype(part.name) for layout in layouts for part in layout.parts})
 
     def names(self) -> list[str]:
         """The decoder's parameters, in the model's order."""
@@ -64,32 +88,50 @@ class HfReader:
         return self._specs[name].shape
 
     def read(self, name: str) -> Tensor:
-        """One parameter, put together from its parts."""
-        parts = [self._disk.read(part.name) for part in self._layouts[name]]
-        if len(parts) == 1:
-            return parts[0].view(self.shape(name))
-        return torch.cat([part.reshape(-1) for part in parts]).view(self.shape(name))
+        """One parameter, put together from its tensors on disk."""
+        return assemble(self._specs[name], self._layouts[name], self._disk)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._specs:
             yield name, self.read(name)
 
-    def _check_names(self) -> None:
-        parts = {part.name: part.shape for layout in self._layouts.values() for part in layout}
-        on_disk = self._disk.names()
-        if self.config.tie_embeddings and HEAD in on_disk and EMBEDDINGS in on_disk:
+    def _names_on_disk(self, hf_config: dict[str, Any]) -> set[str]:
+        """The tensors that parameters can be made of; what the family leaves out is taken off, and said."""
+        names, family = self._disk.names(), FAMILIES[self.model_type]
+        if packed := [name for name in names if name.endswith(("_blocks", "_scales"))]:
+            raise CheckpointError(
+                f"{self.folder} holds weights packed into 4-bit blocks (mxfp4): {listing(packed, limit=4)}.\n"
+                "Unpack them first: transformers' Mxfp4Config(dequantize=True), then save_pretrained."
+            )
+        extra = hf_config.get(family.extra_layers_key, 0) if family.extra_layers_key else 0
+        left_out = {name for name in names if ignored_name(family, self.config, extra).fullmatch(name)}
+        if extra and any(name.startswith("model.layers.") for name in left_out):
+            log.warning(
+                "%s: %s=%d further layers are no part of this decoder and are left out: %s",
+                self.folder, family.extra_layers_key, extra, listing(left_out, limit=3),
+            )  # fmt: skip
+        return names - left_out
+
+    def _check_names(self, on_disk: set[str]) -> None:
+        parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
+        if self.config.tie_embeddings and {HEAD, self._embeddings} <= on_disk:
             self._check_tied_head()
-            on_disk.remove(HEAD)
+            on_disk = on_disk - {HEAD}
         shapes = {n: (self._disk.shape(n), parts[n]) for n in on_disk & set(parts)}
         wrong = [f"{n} {found} instead of {wanted}" for n, (found, wanted) in shapes.items() if found != wanted]
         raise_differences(str(self.folder), missing=set(parts) - on_disk, unexpected=on_disk - set(parts), wrong=wrong)
 
+    @property
+    def _embeddings(self) -> str:
+        """What the embedding table is called on disk."""
+        return self._layouts[EMBEDDINGS].parts[0].name
+
     def _check_tied_head(self) -> None:
-        head, embeddings = self._disk.read(HEAD), self._disk.read(EMBEDDINGS)
+        head, embeddings = self._disk.read(HEAD), self._disk.read(self._embeddings)
         if head.dtype != embeddings.dtype or not torch.equal(head, embeddings):
             raise CheckpointError(
-                f"{self.folder}: config.json says tie_word_embeddings=true, yet {HEAD} differs from {EMBEDDINGS}.\n"
-                "Set tie_word_embeddings to false to keep both."
+                f"{self.folder}: config.json says tie_word_embeddings=true, yet {HEAD} differs from "
+                f"{self._embeddings}.\nSet tie_word_embeddings to false to keep both."
             )
 
 
@@ -127,7 +169,9 @@ def save_hf(
     items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
     with staged_folder(folder) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)
-        dtypes = _write_parameters(config, items, writer, dtype, progress)
+        dtypes = _write_parameters(
+            config, items, writer, model_type=hf_config["model_type"], dtype=dtype, progress=progress
+        )
         file_of = writer.finish()
         if len(set(file_of.values())) > 1:
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
@@ -155,9 +199,9 @@ def raise_differences(
         raise CheckpointError("\n".join([f"the tensors of {where} are not those of its config:", *lines]))
 
 
-def _choose_layout(spec: TensorSpec, on_disk: set[str]) -> tuple[Part, ...]:
+def _choose_layout(spec: TensorSpec, on_disk: set[str]) -> Layout:
     """The first layout that is there in full. When none is, the one we would write: its absent parts get reported."""
-    complete = (layout for layout in spec.layouts if all(part.name in on_disk for part in layout))
+    complete = (layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts))
     return next(complete, spec.layouts[0])
 
 
@@ -165,12 +209,14 @@ def _write_parameters(
     config: ModelConfig,
     items: Iterable[tuple[str, Tensor]],
     writer: ShardWriter,
+    *,
+    model_type: str,
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> set[torch.dtype]:
-    """Hand every parameter's parts to the writer; the set of dtypes written."""
-    remaining = {spec.name: spec for spec in tensor_specs(config)}
-    total, dtypes = len(remaining), set()
+    """Hand every parameter's tensors on disk to the writer; the set of dtypes written, buffers' not among them."""
+    remaining = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
+    total, dtypes, waiting = len(remaining), set(), {}
     for done, (name, tensor) in enumerate(items, start=1):
         if name not in remaining:
             raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
@@ -179,27 +225,21 @@ def _write_parameters(
             wrong = [f"{name} {tuple(tensor.shape)} instead of {spec.shape}"]
             raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
         tensor = _cast(name, tensor, dtype)
-        dtypes.add(tensor.dtype)
-        for part, values in zip(spec.layouts[0], _split(tensor, spec.layouts[0]), strict=True):
-            writer.add(part.name, values)
+        dtypes |= set() if is_buffer(name) else {tensor.dtype}
+        waiting[name] = tensor
+        layout = spec.layouts[0]
+        if all(member in waiting for member in layout.members):
+            for part, values in disassemble(layout, [waiting.pop(member) for member in layout.members]):
+                writer.add(part, values)
         if progress is not None:
             progress(done, total)
     raise_differences("the model", missing=remaining, unexpected=())
     return dtypes
 
 
-def _split(tensor: Tensor, parts: tuple[Part, ...]) -> Iterator[Tensor]:
-    """The flattened tensor cut into its parts; each is a copy, so that a shard does not keep the whole alive."""
-    if len(parts) == 1:
-        yield tensor.reshape(parts[0].shape)
-        return
-    sizes = [torch.Size(part.shape).numel() for part in parts]
-    for part, values in zip(parts, tensor.reshape(-1).split(sizes), strict=True):
-        yield values.reshape(part.shape).clone()
-
-
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype or tensor.dtype
+    """The tensor as it is written; a router's correction bias keeps its dtype, whatever the others get."""
+    dtype = tensor.dtype if dtype is None or is_buffer(name) else dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype={dtype} of {name} cannot be exported. Choose float32, bfloat16 or float16.")
     cast = tensor.detach().to(dtype)

@@ -1,88 +1,266 @@
 """Cross-entropy of a linear head without its logits ever being whole.
 
-Axes: N tokens, n tokens of one chunk, M model width, V vocabulary.
+The loss is linear in the one gradient that comes back to it, so its own gradients are formed along with it: a chunk of
+tokens at a time, logits are multiplied out, become losses and then, in the same memory, their gradient, and are
+multiplied back. Between the products a chunk is worked through in blocks of rows that fit a core's cache.
+
+float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied in float32 on processors without bfloat16
+instructions: exact logits, and several times faster there. Elsewhere products are bfloat16, logits rounded to 8 bits
+as those of any bfloat16 head; everything between the products is float32 in any case.
+
+Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.batch import IGNORED_TARGET
+from longctx.errors import ConfigError
 from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.matmul import multiplies_in_float32
+
+_CHUNK_ELEMENTS = 1 << 25
+"""Logits of a chunk: 128 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """How hidden states become logits, and what a token costs beside its negative log-likelihood.
+
+    Logits are softcap · tanh(logit_scale · hidden · weightᵀ / softcap), or without the cap what stands in the tanh. A
+    token's objective is (1 − label_smoothing) · nll + label_smoothing · mean over the vocabulary of −log p
+    + z_loss · (log Σ exp logits)², as ``torch.nn.functional.cross_entropy`` smooths and PaLM (arXiv 2204.02311 §5)
+    keeps the softmax normalised.
+    """
+
+    logit_scale: float = 1.0
+    """Factor of the logits, before the cap."""
+    softcap: float = 0.0
+    """Bound on the logits' size (Gemma 2, arXiv 2408.00118 §2); 0 for none."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary."""
+
+    def __post_init__(self) -> None:
+        for name in ("softcap", "z_loss"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0. Try 0, which is none.")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} must lie between 0 and 1. Try 0.1.")
+
+
+PLAIN = LossOptions()
 
 
 def linear_cross_entropy(
-    hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, *, chunk_tokens: int = 1024
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    *,
+    options: LossOptions = PLAIN,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Σ −log softmax(hidden · weightᵀ)[target] over the targets that count: a float32 scalar (float64 for float64).
+    """Σ objective over the targets that count: a float32 scalar (float64 for float64) with gradient."""
+    return loss_sums(hidden_NM, weight_VM, targets_N, options=options, chunk_tokens=chunk_tokens)[0]
 
-    Works through ``chunk_tokens`` tokens at a time and forms the gradients along with the loss, so logits exist once,
-    for one chunk, in float32. The weight's gradient is summed over chunks in float32.
+
+def loss_sums(
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    *,
+    options: LossOptions = PLAIN,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(Σ objective, Σ −log softmax(logits)[target]) over the targets that count, float32 (float64 for float64) scalars.
+
+    The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
+    are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
+    these need 128 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LinearCrossEntropy.apply(hidden_NM, weight_VM, targets_N, chunk_tokens)
-    return token_nll(hidden_NM, weight_VM, targets_N, chunk_tokens=chunk_tokens).sum()
+        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, chunk_tokens)
+    return _sums_and_gradients(hidden_NM, weight_VM, targets_N, options, chunk_tokens)[0]
 
 
 @torch.no_grad()
-def token_nll(hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, *, chunk_tokens: int = 1024) -> Tensor:
-    """−log softmax(hidden · weightᵀ)[target] of each token, [N] float32, no gradient; 0 where the target is ignored."""
+def token_nll(
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    *,
+    options: LossOptions = PLAIN,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """−log softmax(logits)[target] of each token, [N] float32, no gradient; 0 where the target is ignored.
+
+    Of the options, only those that make the logits count.
+    """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
-    for chunk in _chunks(len(targets_N), chunk_tokens):
-        nll_N[chunk], _, _ = _chunk_nll(hidden_NM[chunk], weight_VM, targets_N[chunk])
+    for chunk, _, logits_nV in _chunks(hidden_NM, _factor(hidden_NM, weight_VM), chunk_tokens):
+        nll_N[chunk] = _losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
     return nll_N
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss is linear in what comes back to it (one scalar), so its gradients can be formed before backward."""
+class _LossSums(torch.autograd.Function):
+    """``loss_sums`` with gradients that wait for their factor."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-        partial = accumulate_dtype(hidden.dtype)
-        nll = hidden.new_zeros((), dtype=partial)
-        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        dweight = torch.zeros_like(weight, dtype=partial) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(targets), chunk_tokens):
-            nll_n, logits_nV, lse_n = _chunk_nll(hidden[chunk], weight, targets[chunk])
-            nll += nll_n.sum()
-            dlogits_nV = _dlogits(logits_nV, lse_n, targets[chunk]).to(hidden.dtype)
-            if dhidden is not None:
-                torch.mm(dlogits_nV, weight, out=dhidden[chunk])
-            if dweight is not None:
-                dweight += dlogits_nV.T @ hidden[chunk]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions, chunk_tokens: int | None
+    ) -> tuple[Tensor, Tensor]:
+        sums, dhidden, dweight = _sums_and_gradients(
+            hidden, weight, targets, options, chunk_tokens, wanted=ctx.needs_input_grad[:2]
+        )
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
-        return nll
+        ctx.mark_non_differentiable(sums[1])
+        return sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dnll: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
         dhidden, dweight = ctx.saved_tensors
         if dhidden is not None:
-            dhidden = (dhidden * dnll).to(dhidden.dtype)
+            dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
-            dweight = (dweight * dnll).to(ctx.weight_dtype)
-        return dhidden, dweight, None, None
+            dweight = (dweight * dobjective).to(ctx.weight_dtype)
+        return dhidden, dweight, None, None, None
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
+def _sums_and_gradients(
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    options: LossOptions,
+    chunk_tokens: int | None,
+    wanted: tuple[bool, ...] = (False, False),
+) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+    """Both sums and, where ``wanted``, the objective's gradients: hidden's in its dtype, the weight's a partial sum."""
+    partial = accumulate_dtype(hidden_NM.dtype)
+    sums = hidden_NM.new_zeros(2, dtype=torch.float64)
+    dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
+    dweight_VM = torch.zeros_like(weight_VM, dtype=partial) if wanted[1] else None
+    factor_VM = _factor(hidden_NM, weight_VM)
+    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, factor_VM, chunk_tokens):
+        sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
+        dlogits_nV = logits_nV  # what they have become
+        if dhidden_NM is not None:
+            dhidden_NM[chunk] = dlogits_nV @ factor_VM
+        if dweight_VM is not None:
+            _add_product_(dweight_VM, dlogits_nV.T, hidden_nM)
+    objective, nll = sums.to(partial).unbind()
+    return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
 
-def _chunk_nll(hidden_nM: Tensor, weight_VM: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (0 where ignored), logits and their log-sum-exp of one chunk, in the accumulation dtype."""
-    logits_nV = (hidden_nM @ weight_VM.T).to(accumulate_dtype(hidden_nM.dtype))
-    lse_n = logits_nV.logsumexp(-1)
-    chosen_n = logits_nV.gather(1, targets_n.clamp(min=0)[:, None]).squeeze(1)
-    return (lse_n - chosen_n).masked_fill(targets_n == IGNORED_TARGET, 0), logits_nV, lse_n
+def _factor(hidden_NM: Tensor, weight_VM: Tensor) -> Tensor:
+    """The weight in the dtype of the products."""
+    return weight_VM.to(torch.float32 if multiplies_in_float32(hidden_NM) else hidden_NM.dtype)
 
 
-def _dlogits(logits_nV: Tensor, lse_n: Tensor, targets_n: Tensor) -> Tensor:
-    """softmax − one-hot, zero on ignored rows; overwrites the logits."""
-    probs = logits_nV.sub_(lse_n[:, None]).exp_()
-    probs.scatter_add_(1, targets_n.clamp(min=0)[:, None], probs.new_full((len(targets_n), 1), -1.0))
-    return probs.masked_fill_((targets_n == IGNORED_TARGET)[:, None], 0)
+def _chunks(hidden_NM: Tensor, weight_VM: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """A chunk's place, hidden states and logits before scale and cap, in the weight's dtype, one chunk after another.
+
+    All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
+    """
+    size = chunk_tokens or _chunk_tokens(*weight_VM.shape)
+    memory = _memory(weight_VM, min(size, len(hidden_NM)))
+    for chunk in _slices(len(hidden_NM), size):
+        hidden_nM = hidden_NM[chunk].to(weight_VM.dtype)
+        yield chunk, hidden_nM, torch.mm(hidden_nM, weight_VM.T, out=memory[: len(hidden_nM)])
+
+
+def _memory(weight_VM: Tensor, tokens: int) -> Tensor:
+    """Uninitialised logits [tokens, V]. Rows of whole pages are kept apart: a column of them would fall into one set of
+    the cache, and products would take a quarter longer."""
+    vocab_size = len(weight_VM)
+    padding = 64 if vocab_size * weight_VM.itemsize % 4096 == 0 else 0
+    return weight_VM.new_empty(tokens, vocab_size + padding)[:, :vocab_size]
+
+
+def _chunk_tokens(vocab_size: int, width: int) -> int:
+    """Tokens whose logits are 2^25, or in number a quarter of the weight's elements; whole tiles of 64."""
+    return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool) -> Tensor:
+    """Each token's objective and negative log-likelihood, [2, n] in the accumulation dtype; overwrites the logits.
+
+    With ``with_gradient`` what they become is the gradient of the objectives' sum.
+    """
+    vocab_size, partial = logits_nV.shape[1], accumulate_dtype(logits_nV.dtype)
+    losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
+    rows = len(logits_nV)
+    if logits_nV.device.type == "cpu":
+        rows = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // vocab_size)
+    for block in _slices(len(logits_nV), rows):
+        block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
+        losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
+        if with_gradient and partial != logits_nV.dtype:
+            logits_nV[block] = block_rV
+    return losses_2n
+
+
+def _block_losses_(
+    logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """``_losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
+    f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's])."""
+    smoothing, z_loss = options.label_smoothing, options.z_loss
+    counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
+    chosen_r1 = targets_r.unsqueeze(1).where(counted_r1, 0)
+    slope_rV = _scale_and_cap_(logits_rV, options, with_gradient)
+    peak_r1 = logits_rV.amax(1, keepdim=True)
+    score_rV = logits_rV.sub_(peak_r1)
+    score_r1 = score_rV.gather(1, chosen_r1)
+    smooth_score_r1 = score_r1.lerp(score_rV.mean(1, keepdim=True), smoothing) if smoothing else score_r1
+    exp_rV = score_rV.exp_()
+    mass_r1 = exp_rV.sum(1, keepdim=True)
+    log_mass_r1 = mass_r1.log()
+    lse_r1 = peak_r1 + log_mass_r1
+    objective_r1 = log_mass_r1 - smooth_score_r1
+    if z_loss:
+        objective_r1 += z_loss * lse_r1.square()
+    if with_gradient:
+        weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
+        dlogits_rV = exp_rV.mul_((1 + 2 * z_loss * lse_r1) / mass_r1 * weight_r1)
+        if smoothing:
+            dlogits_rV.sub_(weight_r1 * (smoothing / dlogits_rV.shape[1]))
+        dlogits_rV.scatter_add_(1, chosen_r1, weight_r1 * (smoothing - 1))
+        if slope_rV is not None:
+            dlogits_rV.mul_(slope_rV)
+    objective_r, nll_r = (x.where(counted_r1, 0).squeeze(1) for x in (objective_r1, log_mass_r1 - score_r1))
+    return objective_r, nll_r
+
+
+def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool) -> Tensor | None:
+    """Apply both in place; returns the derivative of cap · tanh(x / cap) where there is a cap and it is needed."""
+    if not options.softcap:
+        if options.logit_scale != 1:
+            logits_rV.mul_(options.logit_scale)
+        return None
+    tanh_rV = logits_rV.mul_(options.logit_scale / options.softcap).tanh_()
+    slope_rV = tanh_rV.square().neg_().add_(1) if with_gradient else None
+    tanh_rV.mul_(options.softcap)
+    return slope_rV

@@ -8,8 +8,11 @@ head size, R rotated channels, P channels of relative positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.model.layers import Linear, Weight
@@ -133,10 +136,27 @@ class RelativePositions(nn.Module):
 
     def forward(self, q_BtHD: Tensor, k_BtKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
-        wanted_BtHP = torch.einsum("bthd,hdp->bthp", q_BtHD + self.position_bias, self.weight)
+        wanted_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
         of_sin, of_cos = wanted_BtHP.to(cos.dtype).chunk(2, dim=-1)
         cos_i, sin_i = cos.unsqueeze(-2), sin.unsqueeze(-2)
         meets_cos, meets_sin = of_sin * sin_i + of_cos * cos_i, of_cos * sin_i - of_sin * cos_i
         q = torch.cat((q_BtHD + self.content_bias, meets_cos.to(q_BtHD.dtype), meets_sin.to(q_BtHD.dtype)), dim=-1)
         places = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
         return q, torch.cat((k_BtKD, places.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
+
+
+class _HeadProduct(torch.autograd.Function):
+    """[B, t, H, D] times each head's [D, P]. Saves the parameter itself and no view of it, as einsum would: ZeRO-3
+    frees a gathered weight by emptying the parameter, and a view would hold it until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtHD: Tensor, weight_HDP: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BtHD, weight_HDP)
+        return torch.einsum("bthd,hdp->bthp", x_BtHD, weight_HDP)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtHP: Tensor):  # type: ignore[override]
+        x_BtHD, weight_HDP = ctx.saved_tensors
+        dx_BtHD = torch.einsum("bthp,hdp->bthd", dy_BtHP, weight_HDP)
+        return dx_BtHD, torch.einsum("bthd,bthp->hdp", x_BtHD, dy_BtHP)

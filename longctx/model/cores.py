@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,9 +19,17 @@ from torch.autograd.function import once_differentiable
 from longctx.errors import ConfigError
 from longctx.kernels import ops
 from longctx.kernels.contract import KernelRequest, Pair, Scores
-from longctx.kernels.linear import Segments, linear_attention
 from longctx.kernels.select import choose_kernel
 from longctx.kernels.sinks import apply_sinks, sinks_gradient
+from longctx.model.sparse import (
+    Piece,
+    Strided,
+    add_strided_gradients,
+    attend_strided_,
+    continuation,
+    strided_work,
+    whole_documents,
+)
 from longctx.model.stash import Stash
 
 
@@ -37,6 +46,8 @@ class AttentionMask:
     """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
     sink_tokens: int = 0
     """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
+    stride: int = 0
+    """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509); 0 for none."""
     num_tokens: int = field(init=False, compare=False, repr=False)
     """Length of the whole sequence."""
     num_documents: int = field(init=False, compare=False, repr=False)
@@ -56,10 +67,29 @@ class AttentionMask:
             raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
         if self.sink_tokens < 0:
             raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
+        self._check_stride()
         object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
         object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
         object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
         object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
+
+    @cached_property
+    def strided(self) -> Strided | None:
+        """The rest of that work: what the stride lets queries see before their windows.
+
+        Formed when it is first asked for, which should not be in a compiled layer; ranks that hold a part of the
+        sequence have no use for it.
+        """
+        return _strided(self, whole_documents(self.cu_seqlens))
+
+    def _check_stride(self) -> None:
+        if self.stride < 0:
+            raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
+        if self.stride and (self.window is None or self.sink_tokens or not self.causal):
+            raise ConfigError(
+                f"stride={self.stride} needs a window and goes with neither sink tokens nor bidirectional attention; "
+                f"got window={self.window}, sink_tokens={self.sink_tokens}, causal={self.causal}."
+            )
 
 
 def _shown(cu_seqlens: tuple[int, ...]) -> str:
@@ -176,46 +206,15 @@ class LocalAttention:
         kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, *_wishes(scores))
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
-            table = _continuation_table(mask, T, k_BtKD.shape[1])
+            table, strided = _continuation_work(mask, T, k_BtKD.shape[1])
         elif mask.num_tokens != B * T:
             raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
         else:
-            table = mask.pair_table
+            table, strided = mask.pair_table, mask.strided if mask.stride else None
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
         bias_table = None if scores.relative_bias is None else scores.relative_bias.table_NH
-        out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, kernel, scores, stash)
+        out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, strided, kernel, scores, stash)
         return out.view(B, T, H, V)
-
-
-class LocalLinearAttention:
-    """Linear attention (feature map elu + 1) of one process, which holds every key: its documents are segments."""
-
-    is_operator = False
-
-    def __call__(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
-    ) -> Tensor:
-        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax, and there is nothing to stash."""
-        B, T = q_BtHD.shape[:2]
-        if cache is not None:
-            carried = cache.state(layer)
-            segments = Segments((0, T), takes=() if carried is None else (0,), gives=(0,))
-            out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=carried)
-            cache.add_state(layer, state)
-            return out
-        q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-        out, _ = linear_attention(q, k, v, segments=Segments(mask.cu_seqlens), causal=mask.causal)
-        return out.view(B, T, *out.shape[2:])
 
 
 def document_pairs(mask: AttentionMask) -> tuple[Pair, ...]:
@@ -231,8 +230,17 @@ def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> 
 
 
 @torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
-def _continuation_table(mask: AttentionMask, num_queries: int, num_keys: int) -> Tensor:
-    return ops.pair_table(continuation_pairs(mask, num_queries, num_keys))
+def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Tensor, Strided | None]:
+    table = ops.pair_table(continuation_pairs(mask, num_queries, num_keys))
+    return table, _strided(mask, continuation(num_queries, num_keys))
+
+
+def _strided(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
+    """What the stride adds to these pieces' windows, as operators take it."""
+    if not mask.stride or mask.window is None:
+        return None
+    work = strided_work(pieces, mask.window, mask.stride)
+    return None if work is None else work._replace(pairs=ops.pair_table(work.pairs))
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[Pair]:
@@ -295,15 +303,19 @@ class _Attention(torch.autograd.Function):
         bias_table: Tensor | None,
         sinks: Tensor | None,
         pairs: Tensor,
+        strided: Strided | None,
         kernel: str,
         scores: Scores,
         stash: Stash | None,
     ) -> Tensor:
         """``bias_table`` is the one in ``scores``, named here for autograd."""
-        ctx.pairs, ctx.kernel, ctx.scores = pairs, kernel, scores
+        ctx.pairs, ctx.strided, ctx.kernel, ctx.scores = pairs, strided, kernel, scores
         known = None if stash is None else stash.recall()
         if known is None:
-            out, lse = ops.forward(kernel, q, k, v, pairs, scores=scores)
+            forward = partial(ops.forward, kernel, scores=scores)
+            out, lse = forward(q, k, v, pairs)
+            if strided is not None:
+                attend_strided_(out, lse, q, k, v, strided, forward)
             if sinks is not None:
                 out, lse = apply_sinks(out, lse, sinks)
             out = out.to(q.dtype)
@@ -318,9 +330,12 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grads = ops.backward(ctx.kernel, dout, q, k, v, out, lse, ctx.pairs, scores=ctx.scores)
+        backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
+        grads = backward(dout, q, k, v, out, lse, ctx.pairs)
+        if ctx.strided is not None:
+            grads = add_strided_gradients(grads, (dout, q, out, lse), k, v, ctx.strided, backward)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))
         bias, dtable = ctx.scores.relative_bias, grads.dtable_NH
         dtable = None if bias is None or dtable is None else dtable.to(bias.table_NH.dtype)
         dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
-        return dq, dk, dv, dtable, dsinks, None, None, None, None
+        return dq, dk, dv, dtable, dsinks, None, None, None, None, None

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
+from longctx.kernels.bias import alibi_slopes
 from longctx.kernels.contract import RelativeBias, Scores
 from longctx.model.block import Block, Call
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention, LocalLinearAttention
+from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
 from longctx.model.dropout import Dropout
 from longctx.model.head import LMHead
 from longctx.model.initialize import initial_value
 from longctx.model.layers import Embedding, Weight
+from longctx.model.linear_core import LocalLinearAttention
 from longctx.model.norms import build_norm
-from longctx.model.positions import alibi_slopes, rotary_table, sinusoid_table, sinusoidal_embedding
+from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
 from longctx.model.router import RouterStats
 from longctx.rope import Rope
 
@@ -88,7 +89,7 @@ class Backbone(nn.Module):
         """How queries and keys become scores: the same in all layers."""
         config, slopes, bias = self.config, None, None
         if config.position == "alibi":
-            slopes = torch.tensor(alibi_slopes(config.num_heads), device=x_BtM.device)
+            slopes = alibi_slopes(config.num_heads).to(x_BtM.device)
         if config.position == "t5":
             bias = RelativeBias(self.relative_bias(), max_distance=config.relative_max_distance)
         return Scores(
@@ -113,7 +114,8 @@ class Decoder(nn.Module):
 
     ``core``, ``linear_core``, ``recompute`` and ``dropout_seed`` may be set at any time. With ``recompute`` a block
     keeps its input and the core's result, and computes the rest again in backward. ``dropout_seed`` decides what the
-    next forward pass drops, where the config asks for dropout; None, as in evaluation, drops nothing.
+    next forward pass drops, where the config asks for dropout; None, as in evaluation, drops nothing. ``dropout_start``
+    is the place of its first token among all that share the seed.
     """
 
     def __init__(self, config: ModelConfig, core: AttentionCore | None = None, *, seed: int | None = 0) -> None:
@@ -124,6 +126,7 @@ class Decoder(nn.Module):
         self.linear_core: AttentionCore = LocalLinearAttention()
         self.recompute = False
         self.dropout_seed: int | None = None
+        self.dropout_start = 0
         self.model = Backbone(config)
         self.lm_head = LMHead(config)
         if seed is not None:
@@ -154,8 +157,10 @@ class Decoder(nn.Module):
         which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
         whole of ``cu_seqlens``. With a ``cache`` the tokens continue the sequence that filled it.
         """
-        masks = _masks(cu_seqlens, tokens_Bt, self.config)
+        masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         mask = next(iter(masks.values()))
+        if self.config.position == "learned":
+            check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
         if return_stats and documents is None:
             documents = _whole_documents(mask, tokens_Bt)
         dropout = self._dropout(mask, tokens_Bt, positions_Bt, documents)
@@ -186,16 +191,22 @@ class Decoder(nn.Module):
         if documents_Bt is None:
             documents_Bt = _whole_documents(mask, tokens_Bt)
         starts = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device)
-        places_Bt = starts[documents_Bt.clamp(min=0)] + positions_Bt
+        places_Bt = starts[documents_Bt.clamp(min=0)] + positions_Bt + self.dropout_start
         return Dropout(self.config.residual_dropout, self.dropout_seed, places_Bt)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
 
-    def nll_sum(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
-        """Negative log-likelihood of the targets, summed, float32; the logits are never whole."""
-        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt)
+    def loss_sums(
+        self, hidden_BtM: Tensor, targets_Bt: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
+
+        The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
+        """
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
@@ -209,7 +220,7 @@ class Decoder(nn.Module):
 
 @torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
 def _masks(
-    cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor, config: ModelConfig
+    cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor, config: ModelConfig, core: AttentionCore
 ) -> dict[str, AttentionMask]:
     """What the layers of each kind see."""
     if cu_seqlens is None:
@@ -217,16 +228,17 @@ def _masks(
         mask = AttentionMask(tuple(T * row for row in range(B + 1)))
     else:
         mask = AttentionMask(tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
-    return {kind: _mask_of(kind, mask, config) for kind in dict.fromkeys(config.layers)}
+    masks = {kind: _mask_of(kind, mask, config) for kind in dict.fromkeys(config.layers)}
+    if "sparse" in masks and getattr(core, "is_operator", False):
+        _ = masks["sparse"].strided  # formed here, outside of the graph that reads it
+    return masks
 
 
 def _mask_of(kind: str, mask: AttentionMask, config: ModelConfig) -> AttentionMask:
     if kind == "window":
         return replace(mask, window=config.window)
     if kind == "sparse":
-        raise ConfigError(
-            f"model.layers: sparse attention (stride {config.sparse_stride}) is not built yet. Use window or full."
-        )
+        return replace(mask, window=config.window, stride=config.sparse_stride)
     return mask
 
 

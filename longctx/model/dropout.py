@@ -1,16 +1,19 @@
 """Dropout as a function of a seed and of where a value stands: the same on any number of ranks, and when recomputed.
 
-Axes: B rows, t tokens of this rank, M model width.
+Axes: B rows, t tokens of this rank, N = B·t, M model width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-_MASK = 0xFFFFFFFF
+_CHUNK_VALUES = 1 << 21
+"""Values whose random bits exist at a time: 8 MB of them, beside tensors that are hundreds of times as large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,23 +23,66 @@ class Dropout:
     rate: float
     """Probability that a value is dropped; what stays is scaled up by 1 / (1 − rate)."""
     seed: int
-    """Of this micro-batch."""
+    """Of this micro-batch, any 64 bits."""
     token_Bt: Tensor
-    """Each token's place in the whole micro-batch, on whatever rank."""
+    """Each token's place in the whole micro-batch, on whatever rank; places 2^32 apart drop alike."""
 
     def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
-        """x with values dropped; ``site`` tells apart the places of the network that drop."""
-        key = hash_(torch.tensor([self.seed & _MASK, site & _MASK], dtype=torch.int64))
-        start = int(hash_(key[0] ^ (key[1] + 0x9E3779B9 & _MASK)))
-        token = hash_(self.token_Bt.to(torch.int64) + start & _MASK)
-        channel = torch.arange(x_BtM.shape[-1], device=x_BtM.device, dtype=torch.int64) * 0x9E3779B1 & _MASK
-        drawn = hash_(token.unsqueeze(-1) ^ channel)
-        kept = drawn >= int(self.rate * 2**32)
-        return x_BtM * kept.to(x_BtM.dtype).div_(1 - self.rate)
+        """x with values dropped; ``site`` tells apart the places of the network that drop.
+
+        Backward forms the same bits again: all it keeps is one number a token.
+        """
+        # One half of the key before the token is mixed and one after it: with the first alone, two places of the
+        # network would drop the same values of tokens some distance apart.
+        key = _mix64(_mix64(self.seed) + site)
+        token_Bt = _mix32((self.token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
+        return _Dropped.apply(x_BtM, token_Bt, self.rate)
 
 
-def hash_(x: Tensor) -> Tensor:
-    """32 well mixed bits of each 32-bit value (the finaliser of MurmurHash3), as int64."""
-    x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
-    x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
-    return x ^ x >> 16
+class _Dropped(torch.autograd.Function):
+    """A linear map that is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(token_Bt)
+        ctx.rate = rate
+        return _drop(x_BtM, token_Bt, rate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtM: Tensor):  # type: ignore[override]
+        (token_Bt,) = ctx.saved_tensors
+        return _drop(dy_BtM, token_Bt, ctx.rate), None, None
+
+
+def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+    out_BtM = torch.empty_like(x_BtM, memory_format=torch.contiguous_format)
+    x_NM, out_NM, token_N = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1]), token_Bt.flatten()
+    channel_M = torch.arange(x_NM.shape[1], device=x_NM.device, dtype=torch.int32) * _signed(0x9E3779B1)
+    dropped_below = int(rate * 2**32) - 2**31
+    step = max(_CHUNK_VALUES // max(x_NM.shape[1], 1), 1)
+    for start in range(0, len(token_N), step):
+        rows = slice(start, start + step)
+        dropped = _mix32(token_N[rows, None] ^ channel_M) < dropped_below
+        torch.mul(x_NM[rows], 1 / (1 - rate), out=out_NM[rows]).masked_fill_(dropped, 0)
+    return out_BtM
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """32 well mixed bits of each int32 (the finaliser of MurmurHash3); products wrap, and shifts bring in zeros."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)
+    x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def _mix64(x: int) -> int:
+    """64 well mixed bits of 64 (the generator SplitMix64, one step)."""
+    x = x + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+def _signed(word: int) -> int:
+    """32 bits read as an int32."""
+    return word - (1 << 32) if word >= 1 << 31 else word

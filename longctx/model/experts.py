@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.matmul import multiplies_in_float32
 from longctx.model.activations import gated
 
 
@@ -134,6 +135,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _takes_grouped_mm(*operands: Tensor) -> bool:
     """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64."""
+    if multiplies_in_float32(operands[0]):
+        return False
     return all(
         x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0 for x in operands
     )
@@ -145,7 +148,7 @@ def _grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     out = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[-1])
     start = 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
-        out[start:stop] = x_RI[start:stop] @ weight
+        out[start:stop] = _product(x_RI[start:stop], weight)
         start = stop
     return out
 
@@ -159,4 +162,8 @@ def _grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
             grad.masked_fill_(empty_E[:, None, None], 0)
         return grad
     starts = [0, *ends_E.tolist()]
-    return torch.stack([dy_RO[a:b].T @ x_RI[a:b] for a, b in pairwise(starts)])
+    return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b]) for a, b in pairwise(starts)])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() @ b.float()).to(a.dtype) if multiplies_in_float32(a) else a @ b

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import linear_cross_entropy, token_nll
+from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
+from longctx.kernels.matmul import linear
 
 
 class LMHead(nn.Module):
@@ -33,15 +34,23 @@ class LMHead(nn.Module):
         table: nn.Embedding,
         targets_Bt: Tensor | None = None,
         per_token: bool = False,
-    ) -> Tensor:
-        """Logits [B, t, V]; with targets the summed loss, or ``per_token`` each one's [B, t] without gradient."""
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t]."""
         weight_VM: Tensor = table.weight if self.weight is None else self.weight
+        if targets_Bt is None:
+            return self._logits(hidden_BtM, weight_VM)
+        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
+        options = LossOptions(
+            logit_scale=self.scale, softcap=self.softcap, z_loss=z_loss, label_smoothing=label_smoothing
+        )
+        if per_token:
+            return token_nll(hidden_NM, weight_VM, targets_N, options=options).view_as(targets_Bt)
+        return loss_sums(hidden_NM, weight_VM, targets_N, options=options)
+
+    def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         if self.scale != 1:
             hidden_BtM = hidden_BtM * self.scale
-        if targets_Bt is None:
-            logits_BtV = nn.functional.linear(hidden_BtM, weight_VM)
-            return self.softcap * torch.tanh(logits_BtV / self.softcap) if self.softcap else logits_BtV
-        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
-        if per_token:
-            return token_nll(hidden_NM, weight_VM, targets_N).view_as(targets_Bt)
-        return linear_cross_entropy(hidden_NM, weight_VM, targets_N)
+        logits_BtV = linear(hidden_BtM, weight_VM)
+        return self.softcap * torch.tanh(logits_BtV / self.softcap) if self.softcap else logits_BtV

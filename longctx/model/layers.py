@@ -9,9 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longctx.kernels.matmul import linear
+
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill."""
+    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill.
+
+    On CPUs without bfloat16 instructions bfloat16 is multiplied in float32.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Do nothing."""

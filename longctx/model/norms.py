@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.rms_norm import rms_norm
 
 
 def build_norm(config: ModelConfig, size: int) -> nn.Module:
@@ -28,11 +28,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x_BtM: Tensor) -> Tensor:
-        if not self.offset:
-            return nn.functional.rms_norm(x_BtM, self.weight.shape, self.weight, self.eps)
-        partial = accumulate_dtype(x_BtM.dtype)
-        factor = self.weight.to(partial) + 1  # in bfloat16 the sum would lose what is learned
-        return nn.functional.rms_norm(x_BtM.to(partial), factor.shape, factor, self.eps).to(x_BtM.dtype)
+        return rms_norm(x_BtM, self.weight, self.eps, offset=self.offset)
 
 
 class LayerNorm(nn.LayerNorm):

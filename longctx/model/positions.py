@@ -1,4 +1,4 @@
-"""Where a token stands, told in its channels: rotary and sinusoidal tables, slopes of ALiBi.
+"""Where a token stands, told in its channels: rotary and sinusoidal tables.
 
 Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
 formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.errors import ConfigError
 from longctx.kernels.contract import accumulate_dtype
 from longctx.rope import Rope
 
@@ -44,12 +45,22 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) ->
     return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """Slope of each head (arXiv 2108.12409): 2^(-8h / n) of the power of two n below, then every other of 2n."""
-    n = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
-    between = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
-    return slopes + between[: num_heads - n]
+@torch.compiler.disable(reason="lengths are data: a graph that read them would serve one batch")
+def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wait: bool) -> None:
+    """ConfigError where a learned table of ``max_positions`` rows has none for a token.
+
+    ``longest`` is the length of the longest document, on whatever ranks it lies: every rank fails alike. Positions
+    themselves are looked at on the CPU only, or if ``wait``: on another device it would wait for what was asked before.
+    """
+    needed = longest
+    if positions_Bt.numel() and (wait or positions_Bt.device.type == "cpu"):
+        needed = max(needed, int(positions_Bt.max()) + 1)
+    if needed > max_positions:
+        raise ConfigError(
+            f"a document of {needed} tokens is longer than model.max_positions={max_positions}, the rows of the "
+            f"learned position table (model.position='learned'). Cut documents to {max_positions} tokens "
+            f"(data.seq_len={max_positions}), or train a table with model.max_positions={needed}."
+        )
 
 
 def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

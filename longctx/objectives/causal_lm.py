@@ -19,16 +19,19 @@ from longctx.model.router import RouterStats
 class LossSum(NamedTuple):
     """Sums over this rank's tokens; divided by the step's global token count they are the step's losses."""
 
-    nll_sum: Tensor
-    """Negative log-likelihood of the targets that count, float32 scalar with gradient."""
+    objective_sum: Tensor
+    """What the targets that count cost: negative log-likelihood, of smoothed labels, plus z-loss; float32 scalar with
+    gradient."""
     balance_sum: Tensor
     """Load-balance loss, summed over layers and documents, float32 scalar with gradient; before its weight."""
     counts_LE: Tensor
     """This rank's tokens by layer and expert, padding excluded, int64; [0, 0] in a dense model."""
+    nll_sum: Tensor
+    """Plain negative log-likelihood of the targets that count, to be reported: float32 scalar without gradient."""
 
     def total(self, balance_loss_weight: float) -> Tensor:
         """The sum to differentiate."""
-        return self.nll_sum + balance_loss_weight * self.balance_sum
+        return self.objective_sum + balance_loss_weight * self.balance_sum
 
 
 def identity(counts_LSE: Tensor) -> Tensor:
@@ -39,22 +42,32 @@ def identity(counts_LSE: Tensor) -> Tensor:
 class CausalLM(nn.Module):
     """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter."""
 
-    def __init__(self, decoder: Decoder, reduce_counts: Callable[[Tensor], Tensor] = identity) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        reduce_counts: Callable[[Tensor], Tensor] = identity,
+        *,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> None:
         """``reduce_counts`` sums int64 counts [L, S, E] over the ranks that share a sequence; called once a micro-batch
-        of an expert model, on every rank, also on one that holds no token of it."""
+        of an expert model, on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
         super().__init__()
         self.decoder = decoder
         self.reduce_counts = reduce_counts
+        self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The fields of ``LossSum``, as the plain tuple that ZeRO-3's hooks can look into."""
         hidden_BtM, stats = self._run(batch, return_stats=True)
-        nll_sum = self.decoder.nll_sum(hidden_BtM, batch.targets)
+        objective_sum, nll_sum = self.decoder.loss_sums(
+            hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
+        )
         if not stats:
-            return nll_sum, torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0)
+            return objective_sum, torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0), nll_sum
         counts_LSE = torch.stack([layer.counts_SE for layer in stats])
         counts_LE = counts_LSE.sum(1)
-        return nll_sum, balance_sum(stats, self.reduce_counts(counts_LSE)), counts_LE
+        return objective_sum, balance_sum(stats, self.reduce_counts(counts_LSE)), counts_LE, nll_sum
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:

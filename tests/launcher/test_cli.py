@@ -168,6 +168,8 @@ class TestWrongUsage:
             ["convert", "--to", "hf", "--from", "hf", "a", "b"],
             ["convert", "--to", "gguf", "a", "b"],
             ["convert", "--to", "hf", "a", "b", "--dtype", "int8"],
+            ["convert", "--to", "hf", "a", "b", "--verify", "most"],
+            ["convert", "--to", "hf", "a"],
             ["generate", "--checkpoint", "x", "--prompt", "y"],
         ],
         ids=" ".join,
@@ -187,6 +189,9 @@ class TestWrongUsage:
             (["data", "verify", "EMPTY"], "not a shard folder"),
             (["convert", "--to", "hf", "EMPTY", "OUT"], "neither a checkpoint"),
             (["convert", "--from", "hf", "EMPTY", "OUT"], "config.json"),
+            (["convert", "--to", "hf", "NO", "OUT"], "does not exist"),
+            (["convert", "--from", "hf", "NO", "OUT"], "does not exist"),
+            (["convert", "--from", "hf", "EMPTY", "WITHIN"], "lies inside of"),
             (["checkpoint", "list", "EMPTY"], "not a run folder"),
             (["checkpoint", "verify", "NO"], "does not exist"),
             (["generate", "--checkpoint", "EMPTY", "--prompt", "", "--max-new-tokens", 1], "neither a checkpoint"),
@@ -197,6 +202,7 @@ class TestWrongUsage:
     def test_missing_things_end_with_1_and_leave_nothing(self, capsys, tmp_path, words, names):
         (tmp_path / "empty").mkdir()
         places = {"NO": tmp_path / "no", "EMPTY": tmp_path / "empty", "OUT": tmp_path / "out"}
+        places["WITHIN"] = places["EMPTY"] / "out"
         code, out, err = call(capsys, *(places.get(word, word) for word in words))
         assert (code, out) == (1, "")
         assert names in err
@@ -339,6 +345,20 @@ class TestConvert:
         checkpoint = run / "checkpoints/step_000020"
         assert call(capsys, "convert", "--to", "hf", checkpoint, tmp_path / "hf", "--dtype", "bfloat16")[0] == 0
         assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
+
+    def test_it_reports_what_was_verified(self, capsys, world, run, tmp_path):
+        words = ("convert", "--to", "hf", run, tmp_path / "tensors", "--dtype", "bfloat16", "--verify", "tensors")
+        code, out, _ = call(capsys, *words)
+        assert code == 0
+        assert re.search(r"Cast as asked: \d+ tensors float32 → bfloat16, which loses bits", out)
+        assert re.search(r"Verified: \d+ tensors, .* read back: names, dtypes, shapes and hashes are equal", out)
+        assert "logits" not in out.lower()
+        assert "Not verified" in call(capsys, "convert", "--to", "hf", run, tmp_path / "none", "--verify", "none")[1]
+        code, out, _ = call(capsys, "convert", "--from", "hf", world / "hf", tmp_path / "ours", "--verify")
+        assert code == 0
+        assert len(out.splitlines()) <= 6
+        assert re.search(r"256 tokens in float32: logits at most \S+ apart .* KL at most \S+ nats a token", out)
+        assert "tokenizer.json" in out
 
     def test_an_occupied_output_is_left_alone(self, capsys, run, tmp_path):
         (tmp_path / "mine").write_text("x")

@@ -141,6 +141,8 @@ def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
         (["--train.eps", "nan"], ["train.eps=nan"]),
         (["--train.steps", "0"], ["train.steps=0 must be at least 1"]),
         (["--train.beta2", "1"], ["train.beta2=1.0 must lie between 0 and 1"]),
+        (["--train.z_loss", "-1e-4"], ["train.z_loss=-0.0001 must be at least 0"]),
+        (["--train.label_smoothing", "1"], ["train.label_smoothing=1.0 must lie between 0 and 1"]),
         (["--run.seed", "-1"], ["run.seed=-1 must be at least 0"]),
         (["--run.timeout_seconds", "inf"], ["run.timeout_seconds=inf"]),
         *(([f"--{key}", str(value)], [key.split(".")[1]]) for key, value in NOT_BUILT.items()),

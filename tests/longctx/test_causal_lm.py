@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from longctx.batch import IGNORED_TARGET
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM, LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, tiny_config
@@ -36,7 +38,7 @@ def test_balance_sum_is_the_documents_weighted_mean():
     loss = LossSum(*lm(BATCH))
     torch.testing.assert_close(loss.balance_sum, mean_balance(stats, BATCH.documents))
     assert loss.counts_LE.sum(1).tolist() == [2 * 36, 2 * 36]  # k choices a token, padding in none
-    torch.testing.assert_close(loss.total(0.25), loss.nll_sum + 0.25 * loss.balance_sum)
+    torch.testing.assert_close(loss.total(0.25), loss.objective_sum + 0.25 * loss.balance_sum)
 
 
 def test_balanced_experts_score_one_a_token():
@@ -72,7 +74,7 @@ def shards_of(lm: CausalLM):
 
 def test_sums_and_gradients_add_up_over_shards():
     """With counts reduced and probabilities local, losses and gradients of the shares sum to those of the whole."""
-    lm = model()
+    lm = model(z_loss=0.01, label_smoothing=0.1)
     flat, shards = shards_of(lm)
     whole = LossSum(*lm(flat))
     whole.total(0.1).backward()
@@ -108,10 +110,10 @@ def test_counts_are_not_doubled_by_recomputation(recompute):
 
 def test_dense_models_have_no_balance():
     lm = model(dense_config(), reduce_counts=lambda _: pytest.fail("nothing to reduce"))
-    nll, balance, counts = lm(BATCH)
-    assert balance == 0
-    assert counts.shape == (0, 0)
-    nll.backward()
+    loss = LossSum(*lm(BATCH))
+    assert loss.balance_sum == 0
+    assert loss.counts_LE.shape == (0, 0)
+    loss.objective_sum.backward()
 
 
 @pytest.mark.parametrize("config", [tiny_config(), dense_config()], ids=["moe", "dense"])
@@ -122,6 +124,28 @@ def test_token_nll_sums_to_the_loss(config):
     assert not nll.requires_grad
     assert torch.equal(nll != 0, BATCH.targets >= 0)
     torch.testing.assert_close(nll.sum(), lm(BATCH)[0].detach())
+
+
+@pytest.mark.parametrize("changes", [{}, {"logit_scale": 0.3}, {"logit_softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+def test_the_objective_is_that_of_the_whole_logits(changes, tied, z_loss):
+    """Loss and every gradient, of the embedding and the head too, as by ``cross_entropy`` on ``Decoder.logits``."""
+    lm = model(dense_config(tie_embeddings=tied, **changes), z_loss=z_loss, label_smoothing=0.1)
+    loss = LossSum(*lm(BATCH))
+    loss.objective_sum.backward()
+    got = gradients(lm)
+    lm.zero_grad()
+    hidden = lm.decoder(BATCH.tokens, BATCH.positions, BATCH.cu_seqlens)
+    logits, targets = lm.decoder.logits(hidden).flatten(0, 1), BATCH.targets.flatten()
+    wanted = cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED_TARGET, label_smoothing=0.1)
+    wanted = wanted + z_loss * (logits.logsumexp(-1)[targets != IGNORED_TARGET] ** 2).sum()
+    wanted.backward()
+    torch.testing.assert_close(loss.objective_sum, wanted)
+    torch.testing.assert_close(got, gradients(lm))
+    nll = cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED_TARGET)
+    torch.testing.assert_close(loss.nll_sum, nll.sum().detach())
+    torch.testing.assert_close(lm.token_nll(BATCH), nll.detach().view_as(BATCH.targets))
 
 
 def test_training_lowers_the_loss_and_balances_the_experts():

@@ -12,9 +12,11 @@ import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.conversion import check_tokenizer, export_tokenizer
+from longctx.conversion import check_tokenizer, export_checkpoint, export_tokenizer, import_hf, save_hf
 from longctx.conversion.tokenizer import NASTY_TEXTS, SPACE_MARK, sentencepiece_ids
 from longctx.errors import ConfigError, DataError
+from longctx.model.decoder import Decoder
+from tests.longctx.samples import dense_config
 from tests.longctx.tiny_tokenizer import corpus, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -113,6 +115,31 @@ def test_special_tokens(exported):
     assert fast(text, split_special_tokens=False)["input_ids"] == [*slow.encode("a"), 2, *slow.encode("b")]
     assert fast.decode([1, *slow.encode("x y"), 2], skip_special_tokens=True) == "x y"
     assert (folder / "tokenizer.model").is_file()
+
+
+def test_an_hf_only_tokenizer_survives_both_ways(tmp_path):
+    """A byte-level BPE as Llama 3 and Qwen have it: no SentencePiece model anywhere, the same files at the end."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    config = dense_config(num_layers=1, vocab_size=600, qkv_bias=False)
+    save_hf(config, Decoder(config).state_dict(), tmp_path / "hf")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(corpus(), vocab_size=600, special_tokens=["<|begin|>", "<|end|>"], show_progress=False)
+    source = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<|begin|>", eos_token="<|end|>", chat_template="{{ messages }}"
+    )
+    source.save_pretrained(tmp_path / "hf")
+    written = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= written
+    import_hf(tmp_path / "hf", tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == written
+    for name in written - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    back = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "back"), local_files_only=True)
+    assert back.chat_template == source.chat_template
+    for text in (*NASTY_TEXTS, *corpus()):
+        assert back(text)["input_ids"] == source(text)["input_ids"]
 
 
 def test_a_difference_is_found(exported, tmp_path):

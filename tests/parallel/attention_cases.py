@@ -26,6 +26,7 @@ MASKS = {
     "window": {"window": 7},
     "sinks": {"window": 5, "sink_tokens": 2},
     "near": {"causal": False, "window": 6, "sink_tokens": 3},
+    "sparse": {"window": 4, "stride": 3},
 }
 
 

@@ -14,7 +14,7 @@ from parallel.layout import KINDS, SequenceLayout
 from parallel.schedule import AttentionShape, Schedule, locate, union
 
 
-def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0):
+def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0, stride=0):
     """[T, T]: which key a query sees, by definition."""
     lengths = torch.tensor(cu_seqlens).diff()
     document = torch.repeat_interleave(lengths)
@@ -24,7 +24,8 @@ def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0):
     if causal:
         mask &= distance >= 0
     if window is not None:
-        mask &= (distance.abs() < window) | (place < sink_tokens)
+        strided = distance % stride == 0 if stride else torch.zeros_like(mask)
+        mask &= (distance.abs() < window) | (place < sink_tokens) | strided
     return mask
 
 

@@ -88,10 +88,10 @@ def train_together(
         counts = count_step(mine, torch.device("cpu"))
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
-            nll, balance, counts_LE = engine.forward(batch)
-            total += nll.detach().double()
+            objective, balance, counts_LE, nll = engine.forward(batch)
+            total += nll.double()
             routed = counts_LE if batch is mine[0] else routed + counts_LE
-            engine.backward(micro_batch_loss(nll, balance, counts, config.balance_loss_weight))
+            engine.backward(micro_batch_loss(objective, balance, counts, config.balance_loss_weight))
         norms.append(engine.step(LR))
         losses.append(float(sum_over_ranks(total)) / counts.targets)
         counts_by_step.append(sum_over_ranks(routed))
@@ -188,9 +188,9 @@ def check_state(stage: int, other: int):
     for runner in (engine, fresh):
         runner._engine.set_gradient_accumulation_boundary(True)
         for _ in range(2):
-            nll, balance, _ = runner.forward(mine)
-            runner.backward(micro_batch_loss(nll, balance, counts, 0.0))
-            seen += [float(nll.detach()), runner.step(LR)]
+            objective, balance, _, nll = runner.forward(mine)
+            runner.backward(micro_batch_loss(objective, balance, counts, 0.0))
+            seen += [float(nll), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 
 

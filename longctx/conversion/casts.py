@@ -1,0 +1,74 @@
+"""Which dtype a converted tensor is written in. Bits are lost only where someone asked for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from longctx.checkpoint_format import CheckpointReader, is_buffer
+from longctx.errors import CheckpointError
+
+_BLOCK = 8 * 2**20
+"""Values of a checkpoint read at a time: its pages count as resident memory until the file is closed."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
+    """Tensor -> a dtype that holds it whole: float32, or its own where the model was imported and not trained since."""
+    origin = reader.manifest["training"].get("imported")
+    if origin is None:
+        return dict.fromkeys(reader.names(), torch.float32)
+    usual = origin.get("dtype", reader.manifest["dtype"])
+    return {name: getattr(torch, origin.get("dtypes", {}).get(name, usual)) for name in reader.names()}
+
+
+def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Tensor -> the dtype it is exported in: what was asked for, now or of the import; else ``own_dtypes``.
+
+    A router's correction bias is never made narrower.
+    """
+    own, origin = own_dtypes(reader), reader.manifest["training"].get("imported")
+    if (
+        origin is not None
+        and asked is None
+        and reader.manifest["dtype"] != origin.get("dtype", reader.manifest["dtype"])
+    ):
+        asked = reader.dtype
+    return {name: dtype if asked is None or is_buffer(name) else asked for name, dtype in own.items()}
+
+
+def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """How many tensors go from one dtype to another that cannot hold all its values, by ``"float32 → bfloat16"``."""
+    pairs = Counter((before[name], after[name]) for name in before)
+    return {
+        f"{dtype_name(old)} → {dtype_name(new)}": count
+        for (old, new), count in pairs.items()
+        if torch.promote_types(old, new) != new
+    }
+
+
+def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exactly: bool = False) -> Tensor:
+    """A checkpoint's tensor cast to ``dtype``; besides the result, memory holds a block.
+
+    CheckpointError where a value would become infinite, or ``exactly`` is asked for and a value would change.
+    """
+    shape = reader.shape(name)
+    tensor = torch.empty(shape, dtype=dtype)
+    flat = tensor.view(-1)
+    for start in range(0, len(flat), _BLOCK):
+        values = reader.read_range(name, "master", start, min(_BLOCK, len(flat) - start))
+        reader.close()
+        result = values.to(dtype)
+        if dtype == torch.float16 and not torch.equal(result.isfinite(), values.isfinite()):
+            raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")
+        if exactly and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
+            raise CheckpointError(f"{name} is not what {dtype_name(dtype)} can hold: a bit would be lost.")
+        flat[start : start + len(values)] = result
+    return tensor

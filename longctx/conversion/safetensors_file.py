@@ -1,0 +1,229 @@
+"""One safetensors file: a reader that trusts nothing in it, and a writer that holds one tensor at a time.
+
+The layout is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors'
+bytes. Files are read with plain reads: mapped pages would stay in resident memory until the mapping ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from longctx.errors import CheckpointError
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that fit the fp32 masters without loss."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library takes at most."""
+BLOCK_BYTES = 16 * 2**20
+RESERVED_BYTES = 2**20
+"""Room left for a header that is written last: names of some 7,000 tensors."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: bytes ``start`` to ``stop`` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """The tensors of one file by name. Opening reads and checks the header alone.
+
+    CheckpointError names the file, and the tensor where there is one: for a header longer than the file, a key given
+    twice, ranges past the end, ranges that overlap or leave bytes to nobody, shapes that do not fit their range.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._entries = _read_entries(path)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+    def names(self) -> list[str]:
+        """Every tensor."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as the header has it."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        kind = self._entries[name].dtype
+        if kind not in DTYPES:
+            raise CheckpointError(f"{name} in {self.path} is {kind}; supported: {sorted(DTYPES)}, nothing quantised.")
+        return DTYPES[kind]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own."""
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        content, at = content_of(tensor), 0
+        for block in self._blocks(name):
+            content[at : at + len(block)] = block
+            at += len(block)
+        return tensor
+
+    def hash(self, name: str) -> str:
+        """xxh3-128 of the tensor's bytes, without holding the tensor."""
+        digest = xxhash.xxh3_128()
+        for block in self._blocks(name):
+            digest.update(block)
+        return digest.hexdigest()
+
+    def _blocks(self, name: str) -> Iterator[memoryview]:
+        entry = self._entries[name]
+        left, block = entry.stop - entry.start, memoryview(bytearray(min(BLOCK_BYTES, entry.stop - entry.start)))
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(entry.start)
+                while left:
+                    read = file.readinto(block[: min(left, len(block))])
+                    if not read:
+                        raise OSError("the file ends early")
+                    left -= read
+                    yield block[:read]
+        except OSError as error:
+            raise CheckpointError(f"{name} in {self.path} cannot be read: {error}.") from error
+
+
+def parse_json(text: str) -> Any:
+    """JSON in which no object names a key twice; ValueError otherwise."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = sorted({key for key in keys if keys.count(key) > 1}) if len(keys) < 10_000 else ["a key"]
+            raise ValueError(f"it names {', '.join(twice[:12])} twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _read_entries(path: Path) -> dict[str, Entry]:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        if size < 8:
+            raise ValueError(f"it has {size} bytes, which is no safetensors file")
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"its header claims {header_bytes} bytes, the file has {size}")
+        header = parse_json(file.read(header_bytes).decode())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    begin = 8 + header_bytes
+    entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
+    _check_cover(entries, begin, size)
+    return entries
+
+
+def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
+    """A tensor's fields, checked; byte offsets made the file's own."""
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(kind, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"its header describes {name} by dtype={kind!r} shape={shape!r} data_offsets={offsets!r}")
+    start, stop = begin + offsets[0], begin + offsets[1]
+    if start > stop or stop > size:
+        raise ValueError(f"{name} lies at bytes {offsets}, past the end of the {size - begin} bytes of data")
+    if kind in _ITEM_BYTES and stop - start != math.prod(shape) * _ITEM_BYTES[kind]:
+        raise ValueError(f"{name} is {kind} {shape}, which is not {stop - start} bytes")
+    return Entry(kind, tuple(shape), start, stop)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
+    """ValueError unless the tensors lie one after the other, from the header to the end of the file."""
+    at, before = begin, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != at:
+            what = "overlap" if entry.start < at else "leave bytes between them to nobody"
+            raise ValueError(f"{before} and {name} {what}")
+        at, before = entry.stop, name
+    if at != size:
+        raise ValueError(f"{size - at} bytes after {before} belong to nobody")
+
+
+class SafetensorsWriter:
+    """Writes one file, tensor by tensor as they come; ``close`` adds the header in front of them.
+
+    The header's size is not known before, so room for ``RESERVED_BYTES`` is left (spaces fill what it does not need);
+    ``has_room`` says when that is used up. Small files are closed up at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data_bytes = 0
+        self.hashes: dict[str, str] = {}
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._header_bytes = 100
+        self._file = path.open("w+b")
+        self._file.seek(RESERVED_BYTES)
+
+    def has_room(self, name: str) -> bool:
+        """Whether the header can take another tensor of this name."""
+        return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
+
+    def add(self, name: str, dtype: torch.dtype, shape: Iterable[int], values: Iterable[Tensor]) -> None:
+        """Write a tensor that comes in pieces, on the CPU, whose flattened values follow one another."""
+        start, digest = self.data_bytes, xxhash.xxh3_128()
+        for piece in values:
+            content = content_of(piece.to(dtype))
+            digest.update(content)
+            self._file.write(content)
+            self.data_bytes += len(content)
+        self.hashes[name] = digest.hexdigest()
+        fields = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, self.data_bytes]}
+        self._header[name] = fields
+        self._header_bytes += _entry_bytes(name)
+
+    def close(self) -> None:
+        """Write the header. Afterwards the file is whole."""
+        header = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
+        room = RESERVED_BYTES - 8
+        if self.data_bytes <= BLOCK_BYTES:
+            room = math.ceil(len(header) / 8) * 8
+            self._move_data_to(8 + room)
+        self._file.seek(0)
+        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+        self._file.close()
+
+    def _move_data_to(self, start: int) -> None:
+        self._file.seek(RESERVED_BYTES)
+        data = self._file.read()
+        self._file.seek(start)
+        self._file.write(data)
+        self._file.truncate()
+
+
+def _entry_bytes(name: str) -> int:
+    """An upper bound on what a tensor takes in the header: its name escaped, and numbers at their longest."""
+    return len(json.dumps(name, ensure_ascii=False).encode()) + 220
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor; a copy only where it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

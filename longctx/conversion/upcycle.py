@@ -1,0 +1,202 @@
+"""A dense model as a mixture of experts that computes the same function ("sparse upcycling", arXiv 2212.05055).
+
+*Copy* (granularity 1): every expert is a copy of the dense FFN, the router is random. Gates sum to one, so whatever the
+router chooses, the output is the dense FFN's.
+
+*Granular* (arXiv 2410.07524): a copy is cut along the FFN's width into g shards of F/g columns, each an expert. The
+dense FFN is the *sum* of its shards, while gates weigh experts with a mean; so a shard's down projection is g times
+its columns of the dense one (in the weights, because few Hugging Face families have such a factor in their config). The
+shards of one copy share a random row of the router: their logits are equal, and a token that visits k = m·g experts
+visits its m best copies whole (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
+
+What is equal at the start, up to rounding: the output for every token, the loss, the gradients of all that is not an
+expert or a router, and the sum over copies of the experts' gradients (of down projections, g times that sum). What is
+not: bits (products are summed in another order; a g that is no power of two rounds the weights once), and where a
+router's product rounds the shards of one copy apart, the order in which they are chosen. From the first update on
+shards of a copy get router gradients of their own, and copies the tokens that chose them.
+
+Axes: M model width, F dense FFN width, X = F/g, E experts, C = E/g copies, g shards of a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoint, model_config
+from longctx.config import ModelConfig
+from longctx.config_rules import GATED
+from longctx.conversion.companions import carried_names
+from longctx.conversion.hf import Progress
+from longctx.conversion.masters import save_masters
+from longctx.errors import CheckpointError, ConfigError
+from longctx.model.initialize import initial_value
+
+_DENSE = re.compile(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.(weight|bias)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """What a dense FFN becomes. ConfigError where the start could not be equal."""
+
+    num_experts: int
+    """Experts E of a layer, shards counted one by one: a multiple of granularity."""
+    experts_per_token: int = 0
+    """Experts that each token visits: a multiple of granularity; 0 is two copies' worth."""
+    granularity: int = 1
+    """Shards g that a copy of the dense FFN is cut into; 1 copies it whole. Divides the FFN's width."""
+    seed: int = 0
+    """Of the routers' random rows."""
+
+    def __post_init__(self) -> None:
+        if self.granularity < 1:
+            raise ConfigError(f"granularity={self.granularity} must be at least 1, which copies the FFN whole.")
+        if self.num_experts < 1 or self.num_experts % self.granularity:
+            below = self.num_experts // self.granularity * self.granularity
+            raise ConfigError(
+                f"{self.num_experts} experts are no whole copies of {self.granularity} shards each. "
+                f"Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
+            )
+        if self.experts_per_token < 0 or self.experts_per_token % self.granularity:
+            below = self.experts_per_token // self.granularity * self.granularity
+            raise ConfigError(
+                f"{self.experts_per_token} experts a token are no whole copies of {self.granularity} shards each, and "
+                f"parts of the dense FFN would be lost. "
+                f"Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``EXPERTS[,TOP_K[,GRANULARITY]]``, as the command line has it."""
+        try:
+            numbers = [int(word) for word in text.split(",")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 3:
+            raise ConfigError(f"{text!r} is not EXPERTS[,TOP_K[,GRANULARITY]], for example 8, or 8,2, or 64,16,8.")
+        return cls(**dict(zip(("num_experts", "experts_per_token", "granularity"), numbers, strict=False)))
+
+
+def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
+    """The config of the upcycled model; ConfigError where the dense one cannot be upcycled so."""
+    g = upcycling.granularity
+    if dense.num_experts:
+        raise ConfigError(f"the model has model.num_experts={dense.num_experts} already; only dense ones are upcycled.")
+    if dense.activation not in GATED:
+        raise ConfigError(
+            f"model.activation={dense.activation!r} is not gated, and experts are; only models with one of {GATED} "
+            "are upcycled."
+        )
+    if dense.ffn_size % g:
+        fitting = [n for n in range(1, dense.ffn_size + 1) if dense.ffn_size % n == 0]
+        near = sorted(sorted(fitting, key=lambda n: abs(n - g))[:3])
+        raise ConfigError(f"granularity={g} does not divide model.ffn_size={dense.ffn_size}. Try one of {near}.")
+    return replace(
+        dense,
+        num_experts=upcycling.num_experts,
+        experts_per_token=upcycling.experts_per_token or 2 * g,
+        expert_ffn_size=dense.ffn_size // g,
+        expert_bias=dense.ffn_bias,
+        shared_ffn_size=0,
+        dense_layers=(),
+        score_function="softmax",
+        router_bias=False,
+        selection_bias=False,
+        expert_groups=1,
+        groups_per_token=1,
+        normalize_gates=True,
+        routed_scale=1.0,
+    )
+
+
+def upcycle_tensors(
+    tensors: Iterable[tuple[str, Tensor]], dense: ModelConfig, upcycling: Upcycling
+) -> Iterator[tuple[str, Tensor]]:
+    """The upcycled model's tensors from the dense one's, in any order; holds one layer's gate and up projection.
+
+    Tensors keep their dtype. CheckpointError where a layer's gate or up projection does not come.
+    """
+    config = upcycle_config(dense, upcycling)
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in tensors:
+        match = _DENSE.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        layer, which, kind = match.groups()
+        suffix = "_bias" if kind == "bias" else ""
+        if which == "down":
+            yield f"{layer}experts.down_proj{suffix}", _down(tensor, config, upcycling.granularity)
+            if kind == "weight":
+                yield f"{layer}gate.weight", _router(f"{layer}gate.weight", config, upcycling).to(tensor.dtype)
+            continue
+        key = layer + kind
+        if key not in waiting:
+            waiting[key] = which, tensor
+            continue
+        gate, up = (tensor, waiting.pop(key)[1]) if which == "gate" else (waiting.pop(key)[1], tensor)
+        yield f"{layer}experts.gate_up_proj{suffix}", _gate_up(gate, up, config, upcycling.granularity)
+    if waiting:
+        raise CheckpointError(f"the dense model lacks the other half of gate and up projection: {sorted(waiting)}.")
+
+
+def upcycle_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    upcycling: Upcycling,
+    *,
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a dense checkpoint (or a run's newest) as one of an expert model, of step 0, to train on from.
+
+    Returns its folder. It holds fp32 masters and no optimiser moments; the tokenizer comes along. The checkpoint's
+    hashes are checked first.
+    """
+    reader = CheckpointReader(find_checkpoint(checkpoint))
+    dense = model_config(reader)
+    config = upcycle_config(dense, upcycling)
+    if problems := reader.verify():
+        raise CheckpointError("\n".join([f"{reader.folder} is damaged:", *(f"  {problem}" for problem in problems)]))
+    tokenizer = reader.folder / TOKENIZER
+    training: dict[str, Any] = {"upcycled": {"from": reader.folder.name, "step": reader.step, **asdict(upcycling)}}
+    if origin := reader.manifest["training"].get("imported"):  # its token ids serve; the dtypes it had do not
+        training["imported"] = origin | {"dtype": "float32", "dtypes": {}}
+    return save_masters(
+        config,
+        upcycle_tensors(reader.state_dict(torch.float32), dense, upcycling),
+        Path(output),
+        dtype=torch.float32,  # routers, and a g that is no power of two, need the bits
+        training=training,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        carried=[reader.folder / name for name in carried_names(reader)],
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+
+
+def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
+    """[E, M]: a random row for each copy, the same for its shards."""
+    g = upcycling.granularity
+    rows_CM = initial_value(name, (config.num_experts // g, config.hidden_size), config, upcycling.seed)
+    return rows_CM.repeat_interleave(g, dim=0)
+
+
+def _gate_up(gate: Tensor, up: Tensor, config: ModelConfig, g: int) -> Tensor:
+    """[E, 2X, M] of two [F, M], or [E, 2X] of two biases [F]: a shard's gate rows, then its up rows."""
+    shards = torch.cat((gate.unflatten(0, (g, -1)), up.unflatten(0, (g, -1))), dim=1)
+    return shards.repeat(config.num_experts // g, *[1] * (shards.dim() - 1))
+
+
+def _down(down: Tensor, config: ModelConfig, g: int) -> Tensor:
+    """[E, M, X] of [M, F], g times its columns; [E, M] of a bias [M], as it is: gates that sum to one add it once."""
+    if down.dim() == 1:
+        return down.repeat(config.num_experts, 1)
+    shards_gMX = down.unflatten(1, (g, -1)).transpose(0, 1)
+    return (shards_gMX * g).repeat(config.num_experts // g, 1, 1)

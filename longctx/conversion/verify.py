@@ -1,0 +1,280 @@
+"""Proof that a conversion is right: every tensor's hash read back through the table, and transformers' logits.
+
+Axes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.conversion.casts import dtype_name
+from longctx.conversion.files import listing
+from longctx.conversion.safetensors_file import content_of
+from longctx.errors import CheckpointError, ConfigError
+
+NUM_TOKENS = 256
+"""Of the input that logits are compared on."""
+MAX_LOGIT_ERROR = 1e-5
+"""Bar on the largest difference of two logits in float32: other orders of the same sums stay well below it."""
+MAX_KL = 1e-10
+"""Bar on a token's KL divergence, in nats. A wrong RoPE permutation gives 1e-5, which cosines of 0.99 let through."""
+OWN_FACTOR = 4
+"""Where transformers' own two attentions differ by more than a quarter of a bar, as they do in models that are large or
+very sure of themselves, the bar is this many times their difference."""
+TWO_ATTENTIONS = "eager and sdpa"
+TWO_PASSES = "one pass and two"
+"""What stands in for the two attentions in a model that has one only (Gemma 2, GPT-OSS)."""
+_PASSES_FACTOR = 4
+"""In models that have both, the two attentions are 2 to 5 times as far apart as the two ways to pass."""
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCheck:
+    """What was read back and found equal."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+class Fingerprints:
+    """The hash of every parameter that a conversion hands to its writer, to be compared with what was written."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        self._num_bytes = 0
+
+    def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same items, each hashed as it goes by."""
+        for name, tensor in items:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Remember one parameter."""
+        self._facts[name] = _facts(tensor)
+        self._num_bytes += tensor.nbytes
+
+    def check(self, found: Iterable[tuple[str, Tensor]], where: str) -> TensorCheck:
+        """CheckpointError unless ``found`` are the recorded parameters: the same names, dtypes, shapes and bytes."""
+        left = dict(self._facts)
+        wrong: list[str] = []
+        for name, tensor in found:
+            expected, facts = left.pop(name, None), _facts(tensor)
+            if facts != expected:
+                wrong.append(f"{name} ({_difference(expected, facts)})")
+        wrong += [f"{name} (missing)" for name in left]
+        if wrong:
+            raise CheckpointError(
+                f"{where} does not hold what was converted; {len(wrong)} tensors differ: {listing(wrong, limit=6)}."
+            )
+        return TensorCheck(num_tensors=len(self._facts), num_bytes=self._num_bytes)
+
+
+def _facts(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+    return dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(content_of(tensor))
+
+
+def _difference(expected: tuple[Any, ...] | None, found: tuple[Any, ...]) -> str:
+    if expected is None:
+        return "unexpected"
+    if expected[:2] != found[:2]:
+        return f"{found[0]} {found[1]} instead of {expected[0]} {expected[1]}"
+    return "other bytes"
+
+
+# ----------------------------------------------------------------------------------------------------------- logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """How far our logits are from transformers', and what was allowed."""
+
+    num_tokens: int
+    dtype: torch.dtype
+    """That both computed in."""
+    max_error: float
+    max_kl: float
+    own_error: float
+    """Between transformers' logits computed in two ways."""
+    ways: str
+    """Which two."""
+    error_bar: float
+    kl_bar: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within their bars (NaN is not)."""
+        return self.max_error <= self.error_bar and self.max_kl <= self.kl_bar
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tokens} tokens in {dtype_name(self.dtype)}: logits at most {self.max_error:.1e} apart "
+            f"(allowed {self.error_bar:.1e}), KL at most {self.max_kl:.1e} nats a token (allowed {self.kl_bar:.1e}); "
+            f"transformers' {self.ways} are {self.own_error:.1e} apart"
+        )
+
+
+def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> str | None:
+    """Why logits cannot be compared here: transformers is not installed, or a model does not fit; None if they can."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return "transformers is not installed (pip install 'longctx[hf]')"
+    need, free = _bytes_needed(config, num_parameters, dtype), available_bytes()
+    if need > free:
+        return f"a model of {num_parameters:,} parameters needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+    return None
+
+
+def compare_logits(
+    config: ModelConfig,
+    parameters: Callable[[], Iterable[tuple[str, Tensor]]],
+    folder: Path,
+    *,
+    num_parameters: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> LogitsCheck:
+    """Logits of the decoder with ``parameters`` beside those of ``folder`` as transformers loads it.
+
+    Both see the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
+    in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
+    differ by more than the bars: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
+    attention are far apart (``OWN_FACTOR``).
+    """
+    compute = torch.float32 if why_no_logits(config, num_parameters, torch.float32) is None else dtype
+    num_tokens = min(NUM_TOKENS, config.max_positions)
+    tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    theirs = _their_logits(folder, tokens_T, compute)
+    ours_TV = _our_logits(config, parameters(), tokens_T, compute)
+    check = judge_logits(ours_TV, theirs, dtype=compute)
+    if not check.passed:
+        raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
+    return check
+
+
+def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype) -> LogitsCheck:
+    """Our logits beside transformers', which come computed in two ways, by ``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
+    ((ways, (reference_TV, other_TV)),) = theirs.items()
+    error, kl = distance(reference_TV, ours_TV)
+    own_error, own_kl = distance(reference_TV, other_TV)
+    factor = OWN_FACTOR * (_PASSES_FACTOR if ways == TWO_PASSES else 1)
+    return LogitsCheck(
+        num_tokens=len(ours_TV),
+        dtype=dtype,
+        max_error=error,
+        max_kl=kl,
+        own_error=own_error,
+        ways=ways,
+        error_bar=max(MAX_LOGIT_ERROR, factor * own_error),
+        kl_bar=max(MAX_KL, factor**2 * own_kl),  # it grows with the square of the difference
+    )
+
+
+def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]:
+    """Largest difference of two logits, and largest KL(p ‖ q) of a token in nats, both in float64."""
+    errors, divergences = [], []
+    for p, q in zip(p_TV.split(block), q_TV.split(block), strict=True):
+        p, q = p.double(), q.double()
+        errors.append((p - q).abs().max())
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).max())
+    return float(torch.stack(errors).max()), float(torch.stack(divergences).max())
+
+
+@torch.no_grad()
+def _our_logits(
+    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], tokens_T: Tensor, dtype: torch.dtype
+) -> Tensor:
+    from longctx.model.decoder import Decoder
+
+    model = Decoder(config, seed=None).to(dtype).eval()
+    own = model.state_dict()
+    for name, tensor in parameters:
+        own.pop(name).copy_(tensor)
+    if own:
+        raise CheckpointError(f"nothing was given for {listing(own)}.")
+    positions_BT = torch.arange(len(tokens_T))[None]
+    return model.logits(model(tokens_T[None], positions_BT))[0].float()
+
+
+@torch.no_grad()
+def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits [T, V] computed in two ways, under the ways' name; no code of the folder is run."""
+    from transformers import AutoModelForCausalLM
+
+    with _silent_transformers():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation="eager"
+            ).eval()
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(f"transformers cannot load {folder}: {str(error).splitlines()[0]}") from error
+        tokens_BT, cut = tokens_T[None], len(tokens_T) * 2 // 5 | 1  # odd: other blocks of the same sums
+        eager_TV = model(tokens_BT, use_cache=False).logits[0].float()
+        try:
+            model.set_attn_implementation("sdpa")
+        except (ValueError, ImportError):  # it has no other attention
+            first = model(tokens_BT[:, :cut], use_cache=True)
+            second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
+            return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
+        return {TWO_ATTENTIONS: (model(tokens_BT, use_cache=False).logits[0].float(), eager_TV)}
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Without its progress bars and warnings: what matters is compared."""
+    from transformers.utils import logging
+
+    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
+    """One model, three times the logits in float32 and some blocks in float64, and room for activations."""
+    tokens = min(NUM_TOKENS, config.max_positions)
+    width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * max(config.ffn_size, config.expert_ffn_size)
+    return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
+
+
+def available_bytes() -> int:
+    """Memory that this process can still get: the machine's, or its control group's if that is less."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+
+
+def check_kind(verify: str) -> None:
+    """ConfigError for anything but the kinds of verification that there are."""
+    if verify not in KINDS:
+        raise ConfigError(f"verify={verify!r} is not one of {', '.join(KINDS)}.")
+
+
+KINDS = ("auto", "tensors", "logits", "none")
+"""``logits`` checks tensors too; ``auto`` is ``logits`` where they can be compared, else ``tensors``."""

@@ -1,0 +1,76 @@
+"""Matrix products of a layer, in float32 where that is what the processor can multiply.
+
+A CPU without bfloat16 instructions unpacks every bfloat16 operand again and again: PyTorch's product is then two to
+eight times slower than converting once, multiplying in float32 and rounding the result once, which is also more exact.
+
+Axes: N rows (any leading shape), n rows of one tile, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx.kernels.processor import has_native_bfloat16
+
+_ROWS = 4096
+"""Most rows that are converted at once: what bounds the copies."""
+
+
+def multiplies_in_float32(x: Tensor) -> bool:
+    """Whether products of ``x`` are better formed in float32 than in its own dtype."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _unpacks_bfloat16()
+
+
+@torch.compiler.assume_constant_result
+def _unpacks_bfloat16() -> bool:
+    return not has_native_bfloat16()
+
+
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias in x's dtype, [N, O]."""
+    if multiplies_in_float32(x_NI):
+        return _Float32Linear.apply(x_NI, weight_OI, bias_O)
+    return nn.functional.linear(x_NI, weight_OI, bias_O)
+
+
+class _Float32Linear(torch.autograd.Function):
+    """Saves the parameter itself and no copy of it: ZeRO-3 frees a gathered weight by emptying the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.has_bias = bias_O is not None
+        rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
+        out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
+        for n in _tiles(len(rows_NI)):
+            product = rows_NI[n].float() @ weight_IO
+            out_NO[n] = product if bias_O is None else product.add_(bias_O.float())
+        return out_NO.view(*x_NI.shape[:-1], weight_OI.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        x_NI, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        rows_NI, dy_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        weight = weight_OI.float() if needs_x else None
+        dx_NI = torch.empty_like(rows_NI) if needs_x else None
+        dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32) if needs_weight else None
+        for n in _tiles(len(rows_NI)):
+            dy_nO = dy_NO[n].float()
+            if dx_NI is not None:
+                dx_NI[n] = dy_nO @ weight
+            if dweight_OI is not None:
+                dweight_OI.addmm_(dy_nO.T, rows_NI[n].float())
+        dx = None if dx_NI is None else dx_NI.view(x_NI.shape)
+        dweight = None if dweight_OI is None else dweight_OI.to(weight_OI.dtype)
+        dbias = dy_NO.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.has_bias else None
+        return dx, dweight, dbias
+
+
+def _tiles(rows: int) -> list[slice]:
+    return [slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]

@@ -1,0 +1,52 @@
+"""RMSNorm that keeps its input and one number a row for backward.
+
+PyTorch's, where it has no fused kernel, keeps three copies of its input in float32: for a layer of width M that is half
+of all that is kept.
+
+Axes: N rows (any leading shape), M normalised width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx.kernels.contract import accumulate_dtype
+
+
+def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, or · (1 + weight).
+
+    Computed in float32 (float64 for float64), where 1 + weight keeps what is learned, and rounded once to x's dtype.
+    """
+    return _RMSNorm.apply(x_NM, weight_M, eps, offset)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        partial = accumulate_dtype(x.dtype)
+        wide = x.to(partial)
+        rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, rstd_N1)
+        ctx.offset = offset
+        return (wide * rstd_N1).mul_(_factor(weight, offset, partial)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        x, weight, rstd_N1 = ctx.saved_tensors
+        partial = accumulate_dtype(x.dtype)
+        normed, wide = x.to(partial) * rstd_N1, dy.to(partial)
+        dweight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dnormed = wide * _factor(weight, ctx.offset, partial)
+        mean_N1 = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
+        dx = dnormed.addcmul_(normed, mean_N1, value=-1).mul_(rstd_N1)
+        return dx.to(x.dtype), dweight, None, None
+
+
+def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:
+    return weight.to(partial) + 1 if offset else weight.to(partial)

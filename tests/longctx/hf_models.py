@@ -1,0 +1,207 @@
+"""Tiny random models made by transformers, one or more a family, with choices that tell their parts apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.conversion import load_hf
+from longctx.model.decoder import Decoder
+
+_SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+}  # fmt: skip
+_MSCALED = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 0.8, "mscale_all_dim": 0.7, "beta_fast": 2.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transformers config, and what its class is called."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    std: float = 0.2
+    """Of its weights."""
+    sizes: dict[str, Any] = field(default_factory=lambda: _SIZES)
+
+    def config(self) -> Any:
+        import transformers
+
+        return getattr(transformers, f"{self.name}Config")(**self.sizes | self.values)
+
+
+CASES = {
+    "llama": Case("Llama"),
+    "llama with biases": Case("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama linear": Case("Llama", _rope("linear", factor=3.0)),
+    "llama dynamic": Case("Llama", {"max_position_embeddings": 16} | _rope("dynamic", factor=2.0)),
+    "llama yarn": Case("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=2.0)),
+    "llama yarn untruncated": Case(
+        "Llama",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False, attention_factor=0.9),
+    ),
+    "llama yarn mscale": Case("Llama", {"rope_parameters": _MSCALED}),
+    "llama longrope": Case(
+        "Llama",
+        _rope(
+            "longrope", short_factor=[1.0, 1.1, 1.3, 2.0], long_factor=[1.0, 2.0, 3.5, 4.0], factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "llama longrope short": Case(
+        "Llama",
+        _rope(
+            "longrope", short_factor=[1.0, 1.1, 1.3, 2.0], long_factor=[1.0, 2.0, 3.5, 4.0],
+            original_max_position_embeddings=48,
+        ),
+    ),
+    "llama llama3": Case(
+        "Llama",
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    "mistral": Case("Mistral", {"sliding_window": 7, "head_dim": 12}),
+    "mistral full": Case("Mistral", {"sliding_window": None}),
+    "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2 full": Case("Qwen2", {"tie_word_embeddings": True}),
+    "seed_oss": Case(
+        "SeedOss", {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}
+    ),
+    "qwen2_moe": Case("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}),
+    "qwen2_moe window": Case(
+        "Qwen2Moe",
+        _MOE
+        | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "use_sliding_window": True}
+        | {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3},
+    ),
+    "qwen3": Case("Qwen3", {"head_dim": 12, "attention_bias": True, "layer_types": None}),
+    "qwen3 window": Case(
+        "Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    "qwen3_moe": Case("Qwen3Moe", _MOE | {"head_dim": 12, "decoder_sparse_step": 2}),
+    "qwen3_moe window": Case(
+        "Qwen3Moe", _MOE | {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 6}
+    ),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6}),
+    "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe normalised": Case(
+        "Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True}
+    ),
+    "gemma2": Case(
+        "Gemma2",
+        {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 19, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 8.0},
+    ),
+    "gemma3_text": Case(
+        "Gemma3Text",
+        {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 19, "sliding_window_pattern": 3}
+        | {"num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        }},
+        std=0.12,
+    ),
+    "gpt2": Case(
+        "GPT2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 97, "n_inner": 52}
+        | {"resid_pdrop": 0.1, "bos_token_id": None, "eos_token_id": None},
+        sizes={},
+    ),
+    "gpt2 untied": Case(
+        "GPT2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 97, "tie_word_embeddings": False}
+        | {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None},
+        sizes={},
+    ),
+    "deepseek_v2": Case("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
+    "deepseek_v2 lite": Case(
+        "DeepseekV2", _LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_parameters": _MSCALED}
+    ),
+    "deepseek_v3": Case("DeepseekV3", _LATENT | {"rope_parameters": _MSCALED, "attention_bias": True}),
+    "deepseek_v3 halves": Case(
+        "DeepseekV3",
+        _LATENT | {"rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 2, "q_lora_rank": None},
+    ),
+    "gpt_oss": Case(
+        "GptOss",
+        {"head_dim": 12, "sliding_window": 6, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 16,
+        }},
+    ),
+}  # fmt: skip
+
+
+def build(case: Case, *, seed: int = 0) -> Any:
+    """The model in float32, in evaluation, every tensor far from where it starts; attention by definition."""
+    import transformers
+
+    config = case.config()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            is_factor = ("norm" in name or ".ln_" in name) and not case.name.startswith("Gemma")  # whose norms add 1
+            around = 1.0 if is_factor and name.endswith("weight") else 0.0
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    return model
+
+
+def save(model: Any, folder: Path) -> Path:
+    """The folder that transformers makes of it, in small shards."""
+    model.save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+def ours(folder: Path) -> Decoder:
+    """The folder as our decoder."""
+    config, tensors = load_hf(folder)
+    model = Decoder(config, seed=None)
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+def on_disk(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
+    """A transformers model's gradients, through the table of its family as its weights would go."""
+    folder.mkdir()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found |= {name: torch.zeros_like(b) for name, b in model.named_buffers() if name.endswith("correction_bias")}
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+    model.config.save_pretrained(folder)
+    return load_hf(folder)[1]
+
+
+def tokens_of(config: ModelConfig, *, rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:
+    """Random tokens [rows, length]."""
+    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
