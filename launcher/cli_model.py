@@ -50,7 +50,8 @@ def _add_convert(verbs: Any, name: str) -> None:
         "or not at all. Memory holds about one tensor, whatever the model's size (comparing logits apart).",
         epilog=f"examples:\n  {name} convert --to hf runs/first exported\n"
         f"  {name} convert --to hf runs/first exported --dtype bfloat16 --verify logits\n"
-        f"  {name} convert --from hf exported imported",
+        f"  {name} convert --from hf exported imported\n"
+        f"  {name} convert --upcycle 8,2 imported upcycled",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to", choices=["hf"], help="IN is a checkpoint, or a run folder: its newest checkpoint")
@@ -59,6 +60,11 @@ def _add_convert(verbs: Any, name: str) -> None:
         dest="origin",
         choices=["hf"],
         help="IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken",
+    )
+    direction.add_argument(
+        "--upcycle",
+        metavar="EXPERTS[,TOP_K[,GRANULARITY]]",
+        help="IN is a dense checkpoint or run; OUT becomes one of an expert model that starts as the same function",
     )
     parser.add_argument("input", type=Path, metavar="IN", help="folder to read")
     parser.add_argument("output", type=Path, metavar="OUT", help="folder to make, beside IN and not inside of it")
@@ -151,6 +157,9 @@ def _add_report(verbs: Any, name: str) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """``convert``."""
+    if arguments.upcycle:
+        _upcycle(arguments)
+        return
     import torch
 
     from longctx.conversion import export_checkpoint, import_hf
@@ -171,7 +180,23 @@ def convert(arguments: argparse.Namespace) -> None:
     if arguments.to == "hf":
         say(f'Next: AutoModelForCausalLM.from_pretrained("{done.folder}")')
     else:
-        say(f"Next: deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume {done.folder}")
+        start = "deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml"
+        say(f"Next: {start} --run.start_from {done.folder}")
+
+
+def _upcycle(arguments: argparse.Namespace) -> None:
+    from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint
+
+    if arguments.dtype or arguments.verify != "auto":
+        raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
+    with progress(f"upcycling {arguments.input}") as update:
+        output = upcycle_checkpoint(
+            arguments.input,
+            arguments.output,
+            Upcycling.parse(arguments.upcycle),
+            progress=lambda done, total: update(done, total, f"{done:,} of {total:,} tensors"),
+        )
+    say(f"{output}: a checkpoint of step 0. Next: --run.start_from {output}, with its shape under [model].")
 
 
 def _verified(done: Conversion) -> Iterator[str]:

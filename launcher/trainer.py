@@ -127,7 +127,7 @@ class Trainer:
         return torch.cat([head, routed.flatten().double()]).cpu()
 
     def _drop(self, micro_batch: int) -> None:
-        """Let dropout depend on the run's seed, the step, and where a row stands in it: on no degree, and no history."""
+        """Let dropout depend on the run's seed, the step, and where a row stands in it: on no degree, no history."""
         decoder, data, train = self.engine.model.decoder, self.config.data, self.config.train
         row = (micro_batch * self.mesh.data + self.mesh.data_rank) * train.micro_batch_rows
         decoder.dropout_seed = self.config.run.seed * 0x9E3779B1 + self.step

@@ -14,7 +14,7 @@ from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoi
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
-from longctx.conversion.files import staged_folder
+from longctx.conversion.files import has_usual_names, staged_folder
 from longctx.conversion.hf import HfReader, raise_differences, save_hf
 from longctx.conversion.masters import decoder_shapes, save_masters
 from longctx.conversion.verify import (
@@ -132,7 +132,7 @@ def import_hf(
     companions = find_companions(reader.folder)
     source_dtype = reader.dtype
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
-    no_logits = _why_no_logits(verify, reader.config, size, source_dtype)
+    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, folder=reader.folder)
     prints, dtypes = Fingerprints(), {}
     origin = {
         "from": reader.folder.name,
@@ -207,11 +207,18 @@ def check_tensors(reader: CheckpointReader) -> None:
     )
 
 
-def _why_no_logits(verify: str, config: ModelConfig, size: int, dtype: torch.dtype) -> str | None:
-    """Why logits are not to be compared, empty when nobody wants them; ConfigError when they were asked for."""
+def _why_no_logits(
+    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, folder: Path | None = None
+) -> str | None:
+    """Why logits are not to be compared, empty when nobody wants them; ConfigError when they were asked for.
+
+    ``folder`` is what transformers is to load, where we do not write it.
+    """
     if verify not in ("auto", "logits"):
         return ""
     reason = why_no_logits(config, size, dtype)
+    if reason is None and folder is not None and not has_usual_names(folder):
+        reason = f"transformers does not find weights of the names that they have in {folder}"
     if reason is not None and verify == "logits":
         raise ConfigError(f"logits cannot be compared: {reason}. Try --verify tensors.")
     return reason

@@ -20,6 +20,7 @@ from longctx.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
 _SAFE = ".safetensors"
 _PICKLED = (".bin", ".pt", ".pth")
 _INDEX_END = ".index.json"
@@ -103,13 +104,15 @@ class WeightsFolder:
         return self._files[file]
 
 
-SafetensorsFolder = WeightsFolder
+def has_usual_names(folder: Path) -> bool:
+    """Whether transformers finds the folder's weights: it looks for these names alone."""
+    return any((folder / name).exists() for name in (WEIGHTS, INDEX, PICKLED_WEIGHTS, PICKLED_WEIGHTS + _INDEX_END))
 
 
 def _find_weights(folder: Path) -> str:
     """The folder's index, or its one file of weights; CheckpointError when there is none, or a choice."""
     names = sorted(path.name for path in folder.iterdir())
-    for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, "pytorch_model.bin")):
+    for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, PICKLED_WEIGHTS)):
         files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
         indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
         usual = [n for n in (single + _INDEX_END, single) if n in names]

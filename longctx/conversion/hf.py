@@ -32,8 +32,8 @@ from longctx.conversion.families import (
 )
 from longctx.conversion.files import (
     INDEX,
-    SafetensorsFolder,
     ShardWriter,
+    WeightsFolder,
     listing,
     read_json,
     staged_folder,
@@ -64,7 +64,7 @@ class HfReader:
         self.config = config_from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]
         self.token_ids = {key: hf_config.get(key) for key in TOKEN_ID_KEYS}
-        self._disk = SafetensorsFolder(self.folder)
+        self._disk = WeightsFolder(self.folder)
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         on_disk = self._names_on_disk(hf_config)
         self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
@@ -159,7 +159,7 @@ def save_hf(
     """Write a model as a folder that transformers loads, and read every tensor back.
 
     ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; they may be an
-    iterator, and memory holds about one shard. ``dtype`` casts them (default: as they come). ``tokenizer`` is a
+    iterator, and memory holds one of them. ``dtype`` casts them (default: as they come). ``tokenizer`` is a
     SentencePiece model, exported as a fast tokenizer and compared with it; it also gives the begin, end and padding
     ids, which ``token_ids`` gives otherwise. ``model_type`` chooses where several families have the model's shape.
     The folder appears complete or not at all.

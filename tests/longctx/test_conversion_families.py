@@ -103,6 +103,24 @@ class TestThereAndBack:
         written.pop("rope_parameters", None)
         assert ModelConfig.from_hf(written) == config
 
+    @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "qwen3 window"])
+    @pytest.mark.parametrize(
+        "layers", [("full",), ("window",), ("window", "full"), ("full", "window"), ("window", "window", "full")]
+    )
+    def test_any_pattern_of_windows(self, name, layers, hf_configs, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        hf = hf_configs[name]
+        without = {} if "window" in layers else {"window": 0, "local_rope_theta": 0.0}
+        config = dataclasses.replace(ModelConfig.from_hf(hf), layers=layers, **without)
+        written = config_to_hf(config, model_type=hf["model_type"])
+        back = ModelConfig.from_hf(written)
+        assert effective(back) == effective(config)
+        assert back.layers == layers
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        theirs = transformers.AutoConfig.from_pretrained(str(tmp_path), local_files_only=True)
+        kinds = {"full": "full_attention", "window": "sliding_attention"}
+        assert theirs.layer_types == [kinds[config.layer_kind(n)] for n in range(config.num_layers)]
+
 
 SPELLED_OTHERWISE = {
     *("rope_scaling", "max_window_layers", "sliding_window", "num_nextn_predict_layers", "attn_pdrop", "n_group"),
@@ -111,7 +129,7 @@ SPELLED_OTHERWISE = {
 """Keys that may change between a published config and ours: the same in other words, or left out on purpose."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     experts=st.integers(0, 5), bias=st.booleans(), tied=st.booleans(), norm=st.booleans(), heads=st.integers(1, 4),
     kv=st.sampled_from([1, None]), theta=st.floats(2, 1e8), layers=st.integers(1, 3),

@@ -18,6 +18,7 @@ from longctx.conversion.casts import export_dtypes, lossy_casts, read_master
 from longctx.conversion.verify import Fingerprints, compare_logits, distance, judge_logits, why_no_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
+from tests.longctx import hf_models
 from tests.longctx.samples import dense_config, randomize, tiny_config
 
 CONFIG = dense_config(qkv_bias=False, tie_embeddings=False, num_layers=1)
@@ -249,6 +250,26 @@ class TestLogits:
         with pytest.raises(ConfigError, match="tensors, logits"):
             import_hf(hf, tmp_path / "other", verify="everything")
 
+    def test_weights_in_a_pickle_and_under_other_names(self, hf, tmp_path):
+        pytest.importorskip("transformers")
+        torch.save(load_file(hf / "model.safetensors"), hf / "pytorch_model.bin")
+        (hf / "model.safetensors").unlink()
+        done = import_hf(hf, tmp_path / "ours", verify="logits")
+        assert done.logits is not None
+        assert done.logits.max_error <= 1e-5
+        (hf / "pytorch_model.bin").rename(hf / "weights.pt")
+        done = import_hf(hf, tmp_path / "other", verify="auto")
+        assert done.tensors is not None
+        assert "does not find weights" in str(done.no_logits)
+        with pytest.raises(ConfigError, match="does not find weights"):
+            import_hf(hf, tmp_path / "third", verify="logits")
+
+    def test_what_transformers_cannot_load_is_said(self, hf, tmp_path):
+        pytest.importorskip("transformers")
+        (hf / "model.safetensors").rename(hf / "x.safetensors")
+        with pytest.raises(CheckpointError, match="transformers cannot load"):
+            compare_logits(CONFIG, lambda: decoder().state_dict().items(), hf, num_parameters=9, dtype=torch.float32)
+
     def test_what_fits_in_half_the_width_is_compared_in_it(self, tmp_path, monkeypatch):
         pytest.importorskip("transformers")
         folder = save_model(tmp_path / "hf", torch.bfloat16)
@@ -359,3 +380,24 @@ def test_moe_and_tied_models_verify_too(tmp_path):
         assert done.tensors is not None
         assert done.tensors.num_tensors == len(model.state_dict())
         assert export_checkpoint(done.folder, tmp_path / f"back{number}").tensors == done.tensors
+
+
+def test_a_bfloat16_model_with_a_float32_correction_bias_comes_back_as_it_was(tmp_path):
+    """Every tensor's name, dtype and bytes; and asked for another dtype, the bias keeps its own."""
+    pytest.importorskip("transformers")
+    model = hf_models.build(hf_models.CASES["deepseek_v3"])
+    for parameter in model.parameters():  # not its buffers
+        parameter.data = parameter.data.bfloat16()
+    source = hf_models.on_disk(hf_models.save(model, tmp_path / "hf"))
+    bias = next(name for name in source if name.endswith("e_score_correction_bias"))
+    assert {str(tensor.dtype) for tensor in source.values()} == {"torch.float32", "torch.bfloat16"}
+    import_hf(tmp_path / "hf", tmp_path / "ours", verify="logits")
+    done = export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="logits")
+    assert (done.dtype, done.lossy_casts) == (torch.bfloat16, {})
+    back = hf_models.on_disk(tmp_path / "back")
+    assert back.keys() == source.keys()
+    for name, tensor in source.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8))
+    export_checkpoint(tmp_path / "ours", tmp_path / "half", dtype=torch.float16)
+    assert torch.equal(hf_models.on_disk(tmp_path / "half")[bias], source[bias])

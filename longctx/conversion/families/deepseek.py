@@ -2,6 +2,9 @@
 
 The layers for multi-token prediction that follow V3's own on disk are not part of this decoder: they are left out when
 a checkpoint is read, which is logged, and ``num_nextn_predict_layers`` is 0 in what is written.
+
+transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
+not.
 """
 
 from __future__ import annotations
@@ -23,15 +26,13 @@ from longctx.conversion.families.rules import (
     llama_like,
     only,
     optional,
-    reads_only,
     same,
-    typed,
     width_of_heads,
 )
 from longctx.conversion.families.spec import Family, HfConfig, Rule
 from longctx.errors import ConfigError
 
-_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+_MTP_KEY = "num_nextn_predict_layers"
 
 
 def _head_sizes() -> Rule:
@@ -92,13 +93,14 @@ def _value_dim() -> Rule:
 
 
 def _no_further_layers() -> Rule:
-    def check(hf: HfConfig) -> None:
-        for key in _MTP_KEYS:
-            if typed(key, hf.get(key, 0), "int") < 0:
-                raise ConfigError(f"{key}={hf[key]} in config.json must not be negative.")
+    """Layers for multi-token prediction: any number is read, and none is written."""
 
-    checked = reads_only(_MTP_KEYS, check)
-    return Rule(keys=checked.keys, read=checked.read, write=lambda _: {_MTP_KEYS[0]: 0})
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if (count := integer(hf, _MTP_KEY, 0)) < 0:
+            raise ConfigError(f"{_MTP_KEY}={count} in config.json must not be negative.")
+        return {}
+
+    return Rule(keys=(_MTP_KEY,), read=read, write=lambda _: {_MTP_KEY: 0})
 
 
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
@@ -169,5 +171,5 @@ DEEPSEEK_V3 = Family(
     tensors=_TENSORS,
     ignored_keys=_KEYS,
     ignored_tensors=IGNORED_TENSORS,
-    extra_layers_key=_MTP_KEYS[0],
+    extra_layers_key=_MTP_KEY,
 )
