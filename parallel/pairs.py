@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,11 @@ class Rows:
         self.step = runs[0].step
         self._runs, self._cu_seqlens = runs, cu_seqlens
 
+    @property
+    def has_one_run(self) -> bool:
+        """Whether ``columns`` can be had."""
+        return len(self._runs) == 1
+
     @cached_property
     def segments(self) -> list[Segment]:
         """In local (and global) order."""
@@ -102,10 +108,15 @@ def own_pairs(rows: Rows, causal: bool) -> list[Pair]:
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
     """
+    lo = 0 if causal else None
+    if rows.has_one_run:
+        _, _, count, local = rows.columns
+        first, last = local.tolist(), (local + count).tolist()
+        return [Pair(a, b, a, b, lo) for a, b in zip(first, last, strict=True)]
     found = []
     for segments in rows.of_document.values():
         first, last = segments[0].local, segments[-1].local + segments[-1].count
-        found.append(Pair(first, last, first, last, lo=0 if causal else None))
+        found.append(Pair(first, last, first, last, lo))
     return found
 
 
@@ -210,6 +221,14 @@ _OPEN = 2**62
 """Stands for a bound that is not there."""
 
 
+def _shifted(bound: np.ndarray, by: np.ndarray) -> list[int | None]:
+    """Bounds moved along with their rows, None where there is none."""
+    moved: list[int | None] = (bound + by).tolist()
+    for n in np.flatnonzero(np.abs(bound) == _OPEN).tolist():
+        moved[n] = None
+    return moved
+
+
 def meet(
     queries: np.ndarray, keys: np.ndarray, step: int, bounds: Bounds, cu_seqlens: np.ndarray, sink_tokens: int
 ) -> np.ndarray:
@@ -237,12 +256,9 @@ def column_pairs(columns: np.ndarray, queries: np.ndarray | int, keys: np.ndarra
     """What ``meet`` returned as pairs, query rows counted ``queries`` and key rows ``keys`` further on."""
     q0, q1, k0, k1, lo, hi, offset = columns
     by = queries - keys
-    lo, hi = (np.where(np.abs(bound) == _OPEN, bound, bound + by) for bound in (lo, hi))
-    moved = (q0 + queries, q1 + queries, k0 + keys, k1 + keys, lo, hi, offset - step * by)
-    return [
-        Pair(q0, q1, k0, k1, None if lo == -_OPEN else lo, None if hi == _OPEN else hi, step, offset)
-        for q0, q1, k0, k1, lo, hi, offset in np.stack(moved, axis=1).tolist()
-    ]
+    moved = (x.tolist() for x in (q0 + queries, q1 + queries, k0 + keys, k1 + keys))
+    bounds = (_shifted(bound, by) for bound in (lo, hi))
+    return list(map(Pair._make, zip(*moved, *bounds, repeat(step), (offset - step * by).tolist())))
 
 
 def trim(pair: Pair) -> Pair | None:

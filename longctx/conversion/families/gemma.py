@@ -97,7 +97,7 @@ GEMMA3_TEXT = Family(
     rules=(
         *_gemma("gemma3_text", attention_cap=None, logit_cap=None),
         constant(qk_norm="head"),
-        global_and_local_rotary(theta=1_000_000.0, local_theta=10_000.0),
+        global_and_local_rotary(theta=1_000_000.0, local_theta=10_000.0, kinds=every_nth_full),
         windows(4096, every_nth_full, pattern_key="sliding_window_pattern"),
     ),
     ignored_keys=IGNORED_KEYS,

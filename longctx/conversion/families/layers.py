@@ -113,6 +113,11 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
     return Rule(keys=("sliding_window", "layer_types", *patterns), read=read, write=write)
 
 
+def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
+    """Whether a family with ``windows(…, kinds)`` has any here."""
+    return WINDOW in (_given(hf) or kinds(hf, integer(hf, "num_hidden_layers")))
+
+
 def from_layer_on(hf: HfConfig, count: int) -> list[str]:
     """Full attention below ``max_window_layers``, windows from there on (Qwen2, Qwen3)."""
     leading = integer(hf, "max_window_layers", 28)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.layers import FULL, WINDOW
+from longctx.conversion.families.layers import FULL, WINDOW, Kinds, has_windows
 from longctx.conversion.families.rules import integer
 from longctx.conversion.families.spec import HfConfig, Rule
 from longctx.errors import ConfigError
@@ -74,8 +74,8 @@ def rotary(
     return Rule(keys=keys, read=read, write=write)
 
 
-def global_and_local_rotary(*, theta: float, local_theta: float) -> Rule:
-    """A rope for full layers and a base for window layers (Gemma 3)."""
+def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -> Rule:
+    """A rope for full layers and a base for window layers (Gemma 3); ``kinds`` as for ``layers.windows``."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         _check_partial("config.json", hf)
@@ -89,15 +89,15 @@ def global_and_local_rotary(*, theta: float, local_theta: float) -> Rule:
         found = {place: _rope(place, table, hf, theta=base) for place, table in (given or {"": {}}).items()}
         of_window = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else {}
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
-        return {"rope": _agreed(found), "local_rope_theta": local_base}
+        return {"rope": _agreed(found), "local_rope_theta": local_base if has_windows(hf, kinds) else 0.0}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         written = _written(config, config.rope)
         if not written:
             return {}
         local = config.local_rope_theta or config.rope.theta
-        kinds = {FULL: written["rope_parameters"], WINDOW: {"rope_type": "default", "rope_theta": local}}
-        return written | {"rope_local_base_freq": local, "rope_parameters": kinds}
+        tables = {FULL: written["rope_parameters"], WINDOW: {"rope_type": "default", "rope_theta": local}}
+        return written | {"rope_local_base_freq": local, "rope_parameters": tables}
 
     keys = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_PLACES)
     return Rule(keys=keys, read=read, write=write)
