@@ -188,7 +188,7 @@ def main() -> int:
     print(f"{'':14}{'CPU s, theirs':>15}{'ours':>8}{'ratio':>8}{'MiB, theirs':>14}{'ours':>8}{'ratio':>8}   losses")
     rows, missed = [], []
     for name in options.only:
-        row = measure(name, 1 if options.quick else 5)
+        row = measure(name, 1 if options.quick else 3)
         rows.append(row)
         seconds, mib, losses = row["cpu_seconds"], row["activation_mib"], row["losses"]
         print(

@@ -26,7 +26,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 
-_CHUNK_ELEMENTS = 1 << 25
+_CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 128 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
 _BLOCK_ELEMENTS = 1 << 18
 """Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.matmul import multiply, multiply_backward, sum_rows
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
 
@@ -29,31 +30,46 @@ _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 
 
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
-    """activation(gate) · up, each row times ``scale`` where one is given."""
-    return _Gated.apply(gate_NF, up_NF, scale_N, kind)
+    """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
+    product = _product(kind, gate_NF, up_NF)
+    return product if scale_N is None else (product * scale_N.unsqueeze(-1)).to(product.dtype)
 
 
-class _Gated(torch.autograd.Function):
-    """Autograd alone would keep the activated gate and the unscaled product too: half as much again per token."""
+def gated_backward(
+    kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of ``gated`` for gate, up and scale."""
+    dscale = None
+    if scale_N is not None:
+        product = _product(kind, gate_NF, up_NF)
+        dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
+        dout_NF = (dout_NF * scale_N.unsqueeze(-1)).to(dout_NF.dtype)
+    return *_product_gradient(kind, dout_NF, gate_NF, up_NF), dscale
+
+
+def gated_linear(kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """Saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor | None, kind: str) -> Tensor:
-        ctx.save_for_backward(gate, up, scale)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
         ctx.kind = kind
-        product = _product(kind, gate, up)
-        return product if scale is None else (product * scale.unsqueeze(-1)).to(product.dtype)
+        return multiply(gated(kind, gate, up), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
-        gate, up, scale = ctx.saved_tensors
-        dscale = None
-        if scale is not None:
-            product = _product(ctx.kind, gate, up)
-            dscale = product.mul_(dout).sum(-1, dtype=accumulate_dtype(up.dtype)).to(scale.dtype)
-            dout = (dout * scale.unsqueeze(-1)).to(dout.dtype)
-        dgate, dup = _product_gradient(ctx.kind, dout, gate, up)
-        return dgate, dup, dscale, None
+        gate, up, weight = ctx.saved_tensors
+        inner = gated(ctx.kind, gate, up)
+        dinner, dweight = multiply_backward(dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2])
+        assert dinner is not None
+        dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
+        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ are the input and output width of one grouped product.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.model.activations import gated
+from longctx.model.activations import gated, gated_backward
 
 
 class Experts(nn.Module):
@@ -38,21 +39,8 @@ class Experts(nn.Module):
 
         The gates are applied before the down projection, where backward needs no copy of the experts' outputs.
         """
-        k = experts_Nk.shape[1]
-        order_R, inverse_R, ends_E = sort_by_expert(experts_Nk, self.gate_up_proj.shape[0])
-        x_RM = _Spread.apply(x_NM, order_R, inverse_R, k)
-        gates_R = gates_Nk.flatten().index_select(0, order_R)
-        gate_up_RF = grouped_linear(x_RM, self.gate_up_proj, ends_E)
-        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
-            gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-            h_RF = gated(self.activation, gate_RF, up_RF, gates_R)
-            return _Combine.apply(grouped_linear(h_RF, self.down_proj, ends_E), order_R, inverse_R, k)
-        expert_R = experts_Nk.flatten().index_select(0, order_R)
-        gate_up_RF = gate_up_RF + self.gate_up_proj_bias.index_select(0, expert_R)
-        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-        h_RF = gated(self.activation, gate_RF, up_RF, gates_R)
-        shift_RM = gates_R.to(h_RF.dtype).unsqueeze(-1) * self.down_proj_bias.index_select(0, expert_R)
-        return _Combine.apply(grouped_linear(h_RF, self.down_proj, ends_E) + shift_RM, order_R, inverse_R, k)
+        weights = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+        return _Experts.apply(x_NM, gates_Nk, experts_Nk, *weights, self.activation)
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,62 +63,73 @@ def _combine(y_RM: Tensor, inverse_R: Tensor, k: int) -> Tensor:
     return rows.sum(1, dtype=accumulate_dtype(y_RM.dtype))
 
 
-class _Spread(torch.autograd.Function):
-    """Token rows copied to their experts' rows. Autograd's own gradient would add rows atomically, in any order."""
+class _Experts(torch.autograd.Function):
+    """Keeps the tokens and the projections before the activation; sorted tokens and the activation are formed again.
+
+    Rows are copied and summed in a fixed order, where autograd would add them atomically. The parameters are saved and
+    no view of them: ZeRO-3 frees a gathered weight by emptying the parameter.
+    """
 
     @staticmethod
-    def forward(ctx, x_NM: Tensor, order_R: Tensor, inverse_R: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        ctx.k = k
-        return _spread(x_NM, order_R, k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx_RM: Tensor):  # type: ignore[override]
-        (inverse_R,) = ctx.saved_tensors
-        return _combine(dx_RM, inverse_R, ctx.k).to(dx_RM.dtype), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The transpose of ``_Spread``."""
-
-    @staticmethod
-    def forward(ctx, y_RM: Tensor, order_R: Tensor, inverse_R: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order_R)
-        ctx.k, ctx.dtype = k, y_RM.dtype
+    def forward(
+        ctx: Any,
+        x_NM: Tensor,
+        gates_Nk: Tensor,
+        experts_Nk: Tensor,
+        gate_up_EFM: Tensor,
+        down_EMF: Tensor,
+        gate_up_bias_EF: Tensor | None,
+        down_bias_EM: Tensor | None,
+        kind: str,
+    ) -> Tensor:
+        k = experts_Nk.shape[1]
+        order_R, inverse_R, ends_E = sort_by_expert(experts_Nk, len(gate_up_EFM))
+        expert_R, gates_R = (of.flatten().index_select(0, order_R) for of in (experts_Nk, gates_Nk))
+        gate_up_RF = grouped_rows(_spread(x_NM, order_R, k), gate_up_EFM.mT, ends_E)
+        if gate_up_bias_EF is not None:
+            gate_up_RF += gate_up_bias_EF.index_select(0, expert_R)
+        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+        y_RM = grouped_rows(gated(kind, gate_RF, up_RF, gates_R), down_EMF.mT, ends_E)
+        if down_bias_EM is not None:
+            y_RM += (gates_R.unsqueeze(-1) * down_bias_EM.index_select(0, expert_R)).to(y_RM.dtype)
+        ctx.save_for_backward(
+            *(x_NM, gate_up_RF, gates_R, gate_up_EFM, down_EMF, gate_up_bias_EF, down_bias_EM),
+            *(order_R, inverse_R, ends_E, expert_R),
+        )
+        ctx.k, ctx.kind = k, kind
         return _combine(y_RM, inverse_R, k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_NM: Tensor):  # type: ignore[override]
-        (order_R,) = ctx.saved_tensors
-        return _spread(dy_NM.to(ctx.dtype), order_R, ctx.k), None, None, None
+    def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
+        x_NM, gate_up_RF, gates_R, gate_up, down, gate_up_bias, down_bias, *rows = ctx.saved_tensors
+        order_R, inverse_R, ends_E, expert_R = rows
+        _, _, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+        dy_RM = _spread(dout_NM.to(x_NM.dtype), order_R, ctx.k)
+        h_RF = gated(ctx.kind, gate_RF, up_RF, gates_R) if needs_down else None
+        ddown = None if h_RF is None else grouped_outer(dy_RM, h_RF, ends_E)
+        dh_RF = grouped_rows(dy_RM, down, ends_E)
+        dgate_RF, dup_RF, dgates_R = gated_backward(ctx.kind, dh_RF, gate_RF, up_RF, gates_R)
+        assert dgates_R is not None
+        ddown_bias = None
+        if down_bias is not None:
+            wide_RM = dy_RM.to(gates_R.dtype)
+            ddown_bias = _sum_by_expert(wide_RM * gates_R.unsqueeze(-1), expert_R, down_bias)
+            dgates_R = dgates_R + (wide_RM * down_bias.index_select(0, expert_R)).sum(-1)
+        dgate_up_RF = torch.cat((dgate_RF, dup_RF), dim=-1)
+        dgate_up_bias = None if gate_up_bias is None else _sum_by_expert(dgate_up_RF, expert_R, gate_up_bias)
+        x_RM = _spread(x_NM, order_R, ctx.k) if needs_gate_up else None
+        dgate_up = None if x_RM is None else grouped_outer(dgate_up_RF, x_RM, ends_E)
+        dx_NM = _combine(grouped_rows(dgate_up_RF, gate_up, ends_E), inverse_R, ctx.k).to(x_NM.dtype)
+        dgates_Nk = dgates_R.index_select(0, inverse_R).view(-1, ctx.k)
+        return dx_NM, dgates_Nk, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 
 
-def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``.
-
-    An expert without rows gets a gradient of exact zeros.
-    """
-    return _GroupedLinear.apply(x_RI, weight_EOI, ends_E)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """Saves the parameter itself and no view of it: ZeRO-3 frees a gathered weight by emptying the parameter."""
-
-    @staticmethod
-    def forward(ctx, x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI, ends_E)
-        return _grouped_rows(x_RI, weight_EOI.mT, ends_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_RO: Tensor):  # type: ignore[override]
-        x_RI, weight_EOI, ends_E = ctx.saved_tensors
-        dy_RO = dy_RO.contiguous()  # grouped_mm refuses the stride-0 gradient of a sum
-        dx = _grouped_rows(dy_RO, weight_EOI, ends_E) if ctx.needs_input_grad[0] else None
-        dweight = _grouped_outer(dy_RO, x_RI, ends_E) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+def _sum_by_expert(rows_RO: Tensor, expert_R: Tensor, like_EO: Tensor) -> Tensor:
+    """Rows summed into their experts' own, as a product with who chose whom: in fixed order on every device."""
+    chosen_ER = torch.nn.functional.one_hot(expert_R, len(like_EO)).T.to(accumulate_dtype(rows_RO.dtype))
+    return (chosen_ER @ rows_RO.to(chosen_ER.dtype)).to(like_EO.dtype)
 
 
 def _takes_grouped_mm(*operands: Tensor) -> bool:
@@ -142,7 +141,8 @@ def _takes_grouped_mm(*operands: Tensor) -> bool:
     )
 
 
-def _grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``."""
     if _takes_grouped_mm(x_RI, weight_EIO):
         return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
     out = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[-1])
@@ -153,8 +153,8 @@ def _grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return out
 
 
-def _grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's weight gradient, [E, O, I]."""
+def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without rows."""
     if _takes_grouped_mm(dy_RO, x_RI):
         grad = nn.functional.grouped_mm(dy_RO.T, x_RI, offs=ends_E)
         if grad.is_cuda:  # CUDA kernels have left groups without rows unwritten

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.config_rules import GATED
-from longctx.model.activations import PLAIN, gated
+from longctx.model.activations import PLAIN, gated_linear
 from longctx.model.layers import Linear
+
+
+class GatedLinear(Linear):
+    """The projection after a gated activation, which keeps the activation's two inputs and not its result."""
+
+    def forward(self, gate_NF: Tensor, up_NF: Tensor, kind: str) -> Tensor:  # type: ignore[override]
+        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias)
 
 
 class FeedForward(nn.Module):
@@ -23,9 +30,9 @@ class FeedForward(nn.Module):
         if self.is_gated:
             self.gate_proj = Linear(M, ffn_size, bias=bias)
         self.up_proj = Linear(M, ffn_size, bias=bias)
-        self.down_proj = Linear(ffn_size, M, bias=bias)
+        self.down_proj = GatedLinear(ffn_size, M, bias=bias) if self.is_gated else Linear(ffn_size, M, bias=bias)
 
     def forward(self, x_NM: Tensor) -> Tensor:
         if self.is_gated:
-            return self.down_proj(gated(self.activation, self.gate_proj(x_NM), self.up_proj(x_NM)))
+            return self.down_proj(self.gate_proj(x_NM), self.up_proj(x_NM), self.activation)
         return self.down_proj(PLAIN[self.activation](self.up_proj(x_NM)))

@@ -20,7 +20,8 @@ from longctx.errors import CheckpointError
 from tests.launcher.runs import SCREEN
 from tests.launcher.workers import rows, run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # half a minute of starting ranks
+
 
 RECIPE = QUICKSTART.parent / "extend-yarn.toml"
 TINY = {

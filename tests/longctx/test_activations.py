@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.config_rules import CHOICES, GATED
-from longctx.model.activations import PLAIN, gated
+from longctx.model.activations import PLAIN, gated, gated_backward, gated_linear
 
 
 def oai(gate, up):
@@ -32,9 +32,24 @@ def test_gated_values_and_gradients(kind, scaled):
     with torch.no_grad():
         gate[0], up[0, 0], up[0, 1] = 9.0, 8.0, -8.0  # beyond GPT-OSS's bounds
     inputs = (gate, up, scale) if scaled else (gate, up)
-    assert torch.autograd.gradcheck(lambda *x: gated(kind, *x), inputs)
     wanted = DEFINED[kind](gate, up) * (scale[:, None] if scaled else 1)
-    torch.testing.assert_close(gated(kind, *inputs), wanted)
+    dout = torch.randn_like(wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(gated(kind, *inputs), wanted)
+        got = gated_backward(kind, dout, *inputs)
+    torch.testing.assert_close(got[: len(inputs)], torch.autograd.grad(wanted, inputs, dout))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", GATED)
+def test_gated_linear_values_and_gradients(kind, biased):
+    torch.manual_seed(0)
+    shapes = ((2, 5, 3), (2, 5, 3), (4, 3), (4,))
+    gate, up, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    inputs = (gate, up, weight, bias) if biased else (gate, up, weight)
+    assert torch.autograd.gradcheck(lambda *x: gated_linear(kind, *x), inputs)
+    wanted = DEFINED[kind](gate, up) @ weight.T + (bias if biased else 0)
+    torch.testing.assert_close(gated_linear(kind, *inputs), wanted)
 
 
 def test_every_word_has_an_activation():
