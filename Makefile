@@ -14,6 +14,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
+WORKERS ?= 2
 
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
@@ -38,7 +39,7 @@ demo: setup
 	@bash launcher/demo.sh $(RUN)
 
 test: setup
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multigpu"
 
 faults: setup
 	@$(BIN)/python -m pytest -m slow --timeout 1800
@@ -47,6 +48,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks.attention
 	@$(BIN)/python -m benchmarks.peers
 	@$(BIN)/python -m benchmarks.loss
+	@$(BIN)/python -m benchmarks.decoder
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell

@@ -225,6 +225,11 @@ class RunConfig:
         _check_ranges(self)
         _check_step(self, world_size)
         tokens = self.data.seq_len * self.train.micro_batch_rows
+        if self.model.position == "learned" and self.data.seq_len > self.model.max_positions:
+            raise ConfigError(
+                f"data.seq_len={self.data.seq_len} is longer than the table of learned positions, "
+                f"model.max_positions={self.model.max_positions}.\nTry --data.seq_len {self.model.max_positions}."
+            )
         check_layout(self.parallel.layout, tokens, self.parallel.context, self.parallel.ulysses)
         check_heads(self.model.num_heads, self.model.num_kv_heads, self.parallel.ulysses)
         check_layers(self.model, self.parallel.layout, self.parallel.context // self.parallel.ulysses)

@@ -27,7 +27,7 @@ from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits of a chunk: 128 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
+"""Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
 _BLOCK_ELEMENTS = 1 << 18
 """Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""
 
@@ -86,7 +86,7 @@ def loss_sums(
 
     The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
     are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
-    these need 128 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
+    these need 64 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
         return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, chunk_tokens)
@@ -189,7 +189,7 @@ def _memory(weight_VM: Tensor, tokens: int) -> Tensor:
 
 
 def _chunk_tokens(vocab_size: int, width: int) -> int:
-    """Tokens whose logits are 2^25, or in number a quarter of the weight's elements; whole tiles of 64."""
+    """Tokens whose logits are 2^24, or in number a quarter of the weight's elements; whole tiles of 64."""
     return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
 
 

@@ -61,8 +61,8 @@ class Block(nn.Module):
     def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output [B, t, M] and its router's ``counts_SE`` and ``prob_sums_SE`` (empty if none).
 
-        When recomputed, only x and the core's result survive until backward, which computes the rest anew; the core's
-        work, and with it the communication between ranks, is done once.
+        When recomputed, only x and the core's result survive until backward, which computes the rest anew; what ranks
+        send one another is sent once, and so is softmax attention computed (linear attention's own rows are not).
         """
         run = _once
         if call.recompute and call.cache is None and torch.is_grad_enabled():

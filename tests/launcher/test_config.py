@@ -126,6 +126,7 @@ def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
         (["stray"], ["stray"]),
         (["--parallel.context", "3"], ["parallel.context=3 does not divide the 2 ranks", "parallel.context=2"]),
         (["--parallel.context", "0"], ["parallel.context=0 must be at least 1"]),
+        (["--model.position", "learned", "--model.max_positions", "1024"], ["data.seq_len=2048", "1024"]),
         (["--data.seq_len", "4098", "--train.tokens_per_step", "4098"], ["4098", "4 equal parts", "4096 or 4100"]),
         (
             ["--data.seq_len", "4096", "--train.tokens_per_step", "5000"],
