@@ -115,10 +115,10 @@ class _Experts(torch.autograd.Function):
         ddown_bias = None
         if down_bias is not None:
             wide_RM = dy_RM.to(gates_R.dtype)
-            ddown_bias = _sum_by_expert(wide_RM * gates_R.unsqueeze(-1), expert_R, down_bias)
+            ddown_bias = _sum_by_expert(wide_RM * gates_R.unsqueeze(-1), ends_E, down_bias)
             dgates_R = dgates_R + (wide_RM * down_bias.index_select(0, expert_R)).sum(-1)
         dgate_up_RF = torch.cat((dgate_RF, dup_RF), dim=-1)
-        dgate_up_bias = None if gate_up_bias is None else _sum_by_expert(dgate_up_RF, expert_R, gate_up_bias)
+        dgate_up_bias = None if gate_up_bias is None else _sum_by_expert(dgate_up_RF, ends_E, gate_up_bias)
         x_RM = _spread(x_NM, order_R, ctx.k) if needs_gate_up else None
         dgate_up = None if x_RM is None else grouped_outer(dgate_up_RF, x_RM, ends_E)
         dx_NM = _combine(grouped_rows(dgate_up_RF, gate_up, ends_E), inverse_R, ctx.k).to(x_NM.dtype)
@@ -126,10 +126,11 @@ class _Experts(torch.autograd.Function):
         return dx_NM, dgates_Nk, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 
 
-def _sum_by_expert(rows_RO: Tensor, expert_R: Tensor, like_EO: Tensor) -> Tensor:
-    """Rows summed into their experts' own, as a product with who chose whom: in fixed order on every device."""
-    chosen_ER = torch.nn.functional.one_hot(expert_R, len(like_EO)).T.to(accumulate_dtype(rows_RO.dtype))
-    return (chosen_ER @ rows_RO.to(chosen_ER.dtype)).to(like_EO.dtype)
+def _sum_by_expert(rows_RO: Tensor, ends_E: Tensor, like_EO: Tensor) -> Tensor:
+    """Neighbouring rows summed into their expert's own, in fixed order on every device."""
+    offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
+    wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
+    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0).to(like_EO.dtype)
 
 
 def _takes_grouped_mm(*operands: Tensor) -> bool:

@@ -7,16 +7,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from data_pipeline.build import build_shards
 from data_pipeline.sources import Source, open_source
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 700
-
-settings.register_profile("no-deadline", deadline=None)  # a loaded machine is no reason to fail
-settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

@@ -89,6 +89,7 @@ def test_the_console_and_the_logs_of_all_ranks(finished):
     assert "Saved" in (finished.folder / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.slow
 def test_going_on_to_more_steps(shards, copied, finished):
     changed = {"run.resume": "latest", "train.steps": STEPS + 2, "validation.rows": 0}
     run(train, 2, shards, copied, changed)

@@ -62,10 +62,12 @@ def theirs(rope: Rope, head_dim: int, *, length: int | None = None, omit: tuple[
     return utils.ROPE_INIT_FUNCTIONS[rope.kind](config, device=torch.device("cpu"), seq_len=length)
 
 
-def same(rope: Rope, head_dim: int, *, length: int | None = None, omit: tuple[str, ...] = ()) -> None:
+def same(
+    rope: Rope, head_dim: int, *, length: int | None = None, omit: tuple[str, ...] = (), rtol: float = FP32
+) -> None:
     wanted, factor = theirs(rope, head_dim, length=length, omit=omit)
     found = torch.tensor(rope.frequencies(int(head_dim * rope.partial), length or 0), dtype=torch.float64)
-    torch.testing.assert_close(found, wanted.double(), rtol=FP32, atol=0)
+    torch.testing.assert_close(found, wanted.double(), rtol=rtol, atol=0)
     assert rope.scale() == pytest.approx(factor, rel=1e-12)
 
 
@@ -151,7 +153,8 @@ def test_llama3_equals_transformers(size, theta, factor, original, bounds):
         low_freq_factor=bounds[0],
         high_freq_factor=bounds[1],
     )
-    same(rope, size[0])
+    # theirs blends in float32: what its share of the kept frequency is off by weighs factor times in the result
+    same(rope, size[0], rtol=FP32 + 5e-7 * factor)
 
 
 @pytest.mark.parametrize("size", [2, 6, 64, 128])
