@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
+from longctx.checkpoint_format import CHECKPOINTS, TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
@@ -179,10 +179,15 @@ def import_hf(
 
 
 def check_places(source: str | Path, output: str | Path) -> None:
-    """CheckpointError for an input that does not exist, and for an output within it."""
+    """CheckpointError for an input that does not exist, and for an output within it.
+
+    Of a run its newest checkpoint is read: the run's folder itself may well hold what is made of it.
+    """
     source, output = Path(source), Path(output)
     if not source.is_dir():
         raise CheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}.")
+    if (source / CHECKPOINTS).is_dir():
+        source = find_checkpoint(source)
     if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
         beside = source.resolve().with_name(f"{source.resolve().name}-converted")
         raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")

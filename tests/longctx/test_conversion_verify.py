@@ -295,6 +295,14 @@ class TestPlaces:
             "config.json", "generation_config.json", "model.safetensors",
         ]  # fmt: skip
 
+    def test_a_run_folder_may_hold_what_is_made_of_it(self, hf, tmp_path):
+        step = tmp_path / "run" / "checkpoints" / "step_000001"
+        step.parent.mkdir(parents=True)
+        import_hf(hf, step)
+        assert export_checkpoint(tmp_path / "run", tmp_path / "run" / "hf").folder.is_dir()
+        with pytest.raises(CheckpointError, match="lies inside of"):
+            export_checkpoint(tmp_path / "run", step / "hf")
+
     def test_an_input_that_is_not_there(self, tmp_path):
         (tmp_path / "file").write_text("x")
         for run in (import_hf, export_checkpoint):
