@@ -67,7 +67,7 @@ def _add_convert(verbs: Any, name: str) -> None:
         help="IN is a dense checkpoint or run; OUT becomes one of an expert model that starts as the same function",
     )
     parser.add_argument("input", type=Path, metavar="IN", help="folder to read")
-    parser.add_argument("output", type=Path, metavar="OUT", help="folder to make, beside IN and not inside of it")
+    parser.add_argument("output", type=Path, metavar="OUT", help="folder to make, not within what is read")
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
