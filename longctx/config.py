@@ -11,7 +11,10 @@ from longctx.rope import Rope
 
 T = TypeVar("T")
 
-_TRAINING_FIELDS = {"init_std", "balance_loss_weight", "max_positions", "residual_dropout"}
+_TRAINING_FIELDS = {
+    *("init_std", "balance_loss_weight", "balance_scope", "max_positions", "residual_dropout", "router_z_loss_weight"),
+    *("selection_bias_rate", "router_jitter", "capacity_factor", "capacity_mode"),
+}
 _EXPERT_FIELDS = {
     *("experts_per_token", "expert_ffn_size", "shared_ffn_size", "shared_gate", "normalize_gates", "score_function"),
     *("expert_groups", "groups_per_token", "routed_scale", "selection_bias", "router_bias", "expert_bias"),
@@ -130,7 +133,24 @@ class ModelConfig:
     routed_scale: float = 1.0
     """Factor of the gates, after they are rescaled."""
     balance_loss_weight: float = 0.001
-    """Weight of the load-balancing loss; each packed document is balanced as a sequence of its own."""
+    """Weight of the load-balancing loss."""
+    balance_scope: str = "sequence"
+    """Over what experts shall be loaded alike: sequence (each packed document by itself), micro_batch (of one data
+    rank), or global_batch (the step; its load is the step before's)."""
+    router_z_loss_weight: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits, a mean over tokens, summed over layers (ST-MoE:
+    1e-3)."""
+    selection_bias_rate: float = 0.0
+    """How far an expert's selection bias moves after each step, up when it got fewer tokens than the mean, down when
+    more (DeepSeek-V3: 1e-3); 0 leaves it."""
+    router_jitter: float = 0.0
+    """In training, what the router reads is multiplied by random factors of 1 ± this (Switch: 1e-2)."""
+    capacity_factor: float = 0.0
+    """In training, most tokens of a row that one expert takes, over the mean load of the row's experts; the later
+    tokens beyond it pass by. 0 is dropless."""
+    capacity_mode: str = "drop"
+    """With a capacity, experts compute the rows they got (drop), or always as many as they could get (pad): no sizes
+    then depend on the data."""
 
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""

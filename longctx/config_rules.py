@@ -18,6 +18,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "qk_norm": ("none", "head", "full"),
     "position": ("rope", "none", "learned", "sinusoidal", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
+    "balance_scope": ("sequence", "micro_batch", "global_batch"),
+    "capacity_mode": ("drop", "pad"),
 }
 """The words that a field may hold."""
 
@@ -35,7 +37,7 @@ _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit
 _NOT_NEGATIVE = (
     *("num_experts", "shared_ffn_size", "balance_loss_weight", "attention_scale", "attention_softcap"),
     *("logit_softcap", "window", "sparse_stride", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "value_head_dim"),
-    "local_rope_theta",
+    *("local_rope_theta", "router_z_loss_weight", "selection_bias_rate", "capacity_factor"),
 )
 
 
@@ -106,6 +108,8 @@ def _check_numbers(config: ModelConfig) -> None:
         )
     if not 0 <= config.residual_dropout < 1:
         raise ConfigError(f"model.residual_dropout={config.residual_dropout} must lie at 0 or above, and below 1.")
+    if not 0 <= config.router_jitter < 1:
+        raise ConfigError(f"model.router_jitter={config.router_jitter} must lie at 0 or above, and below 1.")
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -262,3 +266,13 @@ def _check_experts(config: ModelConfig) -> None:
         )
     if config.expert_ffn_size < 1:
         raise ConfigError(f"model.expert_ffn_size={config.expert_ffn_size} must be at least 1.")
+    if config.selection_bias_rate and not config.selection_bias:
+        raise ConfigError(
+            f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
+            "model.selection_bias=true, or model.selection_bias_rate=0."
+        )
+    if 0 < config.capacity_factor < 1:
+        raise ConfigError(
+            f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "
+            "dropless."
+        )

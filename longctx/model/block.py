@@ -17,6 +17,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.contract import Scores
 from longctx.model.attention import Table, build_attention
 from longctx.model.cores import AttentionCore, AttentionMask, KVCache
+from longctx.model.dispatch import ExpertRun
 from longctx.model.dropout import Dropout
 from longctx.model.mlp import FeedForward
 from longctx.model.moe import MixtureOfExperts
@@ -35,18 +36,20 @@ class Call:
     documents_Bt: Tensor | None
     dropout: Dropout | None
     recompute: bool
+    experts: ExpertRun
 
 
 class Block(nn.Module):
     """Attention and FFN, each added to the residual stream, with norms before, after or around them."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
+        """``experts`` are the layer's experts whose weights are here."""
         super().__init__()
         M = config.hidden_size
         self.layer, self.order, self.residual_scale = layer, config.norm_order, config.residual_scale
         self.self_attn = build_attention(config, layer)
         self.mlp = (
-            MixtureOfExperts(config)
+            MixtureOfExperts(config, experts)
             if config.has_experts(layer)
             else FeedForward(config, config.ffn_size, bias=config.ffn_bias)
         )
@@ -114,7 +117,7 @@ class Block(nn.Module):
             out_BtM, counts_SE, prob_sums_SE = self.mlp(normed_BtM), nothing.long(), nothing
         else:
             out_BtM, counts_SE, prob_sums_SE = self.mlp(
-                normed_BtM, documents_Bt=call.documents_Bt, num_documents=call.mask.num_documents
+                normed_BtM, documents_Bt=call.documents_Bt, num_documents=call.mask.num_documents, run=call.experts
             )
         if self.order == "sandwich":
             out_BtM = self.post_feedforward_layernorm(out_BtM)

@@ -17,7 +17,9 @@ from longctx.kernels.bias import alibi_slopes
 from longctx.kernels.contract import RelativeBias, Scores
 from longctx.model.block import Block, Call
 from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
+from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.dropout import Dropout
+from longctx.model.experts import is_expert_weight
 from longctx.model.head import LMHead
 from longctx.model.initialize import initial_value
 from longctx.model.layers import Embedding, Weight
@@ -31,7 +33,7 @@ from longctx.rope import Rope
 class Backbone(nn.Module):
     """Embedding, blocks and the final norm: everything named ``model.*``."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: slice = slice(None)) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -39,7 +41,7 @@ class Backbone(nn.Module):
             self.embed_positions = Embedding(config.max_positions, config.hidden_size)
         if config.position == "t5":
             self.relative_bias = Weight(config.relative_buckets, config.num_heads)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
 
@@ -55,6 +57,7 @@ class Backbone(nn.Module):
         documents_Bt: Tensor | None,
         dropout: Dropout | None,
         recompute: bool,
+        experts: ExpertRun,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the counts and probability sums of every expert layer's router, [S, E] each.
 
@@ -63,7 +66,8 @@ class Backbone(nn.Module):
         config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         calls = {
-            kind: Call(masks[kind], cores[kind], scores, cache, documents_Bt, dropout, recompute) for kind in masks
+            kind: Call(masks[kind], cores[kind], scores, cache, documents_Bt, dropout, recompute, experts)
+            for kind in masks
         }
         turned_by = [config.rope_of(n) if config.turns(n) else None for n in range(config.num_layers)]
         tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
@@ -112,14 +116,25 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """A causal language model's network; which keys a query meets, and where they live, is its attention core's affair.
 
-    ``core``, ``linear_core``, ``recompute`` and ``dropout_seed`` may be set at any time. With ``recompute`` a block
+    ``core``, ``linear_core``, ``recompute`` and ``dropout_seed`` may be set at any time, and so may
+    ``expert_tile_tokens`` and ``recompute_experts`` (``ExpertRun``). With ``recompute`` a block
     keeps its input and the core's result, and computes the rest again in backward. ``dropout_seed`` decides what the
     next forward pass drops, where the config asks for dropout; None, as in evaluation, drops nothing. ``dropout_start``
     is the place of its first token among all that share the seed.
     """
 
-    def __init__(self, config: ModelConfig, core: AttentionCore | None = None, *, seed: int | None = 0) -> None:
-        """A decoder with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        core: AttentionCore | None = None,
+        *,
+        dispatcher: TokenDispatcher | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        """A decoder with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
+
+        It holds the experts that are the ``dispatcher``'s share: without one, all.
+        """
         super().__init__()
         self.config = config
         self.core: AttentionCore = core if core is not None else LocalAttention()
@@ -127,7 +142,10 @@ class Decoder(nn.Module):
         self.recompute = False
         self.dropout_seed: int | None = None
         self.dropout_start = 0
-        self.model = Backbone(config)
+        self.dispatcher: TokenDispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.expert_tile_tokens = 0
+        self.recompute_experts = "activation"
+        self.model = Backbone(config, self.dispatcher.share)
         self.lm_head = LMHead(config)
         if seed is not None:
             self.initialize(seed)
@@ -136,10 +154,17 @@ class Decoder(nn.Module):
     def initialize(self, seed: int) -> None:
         """Set every weight to its initial value, which depends on ``seed`` and the tensor's name alone."""
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta:
-                parameter.copy_(initial_value(name, tuple(parameter.shape), self.config, seed))
+            if parameter.is_meta:
+                continue
+            shape = self.logical_shape(name, parameter.shape)
+            value = initial_value(name, shape, self.config, seed)
+            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.share])
         for buffer in self.buffers():
             buffer.zero_()
+
+    def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
+        return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
     def forward(
         self,
@@ -174,6 +199,7 @@ class Decoder(nn.Module):
             documents_Bt=documents if return_stats else None,
             dropout=dropout,
             recompute=self.recompute,
+            experts=ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 

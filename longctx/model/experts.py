@@ -17,30 +17,42 @@ from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.model.activations import gated, gated_backward
+from longctx.model.dispatch import ExpertRun, LocalDispatcher
 
 
 class Experts(nn.Module):
-    """All experts of one layer, fused as Hugging Face keeps them in memory: gate rows first, then up rows."""
+    """The experts of one layer, fused as Hugging Face keeps them in memory: gate rows first, then up rows.
 
-    def __init__(self, config: ModelConfig) -> None:
+    ``share`` are those whose weights are here: e of the layer's E, consecutive.
+    """
+
+    def __init__(self, config: ModelConfig, share: slice = slice(None)) -> None:
         super().__init__()
-        E, M, F = config.num_experts, config.hidden_size, config.expert_ffn_size
+        e, M, F = len(range(config.num_experts)[share]), config.hidden_size, config.expert_ffn_size
+        self.share, self.num_experts = share, config.num_experts
         self.activation = config.activation
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, M))
-        self.down_proj = nn.Parameter(torch.empty(E, M, F))
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * F, M))
+        self.down_proj = nn.Parameter(torch.empty(e, M, F))
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
         biased = config.expert_bias
-        self.register_parameter("gate_up_proj_bias", nn.Parameter(torch.empty(E, 2 * F)) if biased else None)
-        self.register_parameter("down_proj_bias", nn.Parameter(torch.empty(E, M)) if biased else None)
+        self.register_parameter("gate_up_proj_bias", nn.Parameter(torch.empty(e, 2 * F)) if biased else None)
+        self.register_parameter("down_proj_bias", nn.Parameter(torch.empty(e, M)) if biased else None)
 
-    def forward(self, x_NM: Tensor, gates_Nk: Tensor, experts_Nk: Tensor) -> Tensor:
+    def forward(self, x_NM: Tensor, gates_Nk: Tensor, experts_Nk: Tensor, run: ExpertRun | None = None) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
         The gates are applied before the down projection, where backward needs no copy of the experts' outputs.
         """
+        run = ExpertRun(LocalDispatcher()) if run is None else run
+        assert run.dispatcher.share == self.share
         weights = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
         return _Experts.apply(x_NM, gates_Nk, experts_Nk, *weights, self.activation)
+
+
+def is_expert_weight(name: str) -> bool:
+    """Whether a parameter's first axis are experts, which ranks may share out."""
+    return ".mlp.experts." in name
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

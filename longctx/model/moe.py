@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
+from longctx.model.dispatch import ExpertRun
 from longctx.model.experts import Experts
 from longctx.model.layers import Linear
 from longctx.model.mlp import FeedForward
@@ -18,10 +19,10 @@ from longctx.model.router import Router, router_stats
 class MixtureOfExperts(nn.Module):
     """Dropless: every token visits its k experts, whatever the load."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, share: slice = slice(None)) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
+        self.experts = Experts(config, share)
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
             self.shared_expert = FeedForward(config, config.shared_ffn_size)
@@ -30,12 +31,17 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(
-        self, x_BtM: Tensor, *, documents_Bt: Tensor | None = None, num_documents: int = 0
+        self,
+        x_BtM: Tensor,
+        *,
+        documents_Bt: Tensor | None = None,
+        num_documents: int = 0,
+        run: ExpertRun | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, t, M], and the router's ``counts_SE`` and ``prob_sums_SE`` (S = 0 without ``documents_Bt``)."""
         x_NM = x_BtM.flatten(0, 1)
         gates_Nk, probs_NE, experts_Nk = self.gate(x_NM)
-        out_NM = self.experts(x_NM, gates_Nk, experts_Nk)
+        out_NM = self.experts(x_NM, gates_Nk, experts_Nk, run)
         if self.has_shared_expert:
             shared_NM = self.shared_expert(x_NM)
             if self.has_shared_gate:

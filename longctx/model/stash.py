@@ -1,4 +1,4 @@
-"""``Stash``: what attention computed once, kept through recomputation."""
+"""``Stash``: what a layer computed once, kept through recomputation."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from longctx.errors import ConfigError
 
 
 class Stash:
-    """One layer's output and log-sum-exp, from its first run to its second.
+    """What one layer computed or received, from its first run to its second: attention's output and log-sum-exp,
+    tokens' experts and what these gave.
 
-    Activation checkpointing runs a layer's forward a second time. A core asks ``recall`` first: in the second run it
+    Activation checkpointing runs a layer's forward a second time. Each part asks ``recall`` first: in the second run it
     returns what the first run kept, and neither kernel nor communication is needed again.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, ...] | None = None
+        self._kept: dict[str, tuple[Tensor, ...]] = {}
         self.replaying = False
         """Whether the layer is being recomputed."""
 
-    def recall(self) -> tuple[Tensor, ...] | None:
-        """What the first run kept, which is then the caller's alone; None in the first run itself.
+    def recall(self, of: str = "attention") -> tuple[Tensor, ...] | None:
+        """What the first run kept of a part of the layer, which is then the caller's alone; None in the first run itself.
 
         ConfigError when it was recalled before: the graph is differentiated a second time.
         """
         if not self.replaying:
             return None
-        if self._kept is None:
+        if of not in self._kept:
             raise ConfigError(
-                "recomputation keeps attention's output for one backward pass, and this is a second one through the "
+                f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
                 "same graph. Run forward again, or set recompute=False to use retain_graph=True."
             )
-        kept, self._kept = self._kept, None
-        return kept
+        return self._kept.pop(of)
 
-    def keep(self, *tensors: Tensor) -> None:
-        """Keep these for the second run, without their history."""
-        self._kept = tuple(x.detach() for x in tensors)
+    def keep(self, *tensors: Tensor, of: str = "attention") -> None:
+        """Keep these of a part of the layer for the second run, without their history."""
+        self._kept[of] = tuple(x.detach() for x in tensors)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
