@@ -49,6 +49,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks.peers
 	@$(BIN)/python -m benchmarks.loss
 	@$(BIN)/python -m benchmarks.decoder
+	@$(BIN)/python -m benchmarks.moe
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell

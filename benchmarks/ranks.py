@@ -23,14 +23,21 @@ PRELOAD = ("parallel.attention", "deepspeed.sequence.layer", "deepspeed.runtime.
 """Imported once, in the server that workers are forked from: with many ranks imports would take most of the time."""
 
 
-def run_ranks(function: Callable[..., Any], degree: int, *arguments: Any, timeout: float = 1800) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    degree: int,
+    *arguments: Any,
+    timeout: float = 1800,
+    preload: Sequence[str] = PRELOAD,
+) -> list[Any]:
     """What ``function(*arguments)`` returns on each of ``degree`` gloo ranks, new processes with one thread each.
 
     ``function`` must be a module's. RuntimeError with the traceback when one fails, or ``timeout`` seconds are over.
+    The server that workers are forked from imports ``preload`` when it starts, with the first call.
     """
     os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read when the server starts
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory() as folder:
         settings = [(rank, degree, Path(folder), function, arguments) for rank in range(degree)]
         workers = [context.Process(target=_worker, args=s, daemon=True) for s in settings]

@@ -25,7 +25,7 @@ from longctx.presets import PRESETS
 from parallel.heads import check_heads
 from parallel.layout import check_layout
 from parallel.mesh import check_degrees
-from parallel.parallelize import check_layers
+from parallel.parallelize import check_experts, check_layers
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.toml"
 
@@ -113,8 +113,15 @@ class TrainSection:
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
     recompute: bool = False
-    """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, so
-    that recomputing sends nothing."""
+    """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, and
+    of experts their choice and output, so that recomputing sends nothing and chooses nothing anew."""
+    recompute_experts: Literal["none", "activation", "all"] = "activation"
+    """What backward forms again of the experts: nothing, the activation between their two products, or all but the
+    tokens they were given (which then travel once more where experts are on other ranks)."""
+    record_routing: str = "no"
+    """Folder to write every step's choice of experts to, a file a step; "no" writes none."""
+    replay_routing: str = "no"
+    """Folder of such files whose choice of experts is followed instead of the routers' own; "no" follows none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +133,11 @@ class ParallelSection:
     ulysses: int = 1
     """How many of those hold the same rows and split heads; the rest is the ring."""
     expert: int = 1
-    """Ranks over which experts are spread; not built yet beyond 1."""
+    """Neighbouring ranks over which the experts of each layer are spread, whatever sequences these work on; divides the
+    ranks and model.num_experts."""
+    expert_tile_tokens: int = 0
+    """Tokens of a rank that travel to their experts at a time, while those before are computed; 0 is all at once.
+    Bounds the memory that the experts of a long row take."""
     layout: str = "zigzag"
     """Which token lives where: contiguous, zigzag, striped or balanced. zigzag evens out attention over long documents,
     balanced over any packed documents."""
@@ -220,9 +231,11 @@ class RunConfig:
             ulysses=self.parallel.ulysses,
             expert=self.parallel.expert,
         )
+        check_experts(self.model, self.parallel.expert, world_size)
         check_zero(self.zero.stage, self.dtype)
         _check_built(self)
         _check_ranges(self)
+        _check_routing(self)
         _check_step(self, world_size)
         tokens = self.data.seq_len * self.train.micro_batch_rows
         if self.model.position == "learned" and self.data.seq_len > self.model.max_positions:
@@ -248,6 +261,38 @@ def _check_built(config: RunConfig) -> None:
         )
 
 
+_OF_EXPERTS = (
+    *("parallel.expert_tile_tokens", "train.recompute_experts", "train.record_routing", "train.replay_routing"),
+    *("model.balance_scope", "model.router_z_loss_weight", "model.selection_bias_rate", "model.router_jitter"),
+    *("model.capacity_factor", "model.capacity_mode"),
+)
+"""Options that a model without experts does not read."""
+
+
+def _check_routing(config: RunConfig) -> None:
+    """Nothing is asked of experts that are not there, and routing files are not read where they are written."""
+    if not config.model.num_experts:
+        defaults = RunConfig(model=ModelSection())
+        for name in _OF_EXPERTS:
+            section, key = name.split(".")
+            value, plain = (getattr(getattr(c, section), key) for c in (config, defaults))
+            if value != plain:
+                raise ConfigError(
+                    f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
+                    f"Leave it out ({name}={plain}), or set model.num_experts."
+                )
+    folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
+    for key, folder in folders.items():
+        if not folder.strip():
+            raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
+    given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
+    if len(given) != len(set(given)):
+        raise ConfigError(
+            f"train.record_routing and train.replay_routing are the same folder, {folders['record_routing']!r}: each "
+            "step would overwrite what it has read. Name another one for train.record_routing."
+        )
+
+
 def _check_ranges(config: RunConfig) -> None:
     at_least = {
         "data.seq_len": (config.data.seq_len, 1),
@@ -264,6 +309,7 @@ def _check_ranges(config: RunConfig) -> None:
         "validation.every_steps": (config.validation.every_steps, 0),
         "validation.rows": (config.validation.rows, 0),
         "run.seed": (config.run.seed, 0),
+        "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():
         if not value >= least:

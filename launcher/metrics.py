@@ -44,6 +44,15 @@ REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """What every record of a kind carries; readers treat any other key as optional."""
 
+PER_LAYER_KEYS = (
+    "expert_max_violation",
+    "expert_mean_violation",
+    "expert_dropped_share",
+    "router_entropy",
+    "router_logit_rms",
+)
+"""Keys of a train record that have one number for each expert layer, in the order of ``expert_layers``."""
+
 _NON_FINITE = "non_finite"
 _DECODE_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
 
@@ -60,6 +69,20 @@ def max_over_mean(counts: Sequence[float]) -> float:
     return max(counts) * len(counts) / total if total else math.nan
 
 
+def max_violation(counts: Sequence[float]) -> float:
+    """How far the busiest expert lies above the mean: ``max / mean − 1``, 0 when even (arXiv 2408.15664: MaxVio)."""
+    return max_over_mean(counts) - 1
+
+
+def mean_violation(counts: Sequence[float]) -> float:
+    """How far experts lie from the mean, on average: ``Σ |counts[e] − mean| / (E · mean)``, 0 when even.
+
+    Half of it is the share of tokens that another expert would have to take. NaN when no token was routed.
+    """
+    total = sum(counts)
+    return sum(abs(count - total / len(counts)) for count in counts) / total if total else math.nan
+
+
 def idle_share(counts: Sequence[float]) -> float:
     """Share of experts that got no token: ``#{e: counts[e] = 0} / E``."""
     return sum(1 for count in counts if count == 0) / len(counts) if counts else math.nan
@@ -71,6 +94,20 @@ def load_entropy(counts: Sequence[float]) -> float:
     if not total:
         return math.nan
     return -sum(p * math.log(p) for p in (count / total for count in counts) if p > 0) + 0.0
+
+
+def layer_numbers(record: Mapping[str, Any]) -> list[int]:
+    """The layer of each row of ``expert_load``: ``expert_layers``, or the rows counted where a record lacks it."""
+    return record.get("expert_layers") or list(range(len(record.get("expert_load") or [])))
+
+
+DEAD_AFTER_STEPS = 50
+"""Steps in a row without a token after which an expert is called dead."""
+
+
+def expert_name(layer: int, expert: int) -> str:
+    """The expert as its weights are named: ``model.layers.3.mlp.experts.7``."""
+    return f"model.layers.{layer}.mlp.experts.{expert}"
 
 
 def worst_max_over_mean(expert_load: Sequence[Sequence[float]]) -> float | None:
@@ -314,10 +351,15 @@ def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         for key, value in record.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-    for layer, counts in enumerate(record.get("expert_load") or []):
-        pairs.append((f"experts_max_over_mean/layer_{layer}", max_over_mean(counts)))
-        pairs.append((f"experts_idle_share/layer_{layer}", idle_share(counts)))
-        pairs.append((f"experts_entropy/layer_{layer}", load_entropy(counts)))
+    layers = layer_numbers(record)
+    for layer, counts in zip(layers, record.get("expert_load") or [], strict=True):
+        pairs.append((f"expert_max_over_mean/layer_{layer}", max_over_mean(counts)))
+        pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
+        pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
+    for key in PER_LAYER_KEYS:
+        pairs += [
+            (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)
+        ]
     for spot in record.get("loss_by_position") or []:
         pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
     return pairs
@@ -359,6 +401,9 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
     worst = worst_max_over_mean(record.get("expert_load") or [])
     if worst is not None:
         parts.append(f"experts max/mean {worst:.2f}")
+    dropped = max(record.get("expert_dropped_share") or [], default=0)
+    if dropped > 0:
+        parts.append(f"dropped {dropped:.1%}")
     return [part for part in parts if part]
 
 

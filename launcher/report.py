@@ -20,14 +20,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from launcher import report_experts as experts
 from launcher import report_figures as figures
 from launcher.metrics import (
+    DEAD_AFTER_STEPS,
     DISCARDED_FILE,
     METRICS_FILE,
     Record,
-    idle_share,
-    load_entropy,
-    max_over_mean,
     read_metrics,
     short_number,
 )
@@ -295,6 +294,11 @@ def remarks(run: Run) -> list[str]:
     if run.num_discarded:
         rows = _times(run.num_discarded, "row")
         said.append(f"{rows} of steps that were run again lie in {DISCARDED_FILE} and are not shown.")
+    routed = experts.routed_records(run.train)
+    if routed and (dead := experts.dead_experts(routed)):
+        said.append(
+            f"Without a token for {DEAD_AFTER_STEPS} steps or more: {_times(len(dead), 'expert')}, named below."
+        )
     if len(run.train) > figures.MAX_POINTS:
         size = math.ceil(len(run.train) / figures.MAX_POINTS)
         said.append(f"Each point of a curve is the mean of {size} steps.")
@@ -311,7 +315,7 @@ def sections(run: Run) -> list[Section]:
         _position_section(run),
         _speed_section(run),
         _optimizer_section(run),
-        _expert_section(run),
+        *_expert_sections(run),
         Section(title="Configuration", words=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text),
         _environment_section(run),
     ]
@@ -358,48 +362,42 @@ def _optimizer_section(run: Run) -> Section:
     return Section(title=title, words="", picture=Markup(figures.optimizer_figure(run.train, run.resumed_steps)))
 
 
-def _expert_section(run: Run) -> Section:
-    routed = [record for record in run.train if record.get("expert_load")]
+def _expert_sections(run: Run) -> list[Section]:
+    routed = experts.routed_records(run.train)
     if not routed:
         why = "No step has been logged yet." if not run.train else "The model is dense: it has no experts to balance."
-        return Section(title="Expert load", words=why)
+        return [Section(title="Expert load", words=why)]
     words = "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
-    shown = figures.expert_layers(routed)
-    num_layers = len(routed[-1]["expert_load"])
+    shown, num_layers = experts.uneven_rows(routed), len(routed[-1]["expert_load"])
     if len(shown) < num_layers:
-        words += f" Drawn are the {len(shown)} least even of {num_layers} layers; the table has all."
-    picture = Markup(figures.expert_figure(routed))
-    return Section(title="Expert load", words=words, picture=picture, table=expert_table(routed))
-
-
-def expert_table(routed: Sequence[Record]) -> Table:
-    """Balance of every layer: over the last tenth of the run, at its very start, and in its worst step."""
-    num_recent = max(1, len(routed) // 10)
-    rows = []
-    for layer, experts in enumerate(routed[-1]["expert_load"]):
-        recent = _summed(routed[-num_recent:], layer)
-        start = _summed(routed[:num_recent], layer)
-        worst = max(routed, key=lambda record: _or_zero(max_over_mean(record["expert_load"][layer])))
-        rows.append(
-            (
-                str(layer),
-                f"{max_over_mean(recent):.2f}",
-                f"{max_over_mean(start):.2f}",
-                f"{max_over_mean(worst['expert_load'][layer]):.2f} (step {worst['step']:,})",
-                f"{idle_share(recent):.0%}",
-                f"{load_entropy(recent) / math.log(len(experts)):.3f}" if len(experts) > 1 else "–",
-            )
-        )
-    span = f"last {_times(num_recent, 'step')}"
-    headings = (
-        "Layer",
-        f"max/mean, {span}",
-        f"first {_times(num_recent, 'step')}",
-        "worst step",
-        "idle experts",
-        "entropy / ln E",
+        words += f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
+    headings, rows = experts.expert_table(routed)
+    over_time = Section(
+        title="Expert load",
+        words=words,
+        picture=Markup(experts.load_figure(routed)),
+        table=Table(headings=headings, rows=rows),
     )
-    return Table(headings=headings, rows=rows)
+    by_layer = Section(
+        title="Expert load by layer",
+        words=_dead_words(experts.dead_experts(routed)),
+        picture=Markup(experts.map_figure(routed)),
+    )
+    curves = experts.balance_figure(routed)
+    if curves is None:
+        return [over_time, by_layer]
+    words = (
+        "Violation says how far loads are from even (0), entropy how undecided the router is (0: one expert has all "
+        "the probability); logits that grow without end are the first sign of a run that will diverge."
+    )
+    return [over_time, by_layer, Section(title="Routing", words=words, picture=Markup(curves))]
+
+
+def _dead_words(dead: Sequence[str]) -> str:
+    if not dead:
+        return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
+    more = f" and {len(dead) - 20} more" if len(dead) > 20 else ""
+    return f"Without a token for {DEAD_AFTER_STEPS} steps or more: {', '.join(dead[:20])}{more}."
 
 
 def _environment_section(run: Run) -> Section:
@@ -451,14 +449,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _known(records: Sequence[Record], key: str) -> list[float]:
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _summed(records: Sequence[Record], layer: int) -> list[int]:
-    return [sum(counts) for counts in zip(*(record["expert_load"][layer] for record in records), strict=True)]
-
-
-def _or_zero(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
 
 
 def _plain(value: Any) -> str:

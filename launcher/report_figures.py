@@ -20,18 +20,14 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from launcher.metrics import short_number, worst_max_over_mean
+from launcher.metrics import short_number
 
 INK, GRID = "#0a0b0c", "#0d0e0f"
-"""Stand-ins that ``_to_svg`` turns into the page's own text and grid colours."""
+"""Stand-ins that ``to_svg`` turns into the page's own text and grid colours."""
 BLUE, PALE_BLUE, ORANGE, GREY, RED, GREEN = "#3b82c4", "#9cc3e6", "#e08a1e", "#8a8f98", "#d1495b", "#3a9d6e"
 
 MAX_POINTS = 1200
 """Most points of one curve; longer runs draw the mean of equal groups of steps."""
-MAX_COLUMNS = 160
-"""Most columns of a heat map; longer runs add up the loads of neighbouring steps."""
-MAX_PANELS = 6
-"""Most layers that get a heat map of their own; the table lists all of them."""
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -105,17 +101,17 @@ def _group_means(values: np.ndarray, size: int) -> np.ndarray:
         return np.nansum(padded, axis=1) / counts
 
 
-_styled = matplotlib.rc_context(_STYLE)
+styled = matplotlib.rc_context(_STYLE)
 """Decorator of every picture: matplotlib reads its defaults while it draws, not only when a figure is made."""
 
 
 # One picture each.
 
 
-@_styled
+@styled
 def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Sequence[int]) -> str:
     """Training loss raw and smoothed, validation points, the unigram entropy as a dashed line."""
-    figure, (axes,) = _figure(1, height=3.7)
+    figure, (axes,) = new_figure(1, height=3.7)
     loss = Series.of(train, "loss")
     if loss.drawable:
         thin = loss.thinned()
@@ -132,15 +128,15 @@ def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Seque
     broken = loss.steps[~np.isfinite(loss.values)]
     _mark_steps(axes, broken[:50], color=RED, linestyle="-", label="not finite")
     _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
-    _finish(axes, "step", "loss (nats a token)", loss)
+    finish(axes, "step", "loss (nats a token)", loss)
     axes.legend(ncols=3, loc="upper right")
-    return _to_svg(figure, "loss")
+    return to_svg(figure, "loss")
 
 
-@_styled
+@styled
 def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) -> str:
     """Loss by position in the document, on a log axis: the last validation, and the first one (None: only one)."""
-    figure, (axes,) = _figure(1, height=3.2)
+    figure, (axes,) = new_figure(1, height=3.2)
     if first is not None:
         spots, losses = _position_points(first)
         label = f"first validation, step {first['step']:,}"
@@ -154,7 +150,7 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
     axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
     axes.set_ylabel("loss (nats a token)")
     axes.legend(loc="best")
-    return _to_svg(figure, "position")
+    return to_svg(figure, "position")
 
 
 def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
@@ -163,12 +159,12 @@ def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[f
     return [math.sqrt((spot["start"] + 1) * spot["stop"]) for spot in bins], [spot["loss"] for spot in bins]
 
 
-@_styled
+@styled
 def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     """Tokens a second with its median, and where the time of a step goes."""
-    figure, (left, right) = _figure(2, height=2.9)
+    figure, (left, right) = new_figure(2, height=2.9)
     speed = Series.of(train, "tokens_per_second")
-    _curve(left, speed, BLUE, None)
+    thin_curve(left, speed, BLUE, None)
     if speed.drawable:
         median = float(np.nanmedian(speed.values))
         left.axhline(
@@ -176,100 +172,45 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
         )
         left.legend(loc="lower right")
     left.set_title("Tokens a second, whole world")
-    _finish(left, "step", "tokens/s", None)
+    finish(left, "step", "tokens/s", None)
     left.set_ylim(bottom=0)
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     seconds = Series.of(train, "step_seconds")
-    _curve(right, seconds, BLUE, "step")
-    _curve(right, Series.of(train, "data_wait_seconds"), ORANGE, "of it waiting for data")
+    thin_curve(right, seconds, BLUE, "step")
+    thin_curve(right, Series.of(train, "data_wait_seconds"), ORANGE, "of it waiting for data")
     right.set_title("Seconds a step")
-    _finish(right, "step", "seconds", None)
+    finish(right, "step", "seconds", None)
     _log_if_spiky(right, seconds)
     if right.get_yscale() == "linear":
         right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])  # room for the legend above the curves
     right.legend(loc="upper right")
     for axes in (left, right):
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
-    return _to_svg(figure, "speed")
+    return to_svg(figure, "speed")
 
 
-@_styled
+@styled
 def optimizer_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     """Learning rate and gradient norm (on a log axis when it has spikes)."""
-    figure, (left, right) = _figure(2, height=2.9)
-    _curve(left, Series.of(train, "lr"), GREEN, None)
+    figure, (left, right) = new_figure(2, height=2.9)
+    thin_curve(left, Series.of(train, "lr"), GREEN, None)
     left.set_title("Learning rate")
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _finish(left, "step", "", None)
+    finish(left, "step", "", None)
     left.set_ylim(bottom=0)
     norm = Series.of(train, "grad_norm")
-    _curve(right, norm, BLUE, None)
+    thin_curve(right, norm, BLUE, None)
     right.set_title("Gradient norm before clipping")
-    _finish(right, "step", "", norm)
+    finish(right, "step", "", norm)
     for axes in (left, right):
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
-    return _to_svg(figure, "optimizer")
-
-
-def expert_layers(train: Sequence[Any]) -> list[int]:
-    """Layers that get a heat map: all of them, or the ``MAX_PANELS`` least even ones over the whole run."""
-    loads = [record["expert_load"] for record in train if record.get("expert_load")]
-    totals = np.sum([np.array(load, dtype=float) for load in loads], axis=0)
-    worst = sorted(range(len(totals)), key=lambda layer: -(worst_max_over_mean([totals[layer].tolist()]) or 0.0))
-    return sorted(worst[:MAX_PANELS])
-
-
-@_styled
-def expert_figure(train: Sequence[Any]) -> str:
-    """Normalised load (1.0 = even) of each expert over the steps, one heat map a layer."""
-    rows = [record for record in train if record.get("expert_load")]
-    steps = [record["step"] for record in rows]
-    loads_SLE = np.array([record["expert_load"] for record in rows], dtype=float)
-    layers = expert_layers(rows)
-    num_rows = math.ceil(len(layers) / 2)
-    figure, panels = _figure(2, rows=num_rows, height=0.7 + 1.75 * num_rows)
-    image = None
-    for axes, layer in zip(panels, layers, strict=False):
-        columns_EC = _normalised_columns(loads_SLE[:, layer])
-        colours = matplotlib.colormaps["RdBu_r"].with_extremes(under="#111111", bad="#888888")
-        extent = (steps[0] - 0.5, steps[-1] + 0.5, columns_EC.shape[0] - 0.5, -0.5)
-        image = axes.imshow(
-            columns_EC, aspect="auto", interpolation="nearest", cmap=colours, vmin=-2, vmax=2, extent=extent
-        )
-        axes.set_title(f"Layer {layer}")
-        axes.set_ylabel("expert")
-        axes.grid(False)
-        if steps[-1] - steps[0] < 6:
-            axes.set_xticks(range(steps[0], steps[-1] + 1))
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for axes in panels[len(layers) :]:
-        axes.set_visible(False)
-    for axes in panels[max(0, len(layers) - 2) : len(layers)]:
-        axes.set_xlabel("step")
-    if image is not None:
-        bar = figure.colorbar(image, ax=panels, ticks=[-2, -1, 0, 1, 2], pad=0.015, fraction=0.03, aspect=30)
-        bar.ax.set_yticklabels(["≤ ¼", "½", "1 even", "2", "≥ 4"])
-        bar.outline.set_visible(False)  # type: ignore[operator]
-    return _to_svg(figure, "experts")
-
-
-def _normalised_columns(loads_SE: np.ndarray) -> np.ndarray:
-    """log2 of load over mean [E, columns], within ±2; −3 marks an expert without a token, NaN a step without any."""
-    size = math.ceil(len(loads_SE) / MAX_COLUMNS)
-    padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
-    sums_CE = np.concatenate([loads_SE, padding]).reshape(-1, size, loads_SE.shape[1]).sum(axis=1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        logs_CE = np.log2(sums_CE / sums_CE.mean(axis=1, keepdims=True))
-    return np.where(np.isneginf(logs_CE), -3.0, np.clip(logs_CE, -2.0, 2.0)).T
+    return to_svg(figure, "optimizer")
 
 
 # What the pictures share.
 
 
-def _figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list[Axes]]:
+def new_figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list[Axes]]:
     """An empty figure ten inches wide and its panels, row by row."""
     figure = Figure(figsize=(10, height), layout="constrained")
     FigureCanvasSVG(figure)
@@ -281,7 +222,7 @@ def _figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list
     return figure, panels
 
 
-def _curve(axes: Axes, series: Series, colour: str, label: str | None) -> None:
+def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> None:
     if series.drawable:
         thin = series.thinned()
         axes.plot(thin.steps, thin.values, _dots(thin), color=colour, linewidth=1.1, label=label)
@@ -300,7 +241,7 @@ def _binary_number(value: float) -> str:
     return f"{value:g}" if value >= 1 else ""
 
 
-def _finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
+def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.015)
@@ -326,7 +267,7 @@ def _mark_steps(axes: Axes, steps: Sequence[float] | np.ndarray, *, color: str, 
         axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=None if index else label)
 
 
-def _to_svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """The figure as an ``<svg>`` element that fills its container; ids carry ``name`` so that pictures never clash."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})

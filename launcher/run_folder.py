@@ -82,6 +82,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
         "world_size": mesh.world_size,
         "data": mesh.data,
         "context": mesh.context,
+        "expert": mesh.expert,
         "num_parameters": num_parameters,
         "command": sys.argv,
     }

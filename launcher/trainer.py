@@ -26,7 +26,9 @@ from launcher.checkpoint import (
 from launcher.config import RunConfig, TrainSection
 from launcher.metrics import MetricsWriter, Record, check_tensorboard, console_line, truncate_after
 from launcher.report import write_report
+from launcher.routing import RoutingFiles
 from launcher.run_folder import prepare_folder, start_logging, write_facts
+from launcher.step_record import DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
 from launcher.throughput import (
     document_lengths,
     mfu,
@@ -38,9 +40,13 @@ from launcher.throughput import (
 from launcher.validation import validate
 from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file, list_checkpoints
+from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.model.balance import load_share, move_selection_bias_
+from longctx.objectives.causal_lm import LossSum
 from parallel.device import device_name, peak_memory_bytes
-from parallel.loss import StepCounts, count_step, micro_batch_loss, sum_over_ranks
+from parallel.layout import SequenceLayout
+from parallel.loss import StepCounts, count_step, micro_batch_loss
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.process import broadcast_object, on_every_rank
@@ -57,7 +63,8 @@ class Trainer:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         """Check and build everything; every rank alike. The process group must be up."""
         self.config, self.model_config = config, config.model.config()
-        self.mesh = Mesh.build(context=config.parallel.context, ulysses=config.parallel.ulysses)
+        parallel = config.parallel
+        self.mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
         self.device = device
         self.folder = on_every_rank(lambda: prepare_folder(config))
         start_logging(self.folder, self.mesh.rank)
@@ -67,6 +74,9 @@ class Trainer:
         resume_from = broadcast_object(found)
         start_from = on_every_rank(lambda: find_start(config.run.start_from)) if resume_from is None else None
         on_every_rank(self._open_data)
+        self._expert_layers = expert_layers(self.model_config)
+        self._dead_experts = DeadExpertWatch(self._expert_layers, self.model_config.num_experts)
+        self._load_LE: Tensor | None = None
         self.engine = self._build_engine()
         self.step = 0
         self._resumed, self._started = resume_from is not None, start_from is not None
@@ -74,6 +84,9 @@ class Trainer:
             self._resume(resume_from)
         if start_from is not None:
             self._start(start_from)
+        self._open_routing()
+        if self._resumed:  # not before everything that could refuse this start has agreed to it
+            on_every_rank(lambda: self._rewind_folder() if self._leads else None)
         if self._leads:
             write_facts(self.folder, config, self.mesh, self.engine.num_parameters)
 
@@ -100,60 +113,67 @@ class Trainer:
     def _train_step(self) -> Record:
         """One optimiser step over the next rows; returns its record."""
         started = time.perf_counter()
+        order = self.loader.state_dict()
         batches = [next(self.loader) for _ in range(self.loader.micro_batches_per_step)]
         shares = [self._share(batch) for batch in batches]
         waited = time.perf_counter() - started
+        if self._routing.active:
+            self._routing.begin(self.step + 1, order, self._places(batches))
         counts = count_step(shares, self.device)
         sums = self._forward_backward(shares, counts)
+        flops = sum(training_flops(self.model_config, document_lengths(b.cu_seqlens.tolist())) for b in batches)
+        totals = sums.over_ranks(flops / self.mesh.context)  # each rank of a sequence counted all of it
+        totals.check_router_logits(self._expert_layers, self.step + 1)  # before anything is changed by them
         lr = learning_rate(self.step + 1, self.config.train)
         grad_norm = self.engine.step(lr)
         self.step += 1
+        self._balance(totals.counts_LE)
+        self._routing.end()
         seconds = time.perf_counter() - started
-        flops = sum(training_flops(self.model_config, document_lengths(b.cu_seqlens.tolist())) for b in batches)
-        return self._record(sums, counts, flops=flops, lr=lr, grad_norm=grad_norm, seconds=seconds, waited=waited)
+        return self._record(totals, counts, lr=lr, grad_norm=grad_norm, seconds=seconds, waited=waited)
 
-    def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> Tensor:
-        """Gradients of the step's loss; returns this rank's [Σ nll, Σ balance, tokens by layer and expert], float64."""
-        nll_sum, balance_sum, routed = 0.0, 0.0, None
+    def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> StepSums:
+        """Gradients of the step's loss; returns this rank's sums."""
+        sums, decoder = StepSums(), self.engine.model.decoder
         for number, share in enumerate(shares):
-            self._drop(number)
-            objective, balance, counts_LE, nll = self.engine.forward(share)
-            self.engine.backward(micro_batch_loss(objective, balance, counts, self.model_config.balance_loss_weight))
-            nll_sum, balance_sum = nll_sum + nll.double(), balance_sum + balance.detach().double()
-            routed = counts_LE if routed is None else routed + counts_LE
-        assert routed is not None
-        self.engine.model.decoder.dropout_seed = None  # validation drops nothing
-        head = torch.stack([torch.as_tensor(nll_sum), torch.as_tensor(balance_sum)])
-        return torch.cat([head, routed.flatten().double()]).cpu()
+            decoder.replay = self._routing.replay(number)
+            self._seed(number)
+            loss = LossSum(*self.engine.forward(share))
+            parts = (loss.objective_sum, loss.balance_sum, loss.z_sum)
+            self.engine.backward(micro_batch_loss(*parts, counts, self.model_config))
+            sums.add(loss)
+        decoder.training_seed = decoder.replay = None  # validation drops nothing and chooses by itself
+        return sums
 
-    def _drop(self, micro_batch: int) -> None:
-        """Let dropout depend on the run's seed, the step, and where a row stands in it: on no degree, no history."""
-        decoder, data, train = self.engine.model.decoder, self.config.data, self.config.train
-        row = (micro_batch * self.mesh.data + self.mesh.data_rank) * train.micro_batch_rows
-        decoder.dropout_seed = self.config.run.seed * 0x9E3779B1 + self.step
-        decoder.dropout_start = row * data.seq_len
+    def _seed(self, micro_batch: int) -> None:
+        """Let what is random in training depend on the run's seed, the step, and where a row stands in it: on no
+        degree, no history."""
+        decoder = self.engine.model.decoder
+        decoder.training_seed = self.config.run.seed * 0x9E3779B1 + self.step
+        decoder.training_start = self._first_token(micro_batch)
+
+    def _balance(self, counts_LE: Tensor) -> None:
+        """Let the step's loads move the selection bias, and serve the next step's balance loss."""
+        if not self.model_config.num_experts:
+            return
+        if self.model_config.selection_bias_rate:
+            move_selection_bias_(self.engine.model.decoder, counts_LE, self.model_config.selection_bias_rate)
+        self._remember_load(counts_LE)
+        if self._leads and (dead := self._dead_experts.find(counts_LE)):
+            log.warning("%s", self._dead_experts.warning(dead, self.step, self.model_config))
+
+    def _remember_load(self, counts_LE: Tensor) -> None:
+        self._load_LE = counts_LE
+        self.engine.model.load_LE = load_share(counts_LE).to(self.device)
 
     def _record(
-        self,
-        sums: Tensor,
-        counts: StepCounts,
-        *,
-        flops: int,
-        lr: float,
-        grad_norm: float,
-        seconds: float,
-        waited: float,
+        self, totals: StepTotals, counts: StepCounts, *, lr: float, grad_norm: float, seconds: float, waited: float
     ) -> Record:
-        """The step's record, over all ranks. Collective."""
-        own_flops = torch.tensor([flops / self.mesh.context], dtype=torch.float64)  # each rank of a sequence counted it
-        total = sum_over_ranks(torch.cat([sums, own_flops]))
-        model, world_size = self.model_config, self.mesh.world_size
-        load = total[2:-1].reshape(-1, max(1, model.num_experts)).long().tolist() if model.num_experts else []
+        """The step's record."""
         return {
             "kind": "train",
             "step": self.step,
-            "loss": float(total[0]) / max(1, counts.targets),
-            "balance_loss": float(total[1]) / max(1, counts.tokens) / len(load) if load else None,
+            "loss": totals.nll / max(1, counts.targets),
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": self.loader.tokens_consumed,
@@ -161,9 +181,9 @@ class Trainer:
             "step_seconds": seconds,
             "data_wait_seconds": waited,
             "max_memory_bytes": peak_memory_bytes(self.device),
-            "model_tflops": model_tflops(float(total[-1]), seconds, num_devices=world_size),
-            "mfu": mfu(float(total[-1]), seconds, self._peak_flops),
-            "expert_load": load,
+            "model_tflops": model_tflops(totals.flops, seconds, num_devices=self.mesh.world_size),
+            "mfu": mfu(totals.flops, seconds, self._peak_flops),
+            **expert_record(totals, self._expert_layers, counts.tokens),
         }
 
     def _validate(self) -> Record:
@@ -179,9 +199,22 @@ class Trainer:
 
     def _share(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch."""
-        flat, mesh = batch.flatten_rows(), self.mesh
-        layout = cached_layout(self.config.parallel.layout, mesh.context, mesh.ulysses, tuple(flat.cu_seqlens.tolist()))
-        return flat.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1)).to(self.device)
+        layout = self._layout(batch)
+        return batch.flatten_rows().map_tokens(lambda x: layout.split(x, self.mesh.context_rank, 1)).to(self.device)
+
+    def _layout(self, batch: Batch) -> SequenceLayout:
+        bounds, mesh = tuple(batch.cu_seqlens.tolist()), self.mesh
+        return cached_layout(self.config.parallel.layout, mesh.context, mesh.ulysses, bounds)
+
+    def _places(self, batches: list[Batch]) -> list[Tensor]:
+        """For each micro-batch, where this rank's tokens stand among all of the step's."""
+        rank = self.mesh.context_rank
+        return [self._first_token(number) + self._layout(b).indices(rank) for number, b in enumerate(batches)]
+
+    def _first_token(self, micro_batch: int) -> int:
+        """Where this rank's rows of a micro-batch begin among all tokens of the step."""
+        row = (micro_batch * self.mesh.data + self.mesh.data_rank) * self.config.train.micro_batch_rows
+        return row * self.config.data.seq_len
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""
@@ -231,6 +264,8 @@ class Trainer:
             label_smoothing=train.label_smoothing,
             seed=self.config.run.seed,
         )
+        model.decoder.expert_tile_tokens = parallel.expert_tile_tokens
+        model.decoder.recompute_experts = train.recompute_experts
         options = OptimizerOptions(
             betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
         )
@@ -242,14 +277,23 @@ class Trainer:
             options=options,
         )
 
+    def _open_routing(self) -> None:
+        train = self.config.train
+        self._routing = RoutingFiles(
+            train.record_routing, train.replay_routing, self.model_config, train.tokens_per_step
+        )
+        steps = range(self.step + 1, self._last_step + 1)
+        on_every_rank(lambda: self._routing.prepare(steps, resumes=self._resumed))
+
     def _resume(self, checkpoint: Path) -> None:
         """Take weights, moments, data order and step from a checkpoint."""
         training = load_checkpoint(checkpoint, self.engine, self.model_config).manifest["training"]
         if "loader" in training:
             on_every_rank(lambda: self.loader.load_state_dict(training["loader"]))
             self.step = training["step"]
+        if training.get("expert_load"):  # the last step's, which the next one's balance loss may read
+            self._remember_load(torch.tensor(training["expert_load"]))
         log.info("Resumed from %s at step %d.", checkpoint, self.step)
-        on_every_rank(lambda: self._rewind_folder() if self._leads else None)
 
     def _start(self, checkpoint: Path) -> None:
         """Take a checkpoint's weights and nothing else."""
@@ -273,6 +317,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "world_size": self.mesh.world_size,
             "zero_stage": self.engine.stage,
+            "expert_load": [] if self._load_LE is None else self._load_LE.tolist(),
             "config": dataclasses.asdict(self.config),
         }
         path = save_checkpoint(
@@ -310,12 +355,7 @@ class Trainer:
             self.loader.micro_batches_per_step,
         )
         if model.num_experts:
-            log.info(
-                "%d experts a layer, %d a token%s.",
-                model.num_experts,
-                model.experts_per_token,
-                ", one shared" if model.shared_ffn_size else "",
-            )
+            log.info("%s", _describe_experts(config, model))
         report = self.loader.pack_report()
         log.info("Data: %d rows an epoch, %.2f %% padding.", self.loader.num_rows, 100 * report.padding_share)
 
@@ -360,3 +400,12 @@ def learning_rate(step: int, train: TrainSection) -> float:
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     floor = train.final_lr_ratio
     return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def _describe_experts(config: RunConfig, model: ModelConfig) -> str:
+    """One line for the log."""
+    shared = ", one shared" if model.shared_ffn_size else ""
+    ranks = f"; {model.num_experts // config.parallel.expert} on a rank" if config.parallel.expert > 1 else ""
+    tiles = f", {config.parallel.expert_tile_tokens} tokens at a time" if config.parallel.expert_tile_tokens else ""
+    capacity = f"; capacity {model.capacity_factor:g} ({model.capacity_mode})" if model.capacity_factor else ""
+    return f"{model.num_experts} experts a layer, {model.experts_per_token} a token{shared}{ranks}{tiles}{capacity}."

@@ -36,6 +36,8 @@ class Batch:
     cu_seqlens: Tensor
     """Segment boundaries over the flattened B·T tokens, int64 [N+1] on the CPU, from 0 to B·T, ascending, containing
     every multiple of T. Attention never crosses one. Padding at a row's end is a segment of its own."""
+    row_tokens: int = 0
+    """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
 
     @property
     def num_targets(self) -> int:
@@ -44,7 +46,8 @@ class Batch:
 
     def flatten_rows(self) -> Batch:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
-        return self.map_tokens(lambda x: x.reshape(1, -1))
+        flat = self.map_tokens(lambda x: x.reshape(1, -1))
+        return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def map_tokens(self, change) -> Batch:
         """A batch whose four per-token tensors went through ``change``; ``cu_seqlens`` is kept."""

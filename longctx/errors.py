@@ -21,5 +21,9 @@ class CheckpointError(LongCtxError):
     """A checkpoint that is missing, incomplete, damaged or of another model; or one that could not be written."""
 
 
+class TrainingError(LongCtxError):
+    """A step that cannot be taken: numbers that are no numbers any more."""
+
+
 class ClusterError(LongCtxError):
     """Processes, hosts or launch options that do not fit the run."""

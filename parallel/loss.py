@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
+from longctx.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ def count_step(batches: Iterable[Batch], device: torch.device) -> StepCounts:
     return StepCounts(int(total[0]), int(total[1]))
 
 
-def micro_batch_loss(objective_sum: Tensor, balance_sum: Tensor, counts: StepCounts, balance_weight: float) -> Tensor:
+def micro_batch_loss(
+    objective_sum: Tensor, balance_sum: Tensor, z_sum: Tensor, counts: StepCounts, config: ModelConfig
+) -> Tensor:
     """This rank's and micro-batch's additive share of the step's loss; the shares sum to the loss.
 
-    Mean objective over the step's targets plus the weighted mean balance loss over its tokens.
+    Mean objective over the step's targets, plus the mean balance loss and router z-loss over its tokens, summed over
+    layers and weighted as ``config`` says.
     """
-    return objective_sum / max(1, counts.targets) + balance_weight * balance_sum / max(1, counts.tokens)
+    of_routers = config.balance_loss_weight * balance_sum + config.router_z_loss_weight * z_sum
+    return objective_sum / max(1, counts.targets) + of_routers / max(1, counts.tokens)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ class Mesh:
     """Ranks arranged as data × ring × ulysses: rank = (data_rank · ring_degree + ring_rank) · ulysses + ulysses_rank.
 
     The ranks of a context group (ring × ulysses) are neighbours, so they share a node where they can; those that trade
-    heads are the closest.
+    heads are the closest. The expert axis lies across these: each ``expert`` neighbouring ranks share out the experts,
+    whatever part of which sequence they hold.
     """
 
     rank: int
@@ -27,6 +28,8 @@ class Mesh:
     """Ranks that share one sequence."""
     ulysses: int = 1
     """How many of those share rows and split heads; the rest is the ring."""
+    expert: int = 1
+    """Neighbouring ranks that share out the experts of every layer."""
     ranks_per_node: int = 1
     """Ranks that one machine holds."""
     context_group: ProcessGroup | None = None
@@ -35,6 +38,8 @@ class Mesh:
     """The ranks of that sequence with this rank's share of the heads; None in a ring of one."""
     ulysses_group: ProcessGroup | None = None
     """The ranks that hold the same rows; None when heads are not split."""
+    expert_group: ProcessGroup | None = None
+    """The ranks that hold all experts between them; None when every rank holds all."""
     control_group: ProcessGroup | None = None
     """The context group again, for words on the CPU: the agreement before the first byte."""
 
@@ -55,6 +60,10 @@ class Mesh:
             ulysses_group = _own_group(rank, [s[n : n + ulysses] for s in spans for n in range(0, context, ulysses)])
             rings = [s[n::ulysses] for s in spans for n in range(ulysses)]
             ring_group = _own_group(rank, rings) if context > ulysses else None
+        expert_group = None
+        if expert > 1:
+            experts = [range(first, first + expert) for first in range(0, world_size, expert)]
+            expert_group = _own_group(rank, experts)
         control_group = context_group
         if context_group is not None and dist.get_backend(context_group) != "gloo":
             control_group = _own_group(rank, spans, backend="gloo")
@@ -63,10 +72,12 @@ class Mesh:
             world_size=world_size,
             context=context,
             ulysses=ulysses,
+            expert=expert,
             ranks_per_node=_ranks_per_node(world_size) if ranks_per_node is None else ranks_per_node,
             context_group=context_group,
             ring_group=ring_group,
             ulysses_group=ulysses_group,
+            expert_group=expert_group,
             control_group=control_group,
         )
 
@@ -100,6 +111,11 @@ class Mesh:
         """Which share of the heads this rank computes."""
         return self.context_rank % self.ulysses
 
+    @property
+    def expert_rank(self) -> int:
+        """Which share of the experts this rank holds."""
+        return self.rank % self.expert
+
     def ring_peer(self, ring_rank: int) -> int:
         """Global rank of the member of this rank's ring with that number."""
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
@@ -114,7 +130,8 @@ class Mesh:
     def describe(self) -> str:
         """One line for the log."""
         heads = f" (ring {self.ring_degree} × ulysses {self.ulysses})" if self.ulysses > 1 else ""
-        return f"{self.world_size} ranks = data {self.data} × context {self.context}{heads}"
+        experts = f", experts over {self.expert}" if self.expert > 1 else ""
+        return f"{self.world_size} ranks = data {self.data} × context {self.context}{heads}{experts}"
 
 
 def _own_group(rank: int, members: Sequence[range], backend: str | None = None) -> ProcessGroup | None:
@@ -133,20 +150,23 @@ def _ranks_per_node(world_size: int) -> int:
     return int(said) if said else world_size
 
 
+def nearest(value: int, fits: Sequence[int]) -> int:
+    """The one of these that is closest to the value, the smaller of two."""
+    return min(fits, key=lambda n: (abs(n - value), n))
+
+
 def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: int = 1) -> None:
     """ConfigError unless the axes fit the number of ranks."""
     for name, degree in (("context", context), ("ulysses", ulysses), ("expert", expert)):
         if degree < 1:
             raise ConfigError(f"parallel.{name}={degree} must be at least 1.")
-    if expert > 1:
-        raise ConfigError(f"parallel.expert={expert}: experts across ranks are not built yet. Use parallel.expert=1.")
-    if world_size % context:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ConfigError(
-            f"parallel.context={context} does not divide the {world_size} ranks that were started.\n"
-            f"Try parallel.context={min(fits, key=lambda n: (abs(n - context), n))} (any of {fits}), "
-            f"or start a multiple of {context} ranks."
-        )
+    for name, degree in (("context", context), ("expert", expert)):
+        if world_size % degree:
+            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"parallel.{name}={degree} does not divide the {world_size} ranks that were started.\n"
+                f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or start a multiple of {degree} ranks."
+            )
     if context % ulysses:
         fits = [n for n in range(1, context + 1) if context % n == 0]
         raise ConfigError(

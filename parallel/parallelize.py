@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.dispatch import TokenDispatcher
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention import ContextParallelAttention
+from parallel.expert import AllToAllDispatcher, OwnExperts
 from parallel.linear_attention import ContextParallelLinearAttention, check_linear_layout
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, nearest
 
 
 def build_parallel_model(
@@ -28,18 +33,19 @@ def build_parallel_model(
     label_smoothing: float = 0.0,
     seed: int = 0,
 ) -> CausalLM:
-    """The module that ZeRO wraps: a decoder whose attention spans the mesh's context ranks, and its objective.
+    """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
-    Weights depend on ``seed`` and their names alone, so every rank of every mesh starts from the same model.
-    ConfigError when the layers cannot have this layout.
+    Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
+    its share of the experts. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
-    # 1. attention first: the model is built around its core
+    check_experts(config, mesh.expert, mesh.world_size)
+    # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
     core = ContextParallelAttention(mesh, layout, kernel, transport, wire, deterministic)
-    decoder = Decoder(config, core)
+    decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), seed=None)
     decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    decoder.recompute = recompute  # 3. recomputation wraps blocks; the core's result is kept: hops are not repeated
+    decoder.recompute = recompute  # 3. recomputation wraps blocks; what travelled is kept: nothing is sent twice
     # 4. the objective outermost: one forward, one module
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
@@ -48,6 +54,26 @@ def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
     """ConfigError when a layout does not serve every kind of the model's layers."""
     if "linear" in config.layers:
         check_linear_layout(layout, ring_degree)
+
+
+def check_experts(config: ModelConfig, degree: int, world_size: int | None = None) -> None:
+    """ConfigError unless the experts of every layer deal out equally over ``degree`` ranks.
+
+    With ``world_size`` the degrees that the message offers are those that divide the ranks, too.
+    """
+    if degree > 1 and not config.num_experts:
+        raise ConfigError(f"parallel.expert={degree}, but the model has no experts.\nSet parallel.expert=1.")
+    if degree > 1 and config.num_experts % degree:
+        both = math.gcd(config.num_experts, world_size or config.num_experts)
+        fits = [n for n in range(1, both + 1) if both % n == 0]
+        raise ConfigError(
+            f"parallel.expert={degree} does not divide model.num_experts={config.num_experts}.\n"
+            f"Try parallel.expert={nearest(degree, fits)} (any of {fits}), or a multiple of {degree} experts."
+        )
+
+
+def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
+    return OwnExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
 
 
 def _context_sum(mesh: Mesh):

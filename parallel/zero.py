@@ -2,7 +2,8 @@
 
 DeepSpeed is given no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
 scaled once by their number. Every other set-up of this version is wrong in some stage (see
-docs/decisions/2026-11-deepspeed-grouping.md).
+docs/decisions/2026-11-deepspeed-grouping.md). Where ranks share out the experts it is told so by marks on
+their weights and by a module of a class that it looks for (docs/decisions/2026-11-expert-parallel.md).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import deepspeed
 import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.errors import ConfigError
+from longctx.model.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
 
 MOMENTS = ROLES[1:]
@@ -68,28 +71,60 @@ def check_zero(stage: int, dtype: torch.dtype) -> None:
         )
 
 
+class _ExpertsAcrossRanks(AutoEPMoELayer):
+    """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
+
+    DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
+    hold the same ones (a rank's place among its neighbours) average and partition them.
+    """
+
+    def __init__(self, num_experts: int, degree: int) -> None:
+        nn.Module.__init__(self)  # router, weights and dispatch are ours
+        self.num_experts, self.num_local_experts = num_experts, num_experts // degree
+        self.ep_size, self.ep_rank = degree, dist.get_rank() % degree
+        self.ep_group_name = f"ep_size_{degree}"
+        self.ep_group = None
+
+    def mark(self, weight: nn.Parameter) -> None:
+        """Have DeepSpeed treat this weight as one of the experts."""
+        marks = {
+            "allreduce": False,
+            "group_name": self.ep_group_name,
+            "ds_zero_placement_family": "autoep_expert",
+            "ds_zero_partition_group_name": self.ep_group_name,
+        }
+        for name, value in marks.items():
+            setattr(weight, name, value)
+
+
 class ZeroEngine:
     """A ``CausalLM`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
 
     def __init__(
         self, model: CausalLM, *, stage: int, dtype: torch.dtype, accumulation: int, options: OptimizerOptions
     ) -> None:
-        """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step."""
+        """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step.
+
+        Which experts are here is what the decoder's dispatcher says.
+        """
         check_zero(stage, dtype)
         _quiet_deepspeed()
         self.stage, self.dtype, self._options = stage, dtype, options
-        self._shapes = {name: p.shape for name, p in model.decoder.named_parameters()}
+        self._own_shapes = {name: p.shape for name, p in model.decoder.named_parameters()}
+        self._shapes = {n: torch.Size(model.decoder.logical_shape(n, s)) for n, s in self._own_shapes.items()}
         self._buffers = {name: b.shape for name, b in model.decoder.named_buffers()}
         if stage == 3:
             for module, parameter in model.decoder.external_parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
+        self._experts = _share_out_experts(model)
         optimizer = torch.optim.AdamW(
-            _decay_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
+            _optimizer_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
         )
+        clip_norm = 0.0 if self._clips_itself else options.clip_norm
         with redirect_stdout(io.StringIO()):  # memory figures that no option silences
             # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes we lean on.
             self._engine: Any = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, options)
+                model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, clip_norm)
             )[0]
 
     @property
@@ -104,7 +139,7 @@ class ZeroEngine:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter and buffer, by name."""
+        """Shape of every parameter and buffer of the whole model, by name."""
         return {**self._shapes, **self._buffers}
 
     def forward(self, batch) -> Any:
@@ -122,32 +157,62 @@ class ZeroEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm = self._plain_gradient_norm() if self.stage == 0 else None
+        if norm is not None and self._clips_itself:
+            self._scale_plain_gradients(min(1.0, self._options.clip_norm / (norm + 1e-6)))
         self._engine.step()
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
     def _plain_gradient_norm(self) -> float:
-        """Stage 0 reports no norm; its gradients are whole and already averaged on every rank."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        """Stage 0 reports no norm; its gradients are whole and already averaged on every rank that holds the weight."""
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if self._experts is None:
+            return float(torch.nn.utils.get_total_norm(grads.values()))
+        parts = [[g for n, g in grads.items() if is_expert_weight(n) == of_experts] for of_experts in (False, True)]
+        squares = torch.stack([torch.nn.utils.get_total_norm(part).double() ** 2 for part in parts])
+        dist.all_reduce(squares[1], group=self._experts.ep_group)
+        return float(squares.sum().sqrt())
+
+    @property
+    def _clips_itself(self) -> bool:
+        """DeepSpeed's stage 0 would clip by the mean of norms that each leave out the other ranks' experts."""
+        return self.stage == 0 and self._experts is not None and self._options.clip_norm > 0
+
+    def _scale_plain_gradients(self, factor: float) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None and factor < 1:
+                p.grad.mul_(factor)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Master weights, moments and buffers as fp32 ranges; over all ranks every value exactly once."""
+        """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
+
+        Over all ranks every value exactly once.
+        """
         self._prime_moments()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         for index, (name, buffer) in enumerate(self.model.decoder.named_buffers()):
-            if index % world_size == rank:  # every rank has all of them
+            if self._answers_for(index, name):
                 yield OwnedRange(name, ROLES[0], 0, buffer.detach().float().flatten().cpu())
         for index, (name, p) in enumerate(self.model.decoder.named_parameters()):
             if self.stage == 0:
-                if index % world_size == rank:
-                    state = self._engine.optimizer.state[p]
-                    for role, values in zip(ROLES, (p, *(state[m] for m in MOMENTS)), strict=True):
-                        yield OwnedRange(name, role, 0, values.detach().flatten().cpu())
-                continue
-            start, numel, parts = self._partition(name, p)
+                if not self._answers_for(index, name):
+                    continue
+                state = self._engine.optimizer.state[p]
+                start, numel, parts = 0, p.numel(), (p.view(-1), *(state[m].view(-1) for m in MOMENTS))
+            else:
+                start, numel, parts = self._partition(name, p)
             if numel:
                 for role, values in zip(ROLES, parts, strict=True):
-                    yield OwnedRange(name, role, start, values.detach()[:numel].cpu())
+                    yield OwnedRange(name, role, self._first_value(name) + start, values.detach()[:numel].cpu())
+
+    def _answers_for(self, index: int, name: str) -> bool:
+        """Whether this rank is the one, of those that hold the same values, that gives the ``index``-th tensor."""
+        degree = self._experts.ep_size if self._experts is not None and is_expert_weight(name) else 1
+        return index % (dist.get_world_size() // degree) == dist.get_rank() // degree
+
+    def _first_value(self, name: str) -> int:
+        """Where this rank's part of a flattened tensor of the whole model starts."""
+        if self._experts is None or not is_expert_weight(name):
+            return 0
+        return self._experts.ep_rank * self._own_shapes[name].numel()
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
         """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps.
@@ -166,7 +231,7 @@ class ZeroEngine:
                 start, numel, targets = self._partition(name, p)
             for role, target in zip(roles, targets, strict=False):
                 if numel:
-                    target.data[:numel].copy_(read(name, role, start, numel))
+                    target.data[:numel].copy_(read(name, role, self._first_value(name) + start, numel))
             if self.stage:
                 self._set_working_weight(name, p, read)
         for state in self._inner.state.values():
@@ -180,11 +245,12 @@ class ZeroEngine:
         return optimizer if self.stage == 0 else optimizer.optimizer
 
     def _partition(self, name: str, p: nn.Parameter) -> tuple[int, int, tuple[Tensor, ...]]:
-        """(start, count, flat tensors by role) of what this rank owns of a parameter in stage 1, 2 or 3."""
+        """(start, count, flat tensors by role) of what this rank owns in stage 1, 2 or 3 of a parameter it holds."""
         if self.stage == 3:
             parts = (safe_get_local_fp32_param(p), *(safe_get_local_optimizer_state(p, m) for m in MOMENTS))
-            start = dist.get_rank() * parts[0].numel()  # equal shares, the last ones padded
-            return start, max(0, min(parts[0].numel(), self._shapes[name].numel() - start)), parts
+            start = p.ds_zero_partition_rank * parts[0].numel()  # type: ignore[attr-defined]
+            # equal shares, the last ones padded
+            return start, max(0, min(parts[0].numel(), self._own_shapes[name].numel() - start)), parts
         fragment = p._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:
             return 0, 0, ()
@@ -193,13 +259,13 @@ class ZeroEngine:
 
     def _set_working_weight(self, name: str, p: nn.Parameter, read: ReadRange) -> None:
         """The weights that forward uses follow their masters; DeepSpeed would only do so after its next step."""
-        shape = self._shapes[name]
+        shape, first = self._own_shapes[name], self._first_value(name)
         if self.stage < 3:
-            p.data.copy_(read(name, ROLES[0], 0, shape.numel()).view(shape))
+            p.data.copy_(read(name, ROLES[0], first, shape.numel()).view(shape))
             return
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
-            if dist.get_rank() == 0:
-                p.data.copy_(read(name, ROLES[0], 0, shape.numel()).view(shape))
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):  # the first of those that partition it
+            if p.ds_zero_partition_rank == 0:  # type: ignore[attr-defined]
+                p.data.copy_(read(name, ROLES[0], first, shape.numel()).view(shape))
 
     def _prime_moments(self) -> None:
         """Give every flat partition its moments: DeepSpeed and AdamW create them at the first step only."""
@@ -215,19 +281,38 @@ class ZeroEngine:
             zero._lazy_init_hp_params_optimizer_state()
 
 
-def _decay_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not."""
-    parameters = list(model.parameters())
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    return [group for group in (matrices, vectors) if group["params"]]
+def _share_out_experts(model: CausalLM) -> _ExpertsAcrossRanks | None:
+    """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
+    num_experts = model.decoder.config.num_experts
+    own = range(num_experts)[model.decoder.dispatcher.share]
+    if len(own) == num_experts:
+        return None
+    experts = _ExpertsAcrossRanks(num_experts, num_experts // len(own))
+    assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
+    for name, p in model.decoder.named_parameters():
+        if is_expert_weight(name):
+            experts.mark(p)
+    model.add_module("experts_across_ranks", experts)
+    return experts
 
 
-def _deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, options: OptimizerOptions) -> dict[str, Any]:
+def _optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not. Experts that ranks share out are groups apart, as DeepSpeed wants."""
+    groups = []
+    for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
+        of_experts = {} if name is None else {"moe": True, "name": name}
+        parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
+        matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
+        for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
+            groups += [{"params": params, "weight_decay": decay, **of_experts}] if params else []
+    return groups
+
+
+def _deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": options.clip_norm,
+        "gradient_clipping": clip_norm,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == torch.bfloat16},
         "communication_data_type": "fp32",

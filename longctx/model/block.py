@@ -1,6 +1,6 @@
 """One decoder layer.
 
-Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V value head size, S documents, E experts.
+Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V value head size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from longctx.config import ModelConfig
 from longctx.kernels.contract import Scores
 from longctx.model.attention import Table, build_attention
 from longctx.model.cores import AttentionCore, AttentionMask, KVCache
-from longctx.model.dispatch import ExpertRun
 from longctx.model.dropout import Dropout
 from longctx.model.mlp import FeedForward
-from longctx.model.moe import MixtureOfExperts
+from longctx.model.moe import ExpertCall, MixtureOfExperts
 from longctx.model.norms import build_norm
 from longctx.model.stash import Stash, recomputed, recomputed_in_graph
 
@@ -33,10 +32,9 @@ class Call:
     core: AttentionCore
     scores: Scores
     cache: KVCache | None
-    documents_Bt: Tensor | None
     dropout: Dropout | None
     recompute: bool
-    experts: ExpertRun
+    experts: ExpertCall
 
 
 class Block(nn.Module):
@@ -48,11 +46,10 @@ class Block(nn.Module):
         M = config.hidden_size
         self.layer, self.order, self.residual_scale = layer, config.norm_order, config.residual_scale
         self.self_attn = build_attention(config, layer)
-        self.mlp = (
-            MixtureOfExperts(config, experts)
-            if config.has_experts(layer)
-            else FeedForward(config, config.ffn_size, bias=config.ffn_bias)
-        )
+        if config.has_experts(layer):
+            self.mlp = MixtureOfExperts(config, experts, layer=sum(map(config.has_experts, range(layer))))
+        else:
+            self.mlp = FeedForward(config, config.ffn_size, bias=config.ffn_bias)
         if self.order != "post":
             self.input_layernorm = build_norm(config, M)
         self.post_attention_layernorm = build_norm(config, M)
@@ -61,11 +58,12 @@ class Block(nn.Module):
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
 
-    def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """The layer's output [B, t, M] and its router's ``counts_SE`` and ``prob_sums_SE`` (empty if none).
+    def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, ...]:
+        """The layer's output [B, t, M], and the fields of its router's ``RouterStats`` (a dense layer has none).
 
-        When recomputed, only x and the core's result survive until backward, which computes the rest anew; what ranks
-        send one another is sent once, and so is softmax attention computed (linear attention's own rows are not).
+        When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
+        layer of experts their ids and output; what ranks send one another is sent once, and so is softmax attention
+        computed (linear attention's own rows are not).
         """
         run = _once
         if call.recompute and call.cache is None and torch.is_grad_enabled():
@@ -73,9 +71,7 @@ class Block(nn.Module):
             run = recomputed_in_graph if in_graph else recomputed
         return run(self._run, x_BtM, table, call)
 
-    def _run(
-        self, x_BtM: Tensor, table: Table | None, call: Call, stash: Stash | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, x_BtM: Tensor, table: Table | None, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
         q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
         core = call.core if stash is None else partial(call.core, stash=stash)
         sinks_H = None if self.self_attn.sinks is None else self.self_attn.sinks()
@@ -83,9 +79,9 @@ class Block(nn.Module):
         heads_BtHV = core(
             q, k, v, mask=call.mask, layer=self.layer, cache=call.cache, scores=call.scores, sinks_H=sinks_H
         )
-        return self._after_core(x_BtM, heads_BtHV, call)
+        return self._after_core(x_BtM, heads_BtHV, call, stash)
 
-    def _after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
         out_BtM = self.self_attn.output(heads_BtHV)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
@@ -93,11 +89,13 @@ class Block(nn.Module):
         if self.order == "post":
             x_BtM = self.post_attention_layernorm(x_BtM)
         second = "pre_feedforward_layernorm" if self.order == "sandwich" else "post_attention_layernorm"
-        out_BtM, counts_SE, prob_sums_SE = self._feed(self._before(x_BtM, second), call)
+        out_BtM, *stats = self._feed(self._before(x_BtM, second), call, stash)
+        if self.order == "sandwich":
+            out_BtM = self.post_feedforward_layernorm(out_BtM)
         x_BtM = self._add(x_BtM, out_BtM, 1, call)
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
-        return x_BtM, counts_SE, prob_sums_SE
+        return x_BtM, *stats
 
     def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
         return x_BtM if self.order == "post" else getattr(self, norm)(x_BtM)
@@ -110,18 +108,11 @@ class Block(nn.Module):
             part_BtM = part_BtM * self.residual_scale
         return x_BtM + part_BtM
 
-    def _feed(self, normed_BtM: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _feed(self, normed_BtM: Tensor, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
         """The FFN's output, and the statistics of its router."""
         if isinstance(self.mlp, FeedForward):
-            nothing = normed_BtM.new_zeros(0, 0, dtype=torch.float32)
-            out_BtM, counts_SE, prob_sums_SE = self.mlp(normed_BtM), nothing.long(), nothing
-        else:
-            out_BtM, counts_SE, prob_sums_SE = self.mlp(
-                normed_BtM, documents_Bt=call.documents_Bt, num_documents=call.mask.num_documents, run=call.experts
-            )
-        if self.order == "sandwich":
-            out_BtM = self.post_feedforward_layernorm(out_BtM)
-        return out_BtM, counts_SE, prob_sums_SE
+            return (self.mlp(normed_BtM),)
+        return self.mlp(normed_BtM, call.experts, stash)
 
 
 def _once(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:

@@ -16,16 +16,19 @@ from longctx.config import ModelConfig
 from longctx.kernels.bias import alibi_slopes
 from longctx.kernels.contract import RelativeBias, Scores
 from longctx.model.block import Block, Call
+from longctx.model.capacity import Capacity
 from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
 from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
-from longctx.model.dropout import Dropout
+from longctx.model.dropout import Dropout, Jitter
 from longctx.model.experts import is_expert_weight
 from longctx.model.head import LMHead
 from longctx.model.initialize import initial_value
 from longctx.model.layers import Embedding, Weight
 from longctx.model.linear_core import LocalLinearAttention
+from longctx.model.moe import ExpertCall
 from longctx.model.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
+from longctx.model.replay import RoutingReplay
 from longctx.model.router import RouterStats
 from longctx.rope import Rope
 
@@ -54,21 +57,17 @@ class Backbone(nn.Module):
         length: int,
         cores: dict[str, AttentionCore],
         cache: KVCache | None,
-        documents_Bt: Tensor | None,
         dropout: Dropout | None,
         recompute: bool,
-        experts: ExpertRun,
+        experts: ExpertCall,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Hidden states [B, t, M] and the counts and probability sums of every expert layer's router, [S, E] each.
+        """Hidden states [B, t, M] and the fields of every expert layer's ``RouterStats``.
 
         ``masks`` and ``cores`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
         config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
-        calls = {
-            kind: Call(masks[kind], cores[kind], scores, cache, documents_Bt, dropout, recompute, experts)
-            for kind in masks
-        }
+        calls = {kind: Call(masks[kind], cores[kind], scores, cache, dropout, recompute, experts) for kind in masks}
         turned_by = [config.rope_of(n) if config.turns(n) else None for n in range(config.num_layers)]
         tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
         stats = []
@@ -116,11 +115,12 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """A causal language model's network; which keys a query meets, and where they live, is its attention core's affair.
 
-    ``core``, ``linear_core``, ``recompute`` and ``dropout_seed`` may be set at any time, and so may
-    ``expert_tile_tokens`` and ``recompute_experts`` (``ExpertRun``). With ``recompute`` a block
-    keeps its input and the core's result, and computes the rest again in backward. ``dropout_seed`` decides what the
-    next forward pass drops, where the config asks for dropout; None, as in evaluation, drops nothing. ``dropout_start``
-    is the place of its first token among all that share the seed.
+    ``core``, ``linear_core``, ``recompute``, ``training_seed`` and ``replay`` may be set at any time, and so may
+    ``expert_tile_tokens`` and ``recompute_experts`` (``ExpertRun``). With ``recompute`` a block keeps its input, the
+    core's result and where its tokens went, and computes the rest again in backward. What happens in training alone,
+    where the config asks for it (dropout, router jitter, experts' capacity), happens where ``training_seed`` is set,
+    which decides all that is random; None, as in evaluation, does none of it. ``training_start`` is the place of the
+    next forward pass's first token among all that share the seed. ``replay`` records or gives the experts' ids.
     """
 
     def __init__(
@@ -140,8 +140,9 @@ class Decoder(nn.Module):
         self.core: AttentionCore = core if core is not None else LocalAttention()
         self.linear_core: AttentionCore = LocalLinearAttention()
         self.recompute = False
-        self.dropout_seed: int | None = None
-        self.dropout_start = 0
+        self.training_seed: int | None = None
+        self.training_start = 0
+        self.replay: RoutingReplay | None = None
         self.dispatcher: TokenDispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
         self.expert_tile_tokens = 0
         self.recompute_experts = "activation"
@@ -173,6 +174,7 @@ class Decoder(nn.Module):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         *,
         documents: Tensor | None = None,
+        row_tokens: int = 0,
         return_stats: bool = False,
         cache: KVCache | None = None,
     ) -> Any:
@@ -180,7 +182,9 @@ class Decoder(nn.Module):
 
         ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``documents`` [B, t] tells
         which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
-        whole of ``cu_seqlens``. With a ``cache`` the tokens continue the sequence that filled it.
+        whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
+        expert's capacity is one of a row); 0 if none were. With a ``cache`` the tokens continue the sequence that
+        filled it.
         """
         masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         mask = next(iter(masks.values()))
@@ -188,7 +192,9 @@ class Decoder(nn.Module):
             check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
         if return_stats and documents is None:
             documents = _whole_documents(mask, tokens_Bt)
-        dropout = self._dropout(mask, tokens_Bt, positions_Bt, documents)
+        places_Bt = self._places(mask, tokens_Bt, positions_Bt, documents)
+        if self.replay is not None:
+            self.replay.check(self.config, tokens_Bt.numel())
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
@@ -196,10 +202,9 @@ class Decoder(nn.Module):
             length=self._length(mask, positions_Bt, cache),
             cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
             cache=cache,
-            documents_Bt=documents if return_stats else None,
-            dropout=dropout,
+            dropout=self._dropout(places_Bt),
             recompute=self.recompute,
-            experts=ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts),
+            experts=self._expert_call(mask, places_Bt, documents if return_stats else None, row_tokens),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 
@@ -209,16 +214,35 @@ class Decoder(nn.Module):
             return 0
         return mask.longest if cache is None else int(positions_Bt.max()) + 1
 
-    def _dropout(
+    def _places(
         self, mask: AttentionMask, tokens_Bt: Tensor, positions_Bt: Tensor, documents_Bt: Tensor | None
-    ) -> Dropout | None:
-        if self.dropout_seed is None or not self.config.residual_dropout:
+    ) -> Tensor | None:
+        """Where each token stands in the micro-batch, negative for padding; None where nothing depends on it."""
+        config = self.config
+        of_experts = config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
+        if self.training_seed is None or not (config.residual_dropout or of_experts):
             return None
         if documents_Bt is None:
             documents_Bt = _whole_documents(mask, tokens_Bt)
-        starts = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device)
-        places_Bt = starts[documents_Bt.clamp(min=0)] + positions_Bt + self.dropout_start
-        return Dropout(self.config.residual_dropout, self.dropout_seed, places_Bt)
+        return _places_of(mask, positions_Bt, documents_Bt)
+
+    def _dropout(self, places_Bt: Tensor | None) -> Dropout | None:
+        if places_Bt is None or self.training_seed is None or not self.config.residual_dropout:
+            return None
+        return Dropout(self.config.residual_dropout, self.training_seed, places_Bt + self.training_start)
+
+    def _expert_call(
+        self, mask: AttentionMask, places_Bt: Tensor | None, documents_Bt: Tensor | None, row_tokens: int
+    ) -> ExpertCall:
+        config, jitter, capacity = self.config, None, None
+        if config.num_experts and places_Bt is not None and self.training_seed is not None:
+            if config.router_jitter:
+                jitter = Jitter(config.router_jitter, self.training_seed, places_Bt + self.training_start)
+            if config.capacity_factor:
+                row_tokens = row_tokens or mask.num_tokens // len(places_Bt)
+                capacity = Capacity.build(config, places_Bt.flatten(), row_tokens, mask.num_tokens)
+        run = ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts)
+        return ExpertCall(run, documents_Bt, mask.num_documents, jitter, capacity, self.replay)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
@@ -277,3 +301,9 @@ def _whole_documents(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
         )
     lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
+
+
+@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+def _places_of(mask: AttentionMask, positions_Bt: Tensor, documents_Bt: Tensor) -> Tensor:
+    starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)
+    return (starts[documents_Bt.clamp(min=0)] + positions_Bt).where(documents_Bt >= 0, -1)

@@ -1,40 +1,60 @@
-"""What carries a token's rows to its experts and back: ``LocalDispatcher`` where one process holds them all.
+"""What carries tokens to their experts and back: ``LocalDispatcher`` where one process holds them all.
 
 A dispatcher that spreads experts over processes has the same protocol and lives outside this package; experts cannot
-tell which one they were given. It owns no parameters.
+tell which one they were given. It owns no parameters. A token travels once to each process that holds any of its
+experts, however many of them, and one sum of what these made of it travels back.
 
-Axes: n tiles, E experts, e experts of this process, R rows that this process sends, S rows that it receives.
+Axes: N tokens of this process, n of one tile of them, S tokens that arrive for a tile, k experts a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T_co = TypeVar("T_co", covariant=True)
 
-class Arrival(Protocol):
-    """Rows under way."""
 
-    def wait(self) -> Tensor:
-        """The rows, once they are here. To be called once."""
+class Arrival(Protocol[T_co]):
+    """Something under way."""
+
+    def wait(self) -> T_co:
+        """What it is, once it is here. To be called once."""
         ...
 
 
 class Trip(Protocol):
-    """One tile's rows on their way to the processes that hold their experts, and back."""
+    """One tile's tokens on their way to the processes that hold their experts, and back."""
 
-    ends_e: Tensor
-    """Where the rows of each of this process's experts end among those that arrive, int32 [e]."""
-
-    def dispatch(self, rows_RX: Tensor) -> Arrival:
-        """Send [R, …] rows, sorted by expert; [S, …] arrive, sorted by this process's experts. Collective."""
+    @property
+    def num_rows(self) -> int | None:
+        """Choices among those that arrive for which this process has the expert; None where only the device knows."""
         ...
 
-    def combine(self, rows_SX: Tensor) -> Arrival:
-        """Send [S, …] rows back to where they came from; [R, …] arrive in the order they were sent in. Collective."""
+    def dispatch(self, of_tokens_nX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+        """Send something of every token to its experts, as ``wire``; [S, …] arrive. Collective."""
+        ...
+
+    def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
+        """Send which experts and with what gates. Collective.
+
+        [S, k] each arrive: gates, and ids that count from this process's first expert, −1 for an expert elsewhere.
+        """
+        ...
+
+    def combine(self, of_tokens_SX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+        """Send what was made of every token back, as ``wire``. Collective.
+
+        Its sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
+        """
+        ...
+
+    def bytes_sent(self, bytes_per_token: int) -> int:
+        """Bytes that ``dispatch`` of so many for a token sends to other processes."""
         ...
 
 
@@ -43,12 +63,22 @@ class TokenDispatcher(Protocol):
 
     share: slice
     """Which of the experts this process holds."""
+    travels: bool
+    """Whether tokens leave this process."""
 
-    def plan(self, counts_nE: Tensor) -> list[Trip]:
-        """One trip for each tile of tokens, from this process's rows for each expert, int64 [n, E]. Collective.
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[Any]:
+        """For each tile of tokens what ``trip`` wants to know: how much will travel, no tensors. Collective.
 
-        Every process that shares the experts has as many tiles; any number of rows, also none.
+        Every process that shares the experts has as many tiles; any number of tokens, also none.
         """
+        ...
+
+    def trip(self, experts_nk: Tensor, planned: Any) -> Trip:
+        """The trip of one tile. Nothing is sent yet."""
+        ...
+
+    def most_rows(self, capacity: int, tile_tokens: int) -> int:
+        """Most rows that an expert here can get of a tile when it takes ``capacity`` of each process's sequences."""
         ...
 
     def gather(self, values_NX: Tensor) -> Tensor:
@@ -66,41 +96,69 @@ class ExpertRun:
 
     dispatcher: TokenDispatcher
     tile_tokens: int = 0
-    """Tokens of this process whose rows travel at a time, while the tile before computes; 0 is all at once."""
+    """Tokens of this process that travel at a time, while the tile before computes; 0 is all at once."""
     recompute: str = "activation"
-    """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and rows travel once more in it."""
+    """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and tokens travel once more in it."""
+
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class _Here:
-    """Rows that never left."""
+class Here(Generic[V]):
+    """What never left."""
 
-    rows_RX: Tensor
+    value: V
 
-    def wait(self) -> Tensor:
-        return self.rows_RX
+    def wait(self) -> V:
+        """The thing itself."""
+        return self.value
 
 
 @dataclass(frozen=True)
 class _NoTrip:
-    ends_e: Tensor
+    experts_nk: Tensor
+    num_rows: int | None = None
 
-    def dispatch(self, rows_RX: Tensor) -> Arrival:
-        return _Here(rows_RX)
+    def dispatch(self, of_tokens_nX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+        return Here(of_tokens_nX)
 
-    def combine(self, rows_SX: Tensor) -> Arrival:
-        return _Here(rows_SX)
+    def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
+        return Here((gates_nk, self.experts_nk))
+
+    def combine(self, of_tokens_SX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+        return Here(of_tokens_SX)
+
+    def bytes_sent(self, bytes_per_token: int) -> int:
+        return 0
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """All experts are here, and nothing waits for the device."""
 
     share = slice(None)
+    travels = False
 
-    def plan(self, counts_nE: Tensor) -> list[Trip]:
-        """Rows stay where they are; nothing waits for the device."""
-        return [_NoTrip(ends_E) for ends_E in counts_nE.cumsum(1, dtype=torch.int32).unbind()]
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[Any]:
+        """Nothing to know."""
+        return [None] * len(tiles)
+
+    def trip(self, experts_nk: Tensor, planned: Any) -> Trip:
+        """Tokens stay where they are, in the dtype that they have."""
+        return _NoTrip(experts_nk)
+
+    def most_rows(self, capacity: int, tile_tokens: int) -> int:
+        """The capacity, or every token of the tile."""
+        return min(capacity, tile_tokens)
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """The values themselves."""
         return values_NX
+
+
+def tiles_of(num_tokens: int, tile_tokens: int) -> list[slice]:
+    """Tiles of that many tokens, the last one shorter; one tile where they are 0, or no tokens."""
+    size = tile_tokens or num_tokens
+    if not num_tokens:
+        return [slice(0, 0)]
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -1,13 +1,16 @@
-"""The routed experts: dropless gated FFNs over tokens sorted by expert.
+"""The routed experts: gated FFNs over a layer's tokens, wherever the experts live.
 
-Axes: N tokens, k experts a token, R = N·k routed rows, M model width, F FFN width of one expert, E experts; I and O
-are the input and output width of one grouped product.
+Tokens go through in tiles. While a tile's experts compute, the next tile's tokens are on their way to them and the
+last one's results on their way back; in backward likewise, for gradients.
+
+Axes: N tokens of this process, S tokens that arrive for one tile, k experts a token, M model width, F FFN width of one
+expert (gate and up together: 2F), E experts, e experts of this process.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +18,16 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
-from longctx.kernels.matmul import multiplies_in_float32
-from longctx.model.activations import gated, gated_backward
-from longctx.model.dispatch import ExpertRun, LocalDispatcher
+from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert
+from longctx.model.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
+from longctx.model.expert_blocks import backward_blocks, forward_blocks
+from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_sizes
+from longctx.model.expert_rows import backward_rows, forward_rows
+from longctx.model.stash import Stash
+
+__all__ = ["Experts", "grouped_outer", "grouped_rows", "is_expert_weight", "sort_by_expert"]
+
+T = TypeVar("T")
 
 
 class Experts(nn.Module):
@@ -31,6 +41,7 @@ class Experts(nn.Module):
         e, M, F = len(range(config.num_experts)[share]), config.hidden_size, config.expert_ffn_size
         self.share, self.num_experts = share, config.num_experts
         self.activation = config.activation
+        self.pads = config.capacity_mode == "pad"
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * F, M))
         self.down_proj = nn.Parameter(torch.empty(e, M, F))
         self.gate_up_proj_bias: nn.Parameter | None
@@ -39,15 +50,35 @@ class Experts(nn.Module):
         self.register_parameter("gate_up_proj_bias", nn.Parameter(torch.empty(e, 2 * F)) if biased else None)
         self.register_parameter("down_proj_bias", nn.Parameter(torch.empty(e, M)) if biased else None)
 
-    def forward(self, x_NM: Tensor, gates_Nk: Tensor, experts_Nk: Tensor, run: ExpertRun | None = None) -> Tensor:
+    def forward(
+        self,
+        x_NM: Tensor,
+        gates_Nk: Tensor,
+        experts_Nk: Tensor,
+        run: ExpertRun | None = None,
+        stash: Stash | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
-        The gates are applied before the down projection, where backward needs no copy of the experts' outputs.
+        An id of −1 leads nowhere: nothing is added, and x and gate get a gradient of exactly 0 through it. ``capacity``
+        is the most tokens that one expert is sent of all that share a sequence with this process; where the model pads,
+        experts compute as many rows in any case. With a ``stash`` the result is kept for recomputation, which then
+        computes and sends nothing; backward gets by with x, gates and ids. Collective where experts are spread.
         """
         run = ExpertRun(LocalDispatcher()) if run is None else run
-        assert run.dispatcher.share == self.share
+        dispatcher = run.dispatcher
+        assert dispatcher.share == self.share
         weights = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
-        return _Experts.apply(x_NM, gates_Nk, experts_Nk, *weights, self.activation)
+        wants = (x_NM, gates_Nk, *(w for w in weights if w is not None))
+        is_trained = torch.is_grad_enabled() and any(of.requires_grad for of in wants)
+        keep = run.recompute if stash is None and is_trained else "all"
+        slots = 0
+        if self.pads and capacity is not None:
+            slots = dispatcher.most_rows(capacity, run.tile_tokens or len(x_NM))
+        how = (self.activation, run.tile_tokens, keep, slots)
+        given = (x_NM, gates_Nk, experts_Nk, *weights, *how, dispatcher, stash)
+        return _outside_graphs(*given) if dispatcher.travels else _Experts.apply(*given)
 
 
 def is_expert_weight(name: str) -> bool:
@@ -55,32 +86,17 @@ def is_expert_weight(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Routed rows in expert order, stable: index into the flattened [N, k], its inverse, each expert's end row."""
-    chosen_R = experts_Nk.flatten()
-    order_R = chosen_R.argsort(stable=True)
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    counts_E = chosen_R.new_zeros(num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
-    return order_R, inverse_R, counts_E.cumsum(0, dtype=torch.int32)  # grouped_mm takes int32 only
+class _How(NamedTuple):
+    """What is the same for all tiles, in plain values."""
 
-
-def _spread(x_NM: Tensor, order_R: Tensor, k: int) -> Tensor:
-    return x_NM.index_select(0, order_R // k)
-
-
-def _combine(y_RM: Tensor, inverse_R: Tensor, k: int) -> Tensor:
-    """The sum of each token's k rows, always in the order of its choices, in float32."""
-    rows = y_RM.index_select(0, inverse_R).unflatten(0, (-1, k))
-    return rows.sum(1, dtype=accumulate_dtype(y_RM.dtype))
+    activation: str
+    tile_tokens: int
+    keep: str
+    slots: int
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps the tokens and the projections before the activation; sorted tokens and the activation are formed again.
-
-    Rows are copied and summed in a fixed order, where autograd would add them atomically. The parameters are saved and
-    no view of them: ZeRO-3 frees a gathered weight by emptying the parameter.
-    """
+    """Saves the parameters and no view of them: ZeRO-3 frees a gathered weight by emptying the parameter."""
 
     @staticmethod
     def forward(
@@ -88,95 +104,226 @@ class _Experts(torch.autograd.Function):
         x_NM: Tensor,
         gates_Nk: Tensor,
         experts_Nk: Tensor,
-        gate_up_EFM: Tensor,
-        down_EMF: Tensor,
-        gate_up_bias_EF: Tensor | None,
-        down_bias_EM: Tensor | None,
-        kind: str,
+        gate_up_eFM: Tensor,
+        down_eMF: Tensor,
+        gate_up_bias_eF: Tensor | None,
+        down_bias_eM: Tensor | None,
+        activation: str,
+        tile_tokens: int,
+        keep: str,
+        slots: int,
+        dispatcher: TokenDispatcher,
+        stash: Stash | None,
     ) -> Tensor:
-        k = experts_Nk.shape[1]
-        order_R, inverse_R, ends_E = sort_by_expert(experts_Nk, len(gate_up_EFM))
-        expert_R, gates_R = (of.flatten().index_select(0, order_R) for of in (experts_Nk, gates_Nk))
-        gate_up_RF = grouped_rows(_spread(x_NM, order_R, k), gate_up_EFM.mT, ends_E)
-        if gate_up_bias_EF is not None:
-            gate_up_RF += gate_up_bias_EF.index_select(0, expert_R)
-        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-        y_RM = grouped_rows(gated(kind, gate_RF, up_RF, gates_R), down_EMF.mT, ends_E)
-        if down_bias_EM is not None:
-            y_RM += (gates_R.unsqueeze(-1) * down_bias_EM.index_select(0, expert_R)).to(y_RM.dtype)
-        ctx.save_for_backward(
-            *(x_NM, gate_up_RF, gates_R, gate_up_EFM, down_EMF, gate_up_bias_EF, down_bias_EM),
-            *(order_R, inverse_R, ends_E, expert_R),
-        )
-        ctx.k, ctx.kind = k, kind
-        return _combine(y_RM, inverse_R, k)
+        weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
+        how = _How(activation, tile_tokens, keep, slots)
+        ctx.how, ctx.dispatcher, ctx.planned = tuple(how), dispatcher, None
+        known = None if stash is None else stash.recall(of="experts")
+        if known is not None:
+            ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights)
+            return known[0]
+        if torch.compiler.is_compiling():
+            out_NM, *kept = torch.ops.longctx.experts_forward.default(x_NM, gates_Nk, experts_Nk, *weights, *how)
+        else:
+            out_NM, kept, ctx.planned = _forward(x_NM, gates_Nk, experts_Nk, weights, how, dispatcher)
+        if stash is not None:
+            stash.keep(out_NM, of="experts")
+        ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights, *kept)
+        return out_NM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
-        x_NM, gate_up_RF, gates_R, gate_up, down, gate_up_bias, down_bias, *rows = ctx.saved_tensors
-        order_R, inverse_R, ends_E, expert_R = rows
-        _, _, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-        dy_RM = _spread(dout_NM.to(x_NM.dtype), order_R, ctx.k)
-        h_RF = gated(ctx.kind, gate_RF, up_RF, gates_R) if needs_down else None
-        ddown = None if h_RF is None else grouped_outer(dy_RM, h_RF, ends_E)
-        dh_RF = grouped_rows(dy_RM, down, ends_E)
-        dgate_RF, dup_RF, dgates_R = gated_backward(ctx.kind, dh_RF, gate_RF, up_RF, gates_R)
-        assert dgates_R is not None
-        ddown_bias = None
-        if down_bias is not None:
-            wide_RM = dy_RM.to(gates_R.dtype)
-            ddown_bias = _sum_by_expert(wide_RM * gates_R.unsqueeze(-1), ends_E, down_bias)
-            dgates_R = dgates_R + (wide_RM * down_bias.index_select(0, expert_R)).sum(-1)
-        dgate_up_RF = torch.cat((dgate_RF, dup_RF), dim=-1)
-        dgate_up_bias = None if gate_up_bias is None else _sum_by_expert(dgate_up_RF, ends_E, gate_up_bias)
-        x_RM = _spread(x_NM, order_R, ctx.k) if needs_gate_up else None
-        dgate_up = None if x_RM is None else grouped_outer(dgate_up_RF, x_RM, ends_E)
-        dx_NM = _combine(grouped_rows(dgate_up_RF, gate_up, ends_E), inverse_R, ctx.k).to(x_NM.dtype)
-        dgates_Nk = dgates_R.index_select(0, inverse_R).view(-1, ctx.k)
-        return dx_NM, dgates_Nk, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
+        x, gates, ids, gate_up, down, gate_up_bias, down_bias, *kept = ctx.saved_tensors
+        weights = Weights(gate_up, down, gate_up_bias, down_bias)
+        needs = [bool(needed) for n, needed in enumerate(ctx.needs_input_grad[:7]) if n != 2]  # ids have none
+        if torch.compiler.is_compiling():
+            grads = torch.ops.longctx.experts_backward.default(dout_NM, x, gates, ids, *weights, kept, *ctx.how, needs)
+        else:
+            how = _How(*ctx.how)
+            grads = _backward(dout_NM, x, gates, ids, weights, kept, how, Needs(*needs), ctx.dispatcher, ctx.planned)
+        dx, dgates, *dweights = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+        return dx, dgates, None, *dweights, *[None] * 6
 
 
-def _sum_by_expert(rows_RO: Tensor, ends_E: Tensor, like_EO: Tensor) -> Tensor:
-    """Neighbouring rows summed into their expert's own, in fixed order on every device."""
-    offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
-    wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
-    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0).to(like_EO.dtype)
+@torch.compiler.disable(reason="tokens travel outside of any graph")
+def _outside_graphs(*given: Any) -> Tensor:
+    return _Experts.apply(*given)
 
 
-def _takes_grouped_mm(*operands: Tensor) -> bool:
-    """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64."""
-    if multiplies_in_float32(operands[0]):
-        return False
-    return all(
-        x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0 for x in operands
-    )
+def _in_blocks(x: Tensor, slots: int) -> bool:
+    """Whether experts compute block by block: for slots it is one batched product, on accelerators a grouped one."""
+    return x.device.type == "cpu" and not slots
 
 
-def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``."""
-    if _takes_grouped_mm(x_RI, weight_EIO):
-        return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
-    out = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[-1])
-    start = 0
-    for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
-        out[start:stop] = _product(x_RI[start:stop], weight)
-        start = stop
-    return out
+# --- tile by tile -------------------------------------------------------------------------------------------
 
 
-def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without rows."""
-    if _takes_grouped_mm(dy_RO, x_RI):
-        grad = nn.functional.grouped_mm(dy_RO.T, x_RI, offs=ends_E)
-        if grad.is_cuda:  # CUDA kernels have left groups without rows unwritten
-            empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
-            grad.masked_fill_(empty_E[:, None, None], 0)
-        return grad
-    starts = [0, *ends_E.tolist()]
-    return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b]) for a, b in pairwise(starts)])
+def _forward(
+    x_NM: Tensor,
+    gates_Nk: Tensor,
+    experts_Nk: Tensor,
+    weights: Weights,
+    how: _How,
+    dispatcher: TokenDispatcher,
+) -> tuple[Tensor, list[Tensor], list[Any]]:
+    """The sum over experts [N, M], what is kept of every tile, and what was planned."""
+    tiles = tiles_of(len(x_NM), how.tile_tokens)
+    planned = dispatcher.plan(experts_Nk, tiles)
+    home, kept = _Home(tiles, len(x_NM), accumulate_dtype(x_NM.dtype)), []
+
+    def send(number: int) -> Callable[[], tuple[Trip, Tokens]]:
+        tile = tiles[number]
+        trip = dispatcher.trip(experts_Nk[tile], planned[number])
+        return _sent(trip, x_NM[tile], gates_Nk[tile])
+
+    for number, (trip, tokens) in enumerate(_one_ahead(send, len(tiles))):
+        of = (tokens, weights, how.activation)
+        if _in_blocks(x_NM, how.slots):
+            out_SM, of_tile = forward_blocks(*of, keep=how.keep)
+        else:
+            out_SM, of_tile = forward_rows(*of, keep=how.keep, slots=how.slots)
+        kept += [*(tokens[:3] if dispatcher.travels and how.keep != "all" else ()), *of_tile]
+        home.expect(number, trip.combine(out_SM, x_NM.dtype))
+    return home.all(), kept, planned
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return (a.float() @ b.float()).to(a.dtype) if multiplies_in_float32(a) else a @ b
+def _backward(
+    dout_NM: Tensor,
+    x_NM: Tensor,
+    gates_Nk: Tensor,
+    experts_Nk: Tensor,
+    weights: Weights,
+    kept: Sequence[Tensor],
+    how: _How,
+    needs: Needs,
+    dispatcher: TokenDispatcher,
+    planned: list[Any] | None,
+) -> list[Tensor | None]:
+    """Gradients in the order of ``Needs``; tokens that were not kept where they arrived are sent again."""
+    tiles = tiles_of(len(x_NM), how.tile_tokens)
+    if planned is None:
+        planned = dispatcher.plan(experts_Nk, tiles)
+    arrived = dispatcher.travels and how.keep != "all"
+    each = NUM_KEPT[how.keep] + 3 * arrived
+    sums = WeightSums.start(weights, needs, tiles=len(tiles))
+    dx_home, dgates_home = (_Home(tiles, len(x_NM), of.dtype) for of in (x_NM, gates_Nk))
+
+    def send(number: int) -> Callable[[], tuple[Trip, Tokens, Tensor]]:
+        tile = tiles[number]
+        trip = dispatcher.trip(experts_Nk[tile], planned[number])
+        tokens = None if arrived else _sent(trip, x_NM[tile], gates_Nk[tile])
+        dout = trip.dispatch(dout_NM[tile], x_NM.dtype)
+
+        def arrive() -> tuple[Trip, Tokens, Tensor]:
+            known = Tokens(*kept[each * number : each * number + 3], trip.num_rows) if tokens is None else tokens()[1]
+            return trip, known, dout.wait()
+
+        return arrive
+
+    for number, (trip, tokens, dout_SM) in enumerate(_one_ahead(send, len(tiles))):
+        own = kept[each * number + 3 * arrived : each * (number + 1)]
+        of = (dout_SM, tokens, weights, how.activation, own)
+        if _in_blocks(x_NM, how.slots):
+            dx_SM, dgates_Sk = backward_blocks(*of, sums=sums, needs=needs)
+        else:
+            dx_SM, dgates_Sk = backward_rows(*of, sums=sums, needs=needs, slots=how.slots)
+        if dx_SM is not None:
+            dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))
+        dgates_home.expect(number, trip.combine(dgates_Sk, gates_Nk.dtype))
+    return [dx_home.all() if needs.x else None, dgates_home.all(), *sums.results()]
+
+
+def _sent(trip: Trip, x_nM: Tensor, gates_nk: Tensor) -> Callable[[], tuple[Trip, Tokens]]:
+    """Tokens on their way; the result waits for them."""
+    x, choices = trip.dispatch(x_nM, x_nM.dtype), trip.dispatch_choices(gates_nk)
+    return lambda: (trip, Tokens(x.wait(), *choices.wait(), trip.num_rows))
+
+
+def _one_ahead(start: Callable[[int], Callable[[], T]], count: int) -> Iterator[T]:
+    """What each start comes to; the next one is started before."""
+    ahead = start(0)
+    for number in range(count):
+        here = ahead()
+        if number + 1 < count:
+            ahead = start(number + 1)
+        yield here
+
+
+class _Home:
+    """Where results of all tiles come together, each at the latest when the next one is expected."""
+
+    def __init__(self, tiles: Sequence[slice], num_tokens: int, dtype: torch.dtype) -> None:
+        self.tiles, self.num_tokens, self.dtype = tiles, num_tokens, dtype
+        self._whole: Tensor | None = None
+        self._under_way: tuple[int, Arrival[Tensor]] | None = None
+
+    def expect(self, number: int, arrival: Arrival[Tensor]) -> None:
+        """One more tile's are on their way."""
+        self._settle()
+        self._under_way = number, arrival
+
+    def all(self) -> Tensor:
+        """All tiles'."""
+        self._settle()
+        assert self._whole is not None
+        return self._whole
+
+    def _settle(self) -> None:
+        if self._under_way is None:
+            return
+        (number, arrival), self._under_way = self._under_way, None
+        values_nX = arrival.wait()
+        if len(self.tiles) == 1:
+            self._whole = values_nX.to(self.dtype)
+            return
+        if self._whole is None:
+            self._whole = values_nX.new_empty((self.num_tokens, *values_nX.shape[1:]), dtype=self.dtype)
+        self._whole[self.tiles[number]] = values_nX
+
+
+# --- local experts as operators, which torch.compile leaves as they are -------------------------------------
+
+_GIVEN = "Tensor x, Tensor gates, Tensor experts, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+_HOW = "str activation, int tile_tokens, str keep, SymInt slots"
+_library = torch.library.Library("longctx", "FRAGMENT")
+_library.define(f"experts_forward({_GIVEN}, {_HOW}) -> Tensor[]")
+_library.define(f"experts_backward(Tensor dout, {_GIVEN}, Tensor[] kept, {_HOW}, bool[] needs) -> Tensor[]")
+
+
+def _forward_here(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
+    weights, how = Weights(*rest[:4]), _How(*rest[4:])
+    out, kept, _ = _forward(x, gates, experts, weights, how, LocalDispatcher())
+    return [out, *kept]
+
+
+def _backward_here(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
+    weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:9]), Needs(*rest[9])
+    grads = _backward(dout, x, gates, experts, weights, kept, how, needs, LocalDispatcher(), None)
+    return [x.new_empty(0) if grad is None else grad for grad in grads]
+
+
+def _fake_forward(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
+    weights, how = Weights(*rest[:4]), _How(*rest[4:])
+    made = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))]
+    for tile in tiles_of(len(x), how.tile_tokens):
+        tokens = Tokens(x[tile], gates[tile], experts[tile], None)
+        made += [x.new_empty(size) for size in kept_sizes(how.keep, tokens, weights, how.slots)]
+    return made
+
+
+def _fake_backward(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
+    weights, needs = rest[:4], rest[9]
+    made = [of.new_empty(of.shape if needed else 0) for of, needed in zip((x, gates), needs, strict=False)]
+    made[1] = gates.new_empty(gates.shape)
+    for weight, needed in zip(weights, needs[2:], strict=True):
+        made.append(weight.new_empty(weight.shape) if weight is not None and needed else x.new_empty(0))
+    return made
+
+
+for _name, _call, _fake in (
+    ("experts_forward", _forward_here, _fake_forward),
+    ("experts_backward", _backward_here, _fake_backward),
+):
+    _library.impl(_name, _call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"longctx::{_name}", _fake, lib=_library)

@@ -1,26 +1,56 @@
 """The mixture-of-experts FFN: router, routed experts, and an expert that all tokens share.
 
-Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, S documents of the micro-batch.
+Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, k experts a token, S documents of the
+micro-batch.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.model.dispatch import ExpertRun
+from longctx.model.capacity import Capacity
+from longctx.model.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.dropout import Jitter
 from longctx.model.experts import Experts
 from longctx.model.layers import Linear
 from longctx.model.mlp import FeedForward
-from longctx.model.router import Router, router_stats
+from longctx.model.replay import RoutingReplay
+from longctx.model.router import Router, RouterStats, Routing, expert_choice, no_stats, route, router_stats
+from longctx.model.stash import Stash
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCall:
+    """What a forward pass tells all layers of experts."""
+
+    run: ExpertRun = field(default_factory=lambda: ExpertRun(LocalDispatcher()))
+    documents_Bt: Tensor | None = None
+    """Which document each token belongs to, negative for padding; None leaves statistics out."""
+    num_documents: int = 0
+    jitter: Jitter | None = None
+    capacity: Capacity | None = None
+    replay: RoutingReplay | None = None
 
 
 class MixtureOfExperts(nn.Module):
-    """Dropless: every token visits its k experts, whatever the load."""
+    """Every token visits its k experts, whatever the load, unless a capacity is set."""
 
-    def __init__(self, config: ModelConfig, share: slice = slice(None)) -> None:
+    def __init__(
+        self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0, tokens_per_expert: float = 0.0
+    ) -> None:
+        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts.
+
+        With ``tokens_per_expert`` experts choose tokens (``expert_choice``): each takes this many times the mean number
+        if every token had one expert, so 2 costs what two experts a token do. Of no use to a causal model, where
+        whether a token is taken must not depend on later ones; hence ``Decoder`` has no such option.
+        """
         super().__init__()
+        self.config, self.layer, self.tokens_per_expert = config, layer, tokens_per_expert
         self.gate = Router(config)
         self.experts = Experts(config, share)
         self.has_shared_expert = config.shared_ffn_size > 0
@@ -30,24 +60,66 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_gate:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
-    def forward(
-        self,
-        x_BtM: Tensor,
-        *,
-        documents_Bt: Tensor | None = None,
-        num_documents: int = 0,
-        run: ExpertRun | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, t, M], and the router's ``counts_SE`` and ``prob_sums_SE`` (S = 0 without ``documents_Bt``)."""
+    def forward(self, x_BtM: Tensor, call: ExpertCall | None = None, stash: Stash | None = None) -> tuple[Tensor, ...]:
+        """Output [B, t, M], and the fields of the layer's ``RouterStats`` (S = 0 where the call wants none).
+
+        A ``stash`` keeps the choices of a layer that backward will recompute; the second run weighs them anew, chooses
+        nothing and counts nothing.
+        """
+        call = ExpertCall() if call is None else call
         x_NM = x_BtM.flatten(0, 1)
-        gates_Nk, probs_NE, experts_Nk = self.gate(x_NM)
-        out_NM = self.experts(x_NM, gates_Nk, experts_Nk, run)
+        logits_NE = self.gate(x_NM if call.jitter is None else call.jitter(x_BtM, self.layer).flatten(0, 1))
+        routing, chosen_Nk = self._route(logits_NE, call, stash)
+        capacity = None if call.capacity is None else call.capacity.rows_of_one_expert
+        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, stash, capacity)
         if self.has_shared_expert:
             shared_NM = self.shared_expert(x_NM)
             if self.has_shared_gate:
                 shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
             out_NM = out_NM + shared_NM
-        out_BtM = out_NM.to(x_BtM.dtype).view_as(x_BtM)
-        if documents_Bt is None:
-            return out_BtM, experts_Nk.new_zeros(0, probs_NE.shape[1]), probs_NE[:0]
-        return out_BtM, *router_stats(probs_NE, experts_Nk, documents_Bt.flatten(), num_documents)
+        counting = stash is None or not stash.replaying
+        return out_NM.to(x_BtM.dtype).view_as(x_BtM), *self._stats(logits_NE, routing, chosen_Nk, call, counting)
+
+    def _route(self, logits_NE: Tensor, call: ExpertCall, stash: Stash | None) -> tuple[Routing, Tensor]:
+        """Where tokens go, and what was chosen, of which a capacity may have refused some. Decided once."""
+        known = None if stash is None else stash.recall(of="routing")
+        if known is not None:
+            chosen_Nk, experts_Nk = known
+            routing = self._choose(logits_NE, call, chosen_Nk)
+        else:
+            given_Nk = None if call.replay is None else call.replay.given(self.layer, logits_NE.device)
+            routing = self._choose(logits_NE, call, given_Nk)
+            chosen_Nk = experts_Nk = routing.experts_Nk
+            if call.capacity is not None:
+                experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
+            if call.replay is not None:
+                call.replay.record(self.layer, chosen_Nk)
+            if stash is not None:
+                stash.keep(chosen_Nk, experts_Nk, of="routing")
+        if call.capacity is not None:  # the other gates stay as they are: what was refused is missing
+            gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
+            routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
+        return routing, chosen_Nk
+
+    def _choose(self, logits_NE: Tensor, call: ExpertCall, replay_Nk: Tensor | None) -> Routing:
+        if not self.tokens_per_expert:
+            bias_E = self.gate.e_score_correction_bias
+            return route(logits_NE, self.config, bias_E=bias_E, replay_Nk=replay_Nk)
+        is_real_N = None if call.documents_Bt is None else call.documents_Bt.flatten() >= 0
+        tokens = math.ceil(self.tokens_per_expert * len(logits_NE) / self.config.num_experts)
+        return expert_choice(logits_NE, tokens, is_real_N=is_real_N, replay_Nk=replay_Nk)
+
+    def _stats(
+        self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: ExpertCall, counting: bool
+    ) -> RouterStats:
+        if call.documents_Bt is None:
+            return no_stats(logits_NE)
+        return router_stats(
+            logits_NE,
+            routing,
+            chosen_Nk,
+            call.documents_Bt.flatten(),
+            call.num_documents,
+            counting=counting,
+            z_gradient=self.config.router_z_loss_weight > 0,
+        )

@@ -28,7 +28,7 @@ class Stash:
         """Whether the layer is being recomputed."""
 
     def recall(self, of: str = "attention") -> tuple[Tensor, ...] | None:
-        """What the first run kept of a part of the layer, which is then the caller's alone; None in the first run itself.
+        """What the first run kept of a part of the layer, then the caller's alone; None in the first run itself.
 
         ConfigError when it was recalled before: the graph is differentiated a second time.
         """
@@ -75,10 +75,10 @@ def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
 
 
 def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator.
+    """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator, and experts' ids.
 
     For cores whose work is that operator and nothing that a graph cannot hold.
     """
-    kept = [torch.ops.longctx.attention_forward.default]
+    kept = [torch.ops.longctx.attention_forward.default, torch.ops.aten.topk.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
     return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

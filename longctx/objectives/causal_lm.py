@@ -1,6 +1,6 @@
 """Next-token prediction with balanced experts: the one module that is trained.
 
-Axes: B rows, t tokens of this rank, L layers, S documents of the micro-batch, E experts.
+Axes: B rows, t tokens of this rank, L layers of experts, S documents of the micro-batch, E experts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.batch import Batch
+from longctx.model.balance import balance_sum
 from longctx.model.decoder import Decoder
-from longctx.model.router import RouterStats
 
 
 class LossSum(NamedTuple):
@@ -23,15 +23,20 @@ class LossSum(NamedTuple):
     """What the targets that count cost: negative log-likelihood, of smoothed labels, plus z-loss; float32 scalar with
     gradient."""
     balance_sum: Tensor
-    """Load-balance loss, summed over layers and documents, float32 scalar with gradient; before its weight."""
+    """Load-balance loss, summed over layers and tokens, float32 scalar with gradient; before its weight."""
+    z_sum: Tensor
+    """Router z-loss, summed over layers and tokens, float32 scalar, with gradient if the model's config gives it a
+    weight; before that."""
     counts_LE: Tensor
     """This rank's tokens by layer and expert, padding excluded, int64; [0, 0] in a dense model."""
+    facts_L4: Tensor
+    """What the routers tell of themselves by layer, float64: ``RouterStats.facts_4``; [0, 4] in a dense model."""
     nll_sum: Tensor
     """Plain negative log-likelihood of the targets that count, to be reported: float32 scalar without gradient."""
 
-    def total(self, balance_loss_weight: float) -> Tensor:
+    def total(self, balance_loss_weight: float, router_z_loss_weight: float = 0.0) -> Tensor:
         """The sum to differentiate."""
-        return self.objective_sum + balance_loss_weight * self.balance_sum
+        return self.objective_sum + balance_loss_weight * self.balance_sum + router_z_loss_weight * self.z_sum
 
 
 def identity(counts_LSE: Tensor) -> Tensor:
@@ -40,7 +45,11 @@ def identity(counts_LSE: Tensor) -> Tensor:
 
 
 class CausalLM(nn.Module):
-    """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter."""
+    """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter.
+
+    ``load_LE`` are the loads of the step before (``load_share``), for a balance loss over the global batch; to be set
+    after each step, None before the first.
+    """
 
     def __init__(
         self,
@@ -50,24 +59,29 @@ class CausalLM(nn.Module):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
     ) -> None:
-        """``reduce_counts`` sums int64 counts [L, S, E] over the ranks that share a sequence; called once a micro-batch
-        of an expert model, on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
+        """``reduce_counts`` sums int64 counts over the ranks that share a sequence: [L, S, E], or [L, 1, E] where the
+        micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
+        balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
         super().__init__()
         self.decoder = decoder
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
+        self.load_LE: Tensor | None = None
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of ``LossSum``, as the plain tuple that ZeRO-3's hooks can look into."""
         hidden_BtM, stats = self._run(batch, return_stats=True)
         objective_sum, nll_sum = self.decoder.loss_sums(
             hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
         )
         if not stats:
-            return objective_sum, torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0), nll_sum
-        counts_LSE = torch.stack([layer.counts_SE for layer in stats])
-        counts_LE = counts_LSE.sum(1)
-        return objective_sum, balance_sum(stats, self.reduce_counts(counts_LSE)), counts_LE, nll_sum
+            zero, facts_L4 = torch.zeros_like(nll_sum), nll_sum.new_zeros(0, 4, dtype=torch.float64)
+            return objective_sum, zero, zero, batch.tokens.new_zeros(0, 0), facts_L4, nll_sum
+        scope = self.decoder.config.balance_scope
+        balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=self.load_LE)
+        z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
+        counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
+        return objective_sum, balance, z_sum, counts_LE, torch.stack([layer.facts_4 for layer in stats]), nll_sum
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
@@ -80,18 +94,6 @@ class CausalLM(nn.Module):
             batch.positions,
             batch.cu_seqlens,
             documents=batch.documents,
+            row_tokens=batch.row_tokens,
             return_stats=return_stats,
         )
-
-
-def balance_sum(stats: list[RouterStats], counts_LSE: Tensor) -> Tensor:
-    """Σ over layers and documents of E / (k · n_s) · Σ_e counts[s, e] · prob_sums[s, e].
-
-    Counts are those of whole documents, over all ranks that share the sequence; probabilities are this rank's. Summed
-    over ranks it is Σ n_s · (document's balance loss), and 1 a token when the experts are equally loaded. k · n_s is
-    the row sum of the counts; a document without a token contributes 0.
-    """
-    prob_sums_LSE = torch.stack([layer.prob_sums_SE for layer in stats])
-    routed_LS = counts_LSE.sum(-1).clamp(min=1)
-    scores_LS = (counts_LSE.to(prob_sums_LSE.dtype) * prob_sums_LSE).sum(-1)
-    return (scores_LS / routed_LS).sum() * counts_LSE.shape[-1]

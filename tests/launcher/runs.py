@@ -91,9 +91,9 @@ def _is_launchers(line: str) -> bool:
     return "[INFO]" in line or "[WARNING]" in line or "[ERROR] [launch.py" in line
 
 
-def pretrain(arguments: Sequence[str], **options: Any) -> Ended:
+def pretrain(arguments: Sequence[str], *, timeout: float = 90.0, **options: Any) -> Ended:
     """``deepspeed … launcher/pretrain.py`` with these arguments on two ranks of this machine, to its end."""
-    return Launch(arguments, **options).wait()
+    return Launch(arguments, **options).wait(timeout)
 
 
 class Launch:

@@ -22,10 +22,37 @@ from tests.launcher.runs import SCREEN
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 NOT_BUILT = {
-    "parallel.expert": 2,
     "zero.offload": "cpu",
 }
 """Keys that only their default is built for, and a value that must be refused."""
+
+
+DENSE = ["--model.num_experts", "0", "--model.shared_ffn_size", "0"]
+OF_EXPERTS = [
+    (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),
+    (["--parallel.expert", "3"], ["parallel.expert=3 does not divide the 2 ranks", "parallel.expert=2"]),
+    (
+        ["--parallel.expert", "2", "--model.num_experts", "5"],
+        ["parallel.expert=2 does not divide model.num_experts=5", "parallel.expert=1"],
+    ),
+    (["--parallel.expert", "2", *DENSE], ["parallel.expert=2", "no experts", "parallel.expert=1"]),
+    (["--parallel.expert_tile_tokens", "-1"], ["parallel.expert_tile_tokens=-1 must be at least 0"]),
+    (["--parallel.expert_tile_tokens", "8", *DENSE], ["expert_tile_tokens=8 means nothing", "model.num_experts=0"]),
+    (["--train.recompute_experts", "some"], ["some", "activation"]),
+    (["--train.recompute_experts", "all", *DENSE], ["train.recompute_experts=all means nothing", "=activation"]),
+    (["--train.record_routing", "x", *DENSE], ["train.record_routing=x means nothing", "record_routing=no"]),
+    (["--model.capacity_factor", "2", *DENSE], ["model.capacity_factor=2.0 means nothing"]),
+    (["--train.record_routing", "a/../b", "--train.replay_routing", "b"], ["the same folder"]),
+    (["--train.replay_routing", ""], ["must name a folder", "replay_routing=no"]),
+    (["--model.experts_per_token", "9"], ["model.experts_per_token=9", "model.num_experts=8"]),
+    (
+        ["--model.expert_groups", "4", "--model.experts_per_token", "3"],
+        ["model.experts_per_token=3", "the 2 experts of 1 of 4 groups"],
+    ),
+    (["--model.balance_scope", "batch"], ["model.balance_scope='batch' is unknown", "global_batch"]),
+    (["--model.selection_bias_rate", "1e-3"], ["model.selection_bias_rate=0.001", "model.selection_bias=true"]),
+]
+"""What may not be asked of experts on two ranks, and what the answer holds."""
 
 
 def recipe(folder: Path, text: str | bytes) -> Path:
@@ -146,6 +173,7 @@ def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
         (["--train.label_smoothing", "1"], ["train.label_smoothing=1.0 must lie between 0 and 1"]),
         (["--run.seed", "-1"], ["run.seed=-1 must be at least 0"]),
         (["--run.timeout_seconds", "inf"], ["run.timeout_seconds=inf"]),
+        *OF_EXPERTS,
         *(([f"--{key}", str(value)], [key.split(".")[1]]) for key, value in NOT_BUILT.items()),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) and x[0].startswith("-") else None,

@@ -27,7 +27,10 @@ TRAIN = {
     "max_memory_bytes": 0,
     "model_tflops": 0.02,
     "mfu": None,
+    "expert_layers": [1, 3],
     "expert_load": [[10, 10, 10, 10], [13, 9, 9, 9]],
+    "expert_max_violation": [0.0, 0.3],
+    "router_entropy": [1.2, 1.1],
     "time": "2025-01-01T00:00:00.000+00:00",
 }
 VALIDATION = {
@@ -218,8 +221,22 @@ def test_expert_figures_by_hand() -> None:
     assert metrics.worst_max_over_mean([]) is None
 
 
+def test_violations_by_hand() -> None:
+    assert metrics.max_violation([6, 2, 0, 0]) == 2.0
+    assert metrics.mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
+    assert metrics.max_violation([5, 5]) == metrics.mean_violation([5, 5]) == 0.0
+
+
+def test_a_record_of_an_earlier_release_counts_its_layers() -> None:
+    assert metrics.layer_numbers(TRAIN) == [1, 3]
+    assert metrics.layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
+    assert metrics.layer_numbers({"expert_layers": [], "expert_load": []}) == []
+
+
 def test_expert_figures_of_a_layer_without_tokens() -> None:
     assert math.isnan(metrics.max_over_mean([0, 0]))
+    assert math.isnan(metrics.max_violation([0, 0]))
+    assert math.isnan(metrics.mean_violation([0, 0]))
     assert math.isnan(metrics.load_entropy([0, 0]))
     assert metrics.idle_share([0, 0]) == 1.0
 
@@ -253,6 +270,8 @@ def test_console_line_leaves_out_what_is_not_known() -> None:
     assert metrics.console_line({"kind": "train", "step": 3, "loss": math.nan, "mfu": None}) == "step 3  loss nan"
     line = metrics.console_line(train(3, mfu=0.412, max_memory_bytes=3 * 2**30, expert_load=[]))
     assert line.endswith("data 0.00 s  mem 3.0 GiB  mfu 41.2%")
+    assert metrics.console_line(train(3, expert_dropped_share=[0.0, 0.021])).endswith("max/mean 1.30  dropped 2.1%")
+    assert "dropped" not in metrics.console_line(train(3, expert_dropped_share=[0.0, 0.0]))
 
 
 def test_console_line_of_validation_and_event() -> None:
@@ -274,7 +293,9 @@ def test_tensorboard_shows_the_same_numbers_and_hides_what_came_again(tmp_path: 
 
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in curves.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 33.0)]
-    assert curves.Scalars("experts_max_over_mean/layer_1")[0].value == pytest.approx(1.3)
+    assert curves.Scalars("expert_max_over_mean/layer_3")[0].value == pytest.approx(1.3)
+    assert curves.Scalars("router_entropy/layer_1")[0].value == pytest.approx(1.2)
+    assert "expert_max_over_mean/layer_0" not in curves.Tags()["scalars"]
     assert "train/mfu" not in curves.Tags()["scalars"]
 
 

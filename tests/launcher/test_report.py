@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from launcher import report, report_figures
+from launcher import report, report_experts, report_figures
 from launcher.metrics import MetricsWriter
 from launcher.report import write_report
 from longctx.errors import ConfigError, DataError
@@ -38,10 +38,21 @@ def train(step: int, **changes: object) -> dict:
         "data_wait_seconds": 0.05,
         "max_memory_bytes": 0,
         "mfu": None,
+        "expert_layers": [1, 3],
         "expert_load": [[10 + step, 10, 10, 10], [0, 20, 10, 10]],
+        "expert_max_violation": [0.1, 1.0],
+        "expert_mean_violation": [0.05, 0.5],
+        "expert_dropped_share": [0.0, 0.0],
+        "router_entropy": [1.3, 1.2],
+        "router_logit_rms": [0.5 + step, 0.5],
         "time": f"2025-01-01T00:00:{step:02d}+00:00",
     }
     return {**record, **changes}
+
+
+def dense(step: int, **changes: object) -> dict:
+    """A step of a model without experts, whose report has fewer pictures to draw."""
+    return train(step, **{"expert_load": [], "expert_layers": [], **changes})
 
 
 def validation(step: int, **changes: object) -> dict:
@@ -95,10 +106,12 @@ def test_the_page_has_every_part(full_page: str) -> None:
         "Speed",
         "Learning rate and gradient norm",
         "Expert load",
+        "Expert load by layer",
+        "Routing",
         "Configuration",
         "Environment",
     ]
-    assert full_page.count("<svg") == 5
+    assert full_page.count("<svg") == 7
     assert "finished: 20 steps" in full_page
 
 
@@ -155,9 +168,42 @@ def test_expert_table_by_hand(full_page: str) -> None:
     rows = re.findall(r"<tr>(.*?)</tr>", section_of(full_page, "Expert load"))
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows][1:]
     # The last tenth is steps 19 and 20: expert 0 of layer 0 got 29 + 30 of 59 + 3·20 tokens.
-    assert cells[0][:3] == ["0", f"{59 * 4 / 119:.2f}", f"{(11 + 12) * 4 / 83:.2f}"]
+    assert cells[0][:3] == ["1", f"{59 * 4 / 119:.2f}", f"{(11 + 12) * 4 / 83:.2f}"]
     assert cells[0][3] == f"{30 * 4 / 60:.2f} (step 20)"
-    assert cells[1][4] == "25%"
+    assert (cells[1][0], cells[1][4]) == ("3", "25%")
+
+
+def test_experts_are_shown_under_their_layers_numbers(full_page: str) -> None:
+    for title in ("Expert load", "Routing"):
+        part = section_of(full_page, title).lower()
+        assert ">layer 1</text>" in part
+        assert ">layer 3</text>" in part
+        assert ">layer 0</text>" not in part
+    by_layer = section_of(full_page, "Expert load by layer")
+    assert "No expert was without a token for 50 steps in a row." in by_layer
+    assert "dropped by capacity" not in section_of(full_page, "Routing"), "nothing was dropped"
+
+
+def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
+    loads = [[[1, 1, step % 7], [0 if 20 < step <= 80 or step > 140 else 1, 1, 1]] for step in range(1, 201)]
+    moment = "2025-01-01T00:00:00+00:00"
+    records = [train(step, expert_load=load, time=moment) for step, load in enumerate(loads, start=1)]
+    page = page_of(make_run(tmp_path / "run", records))
+    said = "Without a token for 50 steps or more: model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)."
+    assert said in section_of(page, "Expert load by layer")
+    assert "Without a token for 50 steps or more: 1 expert, named below." in page
+
+
+def test_dropped_choices_have_a_curve(tmp_path: Path) -> None:
+    records = [train(step, expert_dropped_share=[0.0, 0.1]) for step in range(1, 4)]
+    assert "dropped by capacity" in section_of(page_of(make_run(tmp_path / "run", records)), "Routing")
+
+
+def test_a_run_of_an_earlier_release_is_still_shown(tmp_path: Path) -> None:
+    old = {key: value for key, value in train(1).items() if not key.startswith(("expert_", "router_"))}
+    page = page_of(make_run(tmp_path / "run", [{**old, "expert_load": [[1, 2], [3, 4]]}]))
+    assert ">Layer 0</text>" in section_of(page, "Expert load")
+    assert "<h2>Routing</h2>" not in page
 
 
 def test_environment_is_flattened(full_page: str) -> None:
@@ -167,12 +213,12 @@ def test_environment_is_flattened(full_page: str) -> None:
 
 
 def test_a_report_of_the_same_files_is_the_same_text(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [train(1), train(2), validation(2)])
+    folder = make_run(tmp_path / "run", [train(1), validation(2)])
     assert page_of(folder) == page_of(folder)
 
 
 def test_a_dense_run_without_validation_says_so(tmp_path: Path) -> None:
-    records = [train(step, expert_load=[]) for step in range(1, 6)]
+    records = [dense(step) for step in range(1, 6)]
     page = page_of(make_run(tmp_path / "run", records, environment=None))
     assert "at step 5 of 20" in page
     assert "The model is dense" in section_of(page, "Expert load")
@@ -197,23 +243,23 @@ def test_only_the_validation_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_one_step(tmp_path: Path) -> None:
-    assert page_of(make_run(tmp_path / "run", [train(1)])).count("<svg") == 4
+    assert page_of(make_run(tmp_path / "run", [train(1)])).count("<svg") == 6
 
 
 def test_a_loss_that_is_not_finite_is_said_and_drawn(tmp_path: Path) -> None:
-    records = [train(1), train(2), train(3, loss=math.nan, grad_norm=math.inf), train(4, loss=math.inf)]
+    records = [dense(1), dense(2), dense(3, loss=math.nan, grad_norm=math.inf), dense(4, loss=math.inf)]
     page = page_of(make_run(tmp_path / "run", [*records, validation(4, loss=math.nan)]))
     assert "The loss was not finite in 2 steps, first at step 3." in page
     assert ">not finite</text>" in section_of(page, "Loss")
 
 
 def test_every_loss_not_finite(tmp_path: Path) -> None:
-    records = [train(step, loss=math.nan, grad_norm=math.nan) for step in (1, 2)]
+    records = [dense(step, loss=math.nan, grad_norm=math.nan) for step in (1, 2)]
     assert "not finite in 2 steps" in page_of(make_run(tmp_path / "run", records))
 
 
 def test_a_torn_last_line_does_not_stop_the_report(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [train(1)])
+    folder = make_run(tmp_path / "run", [dense(1)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tr')
     assert "at step 1 of 20" in page_of(folder)
@@ -284,7 +330,7 @@ def test_thinning_is_the_mean_of_equal_groups() -> None:
 
 def test_the_least_even_layers_are_drawn_when_there_are_many() -> None:
     loads = [[10, 10, 10, 10 + layer] for layer in range(9)]
-    assert report_figures.expert_layers([{"expert_load": loads}]) == [3, 4, 5, 6, 7, 8]
+    assert report_experts.uneven_rows([{"expert_load": loads}]) == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

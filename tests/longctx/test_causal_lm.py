@@ -38,7 +38,8 @@ def test_balance_sum_is_the_documents_weighted_mean():
     loss = LossSum(*lm(BATCH))
     torch.testing.assert_close(loss.balance_sum, mean_balance(stats, BATCH.documents))
     assert loss.counts_LE.sum(1).tolist() == [2 * 36, 2 * 36]  # k choices a token, padding in none
-    torch.testing.assert_close(loss.total(0.25), loss.objective_sum + 0.25 * loss.balance_sum)
+    total = loss.objective_sum + 0.25 * loss.balance_sum + 0.5 * loss.z_sum
+    torch.testing.assert_close(loss.total(0.25, 0.5), total)
 
 
 def test_balanced_experts_score_one_a_token():
@@ -52,9 +53,9 @@ def test_padding_tokens_change_nothing():
     other = replace(BATCH, tokens=torch.where(BATCH.documents < 0, (BATCH.tokens + 1) % 97, BATCH.tokens))
     results = []
     for batch in (BATCH, other):
-        lm = model()
+        lm = model(tiny_config(router_z_loss_weight=0.1))
         loss = LossSum(*lm(batch))
-        loss.total(0.1).backward()
+        loss.total(0.1, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
@@ -74,10 +75,10 @@ def shards_of(lm: CausalLM):
 
 def test_sums_and_gradients_add_up_over_shards():
     """With counts reduced and probabilities local, losses and gradients of the shares sum to those of the whole."""
-    lm = model(z_loss=0.01, label_smoothing=0.1)
+    lm = model(tiny_config(router_z_loss_weight=0.1), z_loss=0.01, label_smoothing=0.1)
     flat, shards = shards_of(lm)
     whole = LossSum(*lm(flat))
-    whole.total(0.1).backward()
+    whole.total(0.1, 0.1).backward()
     wanted = gradients(lm)
 
     local = []
@@ -88,7 +89,7 @@ def test_sums_and_gradients_add_up_over_shards():
     lm.reduce_counts = lambda counts: sum(local)
     lm.zero_grad()
     parts = [LossSum(*lm(shard)) for shard in shards]
-    sum(part.total(0.1) for part in parts).backward()
+    sum(part.total(0.1, 0.1) for part in parts).backward()
     torch.testing.assert_close(tuple(sum(x) for x in zip(*parts, strict=True)), tuple(whole))
     torch.testing.assert_close(gradients(lm), wanted)
 
@@ -111,8 +112,9 @@ def test_counts_are_not_doubled_by_recomputation(recompute):
 def test_dense_models_have_no_balance():
     lm = model(dense_config(), reduce_counts=lambda _: pytest.fail("nothing to reduce"))
     loss = LossSum(*lm(BATCH))
-    assert loss.balance_sum == 0
+    assert loss.balance_sum == loss.z_sum == 0
     assert loss.counts_LE.shape == (0, 0)
+    assert loss.facts_L4.shape == (0, 4)
     loss.objective_sum.backward()
 
 

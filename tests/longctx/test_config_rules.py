@@ -182,6 +182,12 @@ ANY_VALUES = {
     "selection_bias": st.booleans(),
     "normalize_gates": st.booleans(),
     "routed_scale": st.sampled_from([1.0, 2.5]),
+    "balance_scope": st.sampled_from(CHOICES["balance_scope"]),
+    "router_z_loss_weight": st.sampled_from([0.0, 0.01]),
+    "selection_bias_rate": st.sampled_from([0.0, 0.01]),
+    "router_jitter": st.sampled_from([0.0, 0.1]),
+    "capacity_factor": st.sampled_from([0.0, 1.0, 1.5]),
+    "capacity_mode": st.sampled_from(CHOICES["capacity_mode"]),
     "tie_embeddings": st.booleans(),
     "embedding_scale": st.sampled_from([1.0, 2.0]),
     "residual_scale": st.sampled_from([1.0, 0.5]),
@@ -209,6 +215,7 @@ def spelled_out(drawn: dict) -> dict:
     values |= {"window": 3} if {"window", "sparse"} & set(layers) else {}
     values |= {"sparse_stride": 4} if "sparse" in layers else {}
     values |= {"num_kv_heads": values["num_heads"]} if values.get("kv_lora_rank") else {}
+    values |= {"selection_bias": True} if values.get("selection_bias_rate") else {}
     useless = set() if values.get("num_experts") else {"dense_layers"}
     useless |= set() if values.get("position", "rope") == "rope" else {"rope", "rope_layers", "local_rope_theta"}
     useless |= set() if "window" in layers else {"local_rope_theta"}
@@ -244,11 +251,11 @@ def accepted(drawn: dict) -> ModelConfig | None:
 def check_runs(config: ModelConfig) -> None:
     """Loss and every gradient of a packed batch are finite and there; parameters are as many as arithmetic says."""
     model = CausalLM(Decoder(config))
-    model.decoder.dropout_seed = 1
+    model.decoder.training_seed = 1
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
     loss = LossSum(*model(batch))
-    loss.total(0.5).backward()
+    loss.total(0.5, config.router_z_loss_weight).backward()
     assert loss.nll_sum.isfinite()
     assert 0.2 < loss.nll_sum.item() / batch.num_targets / math.log(13) < 5
     assert all(grad.isfinite().all() for grad in gradients(model).values())

@@ -150,7 +150,7 @@ def test_a_strided_gradient_is_taken():
 def decoder_of(*, rate: float = 0.25, seed: int | None = 11, experts: bool = False, **changes) -> Decoder:
     config = (tiny_config if experts else dense_config)(residual_dropout=rate, **changes)
     decoder = Decoder(config).double()
-    decoder.dropout_seed = seed
+    decoder.training_seed = seed
     return decoder
 
 
@@ -237,7 +237,7 @@ def test_micro_batches_of_one_seed_continue_its_places():
     decoder.core = Blind()
     whole = run(decoder, batch)
     for part, start in zip(parts, (0, 6), strict=True):
-        decoder.dropout_start = start
+        decoder.training_start = start
         torch.testing.assert_close(run(decoder, part), whole[:, start : start + 6], atol=1e-13, rtol=0)
 
 

@@ -93,14 +93,14 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
 def test_packed_documents_equal_documents_alone(name):
     batch = packed_batch([[5, 11, 1], [16, 1]], padding=3)
     model = CausalLM(Decoder(CONFIGS[name])).double()
-    objective, balance, _, nll = model(batch)
-    (objective + 0.5 * balance).backward()
+    whole = LossSum(*model(batch))
+    whole.total(0.5).backward()
     packed = gradients(model)
     model.zero_grad()
     losses = [LossSum(*model(part)) for part in documents_of(batch)]
     sum(loss.total(0.5) for loss in losses[:3] + losses[4:6]).backward()  # 3 and 6 are padding
-    torch.testing.assert_close(nll, sum(loss.nll_sum for loss in losses))
-    torch.testing.assert_close(balance, sum(loss.balance_sum for loss in losses[:3] + losses[4:6]))
+    torch.testing.assert_close(whole.nll_sum, sum(loss.nll_sum for loss in losses))
+    torch.testing.assert_close(whole.balance_sum, sum(loss.balance_sum for loss in losses[:3] + losses[4:6]))
     torch.testing.assert_close(gradients(model), packed)
 
 

@@ -1,159 +1,127 @@
-"""Router, routed experts and their statistics."""
+"""The layer: router, experts and the shared expert together, by definition."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
-from longctx.model import experts as experts_module
-from longctx.model.experts import Experts, grouped_outer, grouped_rows, sort_by_expert
-from longctx.model.moe import MixtureOfExperts
-from longctx.model.router import Router, router_stats
+from longctx.model.moe import ExpertCall, MixtureOfExperts
+from longctx.model.router import expert_choice, route
+from longctx.model.stash import recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
 
-N, M, E, K = 29, 32, 4, 2
+N, M, E = 29, 32, 4
+DOCUMENTS = torch.zeros(1, N, dtype=torch.int64)
 
 
-def routed(dtype=torch.float64, *, N=N, allowed=range(E)):
-    """Tokens, gates and choices; only the ``allowed`` experts are chosen."""
-    torch.manual_seed(0)
-    x = torch.randn(N, M, dtype=torch.float64).to(dtype).requires_grad_()
-    gates = torch.rand(N, K, dtype=torch.float64).to(dtype if dtype == torch.float64 else torch.float32)
-    choices = torch.stack(
-        [torch.tensor(list(allowed))[torch.randperm(len(allowed))[:K]] for _ in range(N)] or [torch.zeros(K)]
-    )
-    return x, gates.requires_grad_(), choices.long()[:N]
-
-
-def by_definition(module, x, gates, choices):
-    """Token by token, expert by expert."""
-    out = torch.zeros_like(x)
-    for n, j in ((n, j) for n in range(len(x)) for j in range(K)):
-        expert = choices[n, j]
-        gate, up = (module.gate_up_proj[expert] @ x[n]).chunk(2)
-        row = torch.zeros_like(x)
-        row[n] = gates[n, j] * (module.down_proj[expert] @ (silu(gate) * up))
-        out = out + row
-    return out
-
-
-def experts(dtype=torch.float64):
-    module = Experts(tiny_config())
+def build(dtype=torch.float64, *, tokens_per_expert: float = 0.0, **changes) -> MixtureOfExperts:
+    module = MixtureOfExperts(tiny_config(**changes), tokens_per_expert=tokens_per_expert)
     randomize(module)
     return module.to(dtype)
 
 
-@pytest.mark.parametrize("allowed", [range(E), (1, 3)], ids=["all experts", "two idle experts"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_experts_equal_their_definition(dtype, allowed):
-    module, (x, gates, choices) = experts(dtype), routed(dtype, allowed=allowed)
-    exact = experts().requires_grad_()
-    exact.load_state_dict(module.state_dict())
-    leaves = [t.detach().double().requires_grad_() for t in (x, gates)]
-    wanted, got = by_definition(exact, *leaves, choices), module(x, gates, choices)
-    dout = torch.randn(N, M, dtype=torch.float64)
+def tokens(dtype=torch.float64, count: int = N) -> Tensor:
+    x = torch.randn(1, count, M, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+def ffn(gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+    gate, up = (gate_up @ x).chunk(2)
+    return down @ (silu(gate) * up)
+
+
+def by_definition(module: MixtureOfExperts, x_BtM: Tensor) -> Tensor:
+    """Token by token: the experts it is sent to, and the one that all visit."""
+    logits = x_BtM[0] @ module.gate.weight.T
+    if module.tokens_per_expert:
+        routing = expert_choice(logits, math.ceil(module.tokens_per_expert * len(logits) / E))
+    else:
+        routing = route(logits, module.config, bias_E=module.gate.e_score_correction_bias)
+    rows = []
+    for n, x in enumerate(x_BtM[0]):
+        row = torch.zeros_like(x)
+        for gate, e in zip(routing.gates_Nk[n], routing.experts_Nk[n].tolist(), strict=True):
+            if e >= 0:
+                row = row + gate * ffn(module.experts.gate_up_proj[e], module.experts.down_proj[e], x)
+        if module.has_shared_expert:
+            shared = module.shared_expert
+            both = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+            factor = torch.sigmoid(module.shared_expert_gate.weight @ x) if module.has_shared_gate else 1.0
+            row = row + factor * ffn(both, shared.down_proj.weight, x)
+        rows.append(row)
+    return torch.stack(rows)[None]
+
+
+LAYERS = {
+    "gated shared expert": {},
+    "shared expert": {"shared_gate": False},
+    "none shared": {"shared_ffn_size": 0},
+    "sigmoid, scaled, biased": {"score_function": "sigmoid", "routed_scale": 2.5, "selection_bias": True},
+    "experts choose": {"tokens_per_expert": 2.0},
+    "few choose": {"tokens_per_expert": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_definition(name):
+    module, exact = build(**LAYERS[name]), build(**LAYERS[name])
+    x, leaf = tokens(), tokens()
+    out, wanted = module(x)[0], by_definition(exact, leaf)
+    torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-12)
+    dout = torch.randn(1, N, M, dtype=torch.float64)
+    out.backward(dout)
     wanted.backward(dout)
-    got.backward(dout.to(got.dtype))
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
-    for leaf, exact_leaf in zip((x, gates, *module.parameters()), (*leaves, *exact.parameters()), strict=True):
-        scale = exact_leaf.grad.abs().max()
-        torch.testing.assert_close(leaf.grad.double() / scale, exact_leaf.grad / scale, atol=tolerance, rtol=tolerance)
-    idle = [e for e in range(E) if e not in allowed]
-    assert all(grad[idle].count_nonzero() == 0 for grad in gradients(module).values())
+    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(gradients(module), gradients(exact), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_experts_gradcheck(biased):
-    config = tiny_config(hidden_size=3, expert_ffn_size=2, expert_bias=biased)
-    module, (x, gates, choices) = Experts(config).double(), routed(N=5)
-    randomize(module)
-    inputs = (x[:, :3].detach().requires_grad_(), gates, *module.parameters())
-    assert torch.autograd.gradcheck(lambda x, gates, *_: module(x, gates, choices), inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_grouped_product_equals_the_loop(dtype, monkeypatch):
-    torch.manual_seed(0)
-    ends = torch.tensor([3, 3, 10, 17], dtype=torch.int32)
-    x, weight, dy = (torch.randn(s).to(dtype) for s in ((17, 16), (4, 8, 16), (17, 8)))
-    monkeypatch.setattr(experts_module, "multiplies_in_float32", lambda *_: False)  # whatever this processor does
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_recomputed_layer_changes_no_bit(name):
     results = []
-    for loop in (False, True):
-        if loop:
-            monkeypatch.setattr(experts_module, "_takes_grouped_mm", lambda *_: False)
+    for again in (False, True):
+        module, x = build(**LAYERS[name]), tokens()
+        call = ExpertCall(documents_Bt=DOCUMENTS, num_documents=1)
+        if again:
+            out, *stats = recomputed(lambda x, stash, module=module, call=call: module(x, call, stash), x)
         else:
-            assert experts_module._takes_grouped_mm(x, weight)
-        results.append((grouped_rows(x, weight.mT, ends), grouped_outer(dy, x, ends)))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+            out, *stats = module(x, call)
+        (out.square().sum() + stats[1].square().sum() + stats[2]).backward()
+        results.append((out.detach(), *stats, x.grad, *gradients(module).values()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_odd_widths_take_the_loop(dtype):
+def test_odd_widths_are_served(dtype):
     module = MixtureOfExperts(tiny_config(hidden_size=33, expert_ffn_size=7)).to(dtype)
     randomize(module)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
-    module(x)[0].float().square().sum().backward()
+    out = module(x)[0]
+    assert out.dtype == dtype
+    out.float().square().sum().backward()
     assert all(g.isfinite().all() for g in gradients(module).values())
 
 
-def test_no_token_gives_every_parameter_a_zero_gradient():
-    module = MixtureOfExperts(tiny_config())
-    randomize(module)
-    documents = torch.zeros(1, 0, dtype=torch.int64)
-    out, counts, prob_sums = module(torch.randn(1, 0, M), documents_Bt=documents, num_documents=3)
+@pytest.mark.parametrize("tokens_per_expert", [0.0, 2.0])
+def test_no_token_gives_every_parameter_a_zero_gradient(tokens_per_expert):
+    module = build(tokens_per_expert=tokens_per_expert, router_z_loss_weight=0.1)
+    call = ExpertCall(documents_Bt=torch.zeros(1, 0, dtype=torch.int64), num_documents=3)
+    out, counts, prob_sums, z_sum, facts = module(tokens(count=0), call)
     assert counts.shape == prob_sums.shape == (3, E)
-    (out.sum() + prob_sums.sum()).backward()
+    assert facts.tolist() == [0, 0, 0, 0]
+    (out.sum() + prob_sums.sum() + z_sum).backward()
     assert all(g.count_nonzero() == 0 for g in gradients(module).values())
 
 
-def test_sorting_is_stable_and_inverts():
-    choices = torch.tensor([[2, 0], [0, 2], [2, 3]])
-    order, inverse, ends = sort_by_expert(choices, 4)
-    assert order.tolist() == [1, 2, 0, 3, 4, 5]
-    assert order[inverse].tolist() == list(range(6))
-    assert ends.tolist() == [2, 2, 5, 6]
-    assert ends.dtype == torch.int32
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_router_is_float32_in_a_bfloat16_model(normalize):
-    torch.manual_seed(0)
-    router = Router(tiny_config(normalize_gates=normalize))
-    randomize(router)
-    router, x = router.bfloat16(), torch.randn(N, M).bfloat16()
-    gates, probs, choices = router(x)
-    exact = (x.double() @ router.weight.double().T).softmax(-1)
-    assert probs.dtype == gates.dtype == torch.float32
-    torch.testing.assert_close(probs.double(), exact, atol=1e-6, rtol=1e-6)  # bf16 logits would miss by 1e-3
-    wanted, chosen = exact.topk(K)
-    assert torch.equal(choices, chosen)
-    wanted = wanted / wanted.sum(-1, keepdim=True) if normalize else wanted
-    torch.testing.assert_close(gates.double(), wanted, atol=1e-6, rtol=1e-6)
-
-
-def statistics(documents):
-    torch.manual_seed(0)
-    probs = torch.rand(len(documents), E).softmax(-1).requires_grad_()
-    return probs, probs.topk(K)[1], torch.tensor(documents)
-
-
-def test_stats_count_each_document_and_leave_padding_out():
-    probs, choices, documents = statistics([0, 0, 2, -1, 2, 2, -1, 0])
-    counts, sums = router_stats(probs, choices, documents, 4)
-    for s in range(4):
-        assert counts[s].tolist() == [(choices[documents == s] == e).sum().item() for e in range(E)]
-        torch.testing.assert_close(sums[s], probs[documents == s].sum(0))
-    assert counts.dtype == torch.int64
-    weights = torch.rand(4, E)
-    (grad,) = torch.autograd.grad((sums * weights).sum(), probs)
-    torch.testing.assert_close(grad, weights[documents] * (documents >= 0)[:, None])
-
-
-def test_stats_of_shards_add_up():
-    probs, choices, documents = statistics([0, 0, 0, 1, 1, -1, 3, 3, 3, 3])
-    whole = router_stats(probs, choices, documents, 4)
-    shards = [torch.tensor(s) for s in ([0, 3, 9], [1, 2, 5, 8], [4, 6, 7], [])]
-    parts = [router_stats(probs[s.long()], choices[s.long()], documents[s.long()], 4) for s in shards]
-    torch.testing.assert_close(tuple(sum(part) for part in zip(*parts, strict=True)), whole)
+def test_experts_that_choose_take_no_padding_and_are_loaded_alike():
+    documents = DOCUMENTS.clone()
+    documents[0, 5::3] = -1
+    module = build(tokens_per_expert=2.0)
+    _, counts, *_ = module(tokens(), ExpertCall(documents_Bt=documents, num_documents=1))
+    assert counts.tolist() == [[15, 15, 15, 15]]  # 2 · 29 / 4, rounded up
+    out = module(tokens(), ExpertCall(documents_Bt=documents.clamp(max=-1), num_documents=1))[0]
+    shared = module.shared_expert(tokens()) * torch.sigmoid(module.shared_expert_gate(tokens()))
+    torch.testing.assert_close(out, shared)

@@ -20,6 +20,9 @@ from longctx.kernels.cpu_flash import CpuFlashKernel
 from longctx.kernels.select import KERNELS
 from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache
 from longctx.model.decoder import Decoder
+from longctx.model.dispatch import LocalDispatcher
+from longctx.model.experts import Experts
+from longctx.model.moe import MixtureOfExperts
 from longctx.model.stash import Stash, recomputed
 from longctx.objectives.causal_lm import CausalLM, LossSum
 
@@ -195,3 +198,107 @@ def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
         loss = decoder(batch.tokens, batch.positions).square().mean()
         grads.append(torch.autograd.grad(loss, decoder.model.layers[1].self_attn.k_proj.weight)[0])
     assert torch.equal(*grads)
+
+
+# Experts
+
+
+def of_experts(**changes) -> CausalLM:
+    config = {"router_z_loss_weight": 0.1, "capacity_factor": 1.0, "router_jitter": 0.1, "selection_bias": True}
+    lm = CausalLM(Decoder(tiny_config(**{**config, **changes})))
+    randomize(lm, std=0.2)
+    lm.decoder.training_seed = 5
+    return lm
+
+
+EXPERT_BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
+
+
+class Watched(LocalDispatcher):
+    """Notes what it is asked for, and whether a layer was being recomputed."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.replaying = False
+
+    def plan(self, *args):
+        self.asked.append(("plan", self.replaying))
+        return super().plan(*args)
+
+    def gather(self, values_NX):
+        self.asked.append(("gather", self.replaying))
+        return super().gather(values_NX)
+
+
+def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
+    """With everything that a router may have; and the second run gives backward the same bits."""
+    results = {}
+    for recompute in (False, True):
+        lm = of_experts()
+        lm.decoder.recompute = recompute
+        dispatcher = lm.decoder.dispatcher = Watched()
+        forward = MixtureOfExperts.forward
+
+        def watched(self, x, call, stash, *, forward=forward, dispatcher=dispatcher):
+            dispatcher.replaying = stash is not None and stash.replaying
+            out = forward(self, x, call, stash)
+            dispatcher.replaying = False
+            return out
+
+        monkeypatch.setattr(MixtureOfExperts, "forward", watched)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = LossSum(*lm(EXPERT_BATCH))
+            loss.total(0.1, 0.1).backward()
+        monkeypatch.undo()
+        ran = {event.key: event.count for event in profile.key_averages()}
+        assert ran["aten::topk"] == 2, "one a layer"
+        assert ran["longctx::attention_forward"] == 2
+        assert dispatcher.asked.count(("gather", False)) == 2
+        assert not [what for what, replaying in dispatcher.asked if replaying]
+        results[recompute] = (*loss, *gradients(lm).values())
+    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
+
+
+def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
+    """As rounding may have it: the second run weighs the first run's choices, refused ones too, by its own logits."""
+    lm, seen = of_experts(), []
+    lm.decoder.recompute = True
+    forward = Experts.forward
+
+    def watched(self, x, gates, experts, *rest):
+        seen.append((gates.detach().clone(), experts.clone()))
+        return forward(self, x, gates, experts, *rest)
+
+    monkeypatch.setattr(Experts, "forward", watched)
+    loss = LossSum(*lm(EXPERT_BATCH)).total(0.1, 0.1)
+    for layer in lm.decoder.model.layers:
+        layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
+    loss.backward()
+    assert len(seen) == 4, "two layers, twice"
+    for (gates, ids), (other_gates, other_ids) in zip(seen[:2], seen[:1:-1], strict=True):
+        assert torch.equal(ids, other_ids)
+        assert (ids < 0).any()
+        assert not torch.allclose(gates, other_gates)
+        assert torch.equal(gates == 0, other_gates == 0)
+    seen.clear()
+    lm(EXPERT_BATCH)
+    assert not torch.equal(seen[0][1], ids), "it would have"
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_keeps_its_choices_too():
+    """Inside a graph there is no stash; recomputation finds the ids, and attention's result, by their operators."""
+    lm = of_experts(num_layers=1)
+    lm.decoder.recompute = True
+    torch.compiler.reset()
+    compiled, results = torch.compile(lm, backend="aot_eager"), []
+    for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
+        lm.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = LossSum(*f(EXPERT_BATCH))
+            loss.total(0.1, 0.1).backward()
+        results.append((*loss, *gradients(lm).values()))
+    ran = {event.key: event.count for event in profile.key_averages()}
+    assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()

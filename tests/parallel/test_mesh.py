@@ -24,7 +24,12 @@ def test_a_lone_process_is_a_mesh_of_one():
         ({"context": 0}, "at least 1"),
         ({"context": 4, "ulysses": 3}, r"Try one of \[1, 2, 4\]"),
         ({"context": 2, "ulysses": 0}, "at least 1"),
-        ({"context": 2, "expert": 2}, "not built yet"),
+        (
+            {"context": 2, "expert": 3},
+            r"parallel\.expert=3 does not divide the 4 ranks.*\n.*Try parallel\.expert=2 \(any of \[1, 2, 4\]",
+        ),
+        ({"context": 2, "expert": 8}, r"Try parallel\.expert=4"),
+        ({"context": 1, "expert": 0}, "at least 1"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(degrees, said):
@@ -63,6 +68,24 @@ def check_heads_inside_rings():
 
 def test_those_that_split_heads_are_the_closest_neighbours():
     run_distributed(check_heads_inside_rings, 8)
+
+
+def check_experts_across_sequences():
+    rank = dist.get_rank()
+    for context, expert in ((2, 4), (4, 2)):
+        first = rank - rank % expert
+        mesh = Mesh.build(context=context, expert=expert)
+        assert mesh.expert_group is not None
+        assert dist.get_process_group_ranks(mesh.expert_group) == list(range(first, first + expert))
+        assert mesh.expert_rank == rank - first
+    assert mesh.describe() == "8 ranks = data 2 × context 4, experts over 2"
+    assert Mesh.build(context=4).expert_group is None
+    odd = Mesh(rank=5, world_size=6, context=2, expert=3)
+    assert (odd.expert_rank, odd.data_rank, odd.context_rank) == (2, 2, 1), "groups may cut across sequences"
+
+
+def test_neighbours_share_out_the_experts_whatever_they_read():
+    run_distributed(check_experts_across_sequences, 8)
 
 
 def test_nodes_that_hold_equally_many_ranks_of_a_ring():

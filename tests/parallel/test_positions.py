@@ -55,11 +55,11 @@ def check_kind(
     batch = packed_batch(DOCUMENTS, vocab_size=31).flatten_rows()
     weights = torch.randn(1, 40, 14, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     alone = build(name, None, **changes)
-    alone.dropout_seed = seed
+    alone.training_seed = seed
     wanted, wanted_grads = differentiate(alone, batch, weights)
     for kind in layouts:
         spread = build(name, mesh, kind, **changes)
-        spread.dropout_seed, spread.recompute = seed, recompute
+        spread.training_seed, spread.recompute = seed, recompute
         layout = SequenceLayout.build(kind, 40, mesh.context, batch.cu_seqlens, mesh.ulysses)
         mine = batch.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
         found, grads = differentiate(spread, mine, layout.split(weights, mesh.context_rank, 1))

@@ -88,8 +88,8 @@ def learn(context: int) -> None:
     for step in range(MOST_STEPS):
         mine = share(recall_rows(length, seed=step))
         counts = count_step([mine], torch.device("cpu"))
-        objective, balance, _, _ = engine.forward(mine)
-        engine.backward(micro_batch_loss(objective, balance, counts, 0.0))
+        objective, balance, z_sum, *_ = engine.forward(mine)
+        engine.backward(micro_batch_loss(objective, balance, z_sum, counts, CONFIG))
         engine.step(3e-3 * min(1.0, (step + 1) / 100))
         if step % 10 == 9:
             reached = accuracy(length, range(10**6, 10**6 + 2))

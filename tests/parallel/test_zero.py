@@ -10,6 +10,7 @@ import torch
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.objectives.causal_lm import LossSum
 from parallel.layout import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
@@ -88,10 +89,10 @@ def train_together(
         counts = count_step(mine, torch.device("cpu"))
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
-            objective, balance, counts_LE, nll = engine.forward(batch)
-            total += nll.double()
-            routed = counts_LE if batch is mine[0] else routed + counts_LE
-            engine.backward(micro_batch_loss(objective, balance, counts, config.balance_loss_weight))
+            loss = LossSum(*engine.forward(batch))
+            total += loss.nll_sum.double()
+            routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
+            engine.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, config))
         norms.append(engine.step(LR))
         losses.append(float(sum_over_ranks(total)) / counts.targets)
         counts_by_step.append(sum_over_ranks(routed))
@@ -188,9 +189,9 @@ def check_state(stage: int, other: int):
     for runner in (engine, fresh):
         runner._engine.set_gradient_accumulation_boundary(True)
         for _ in range(2):
-            objective, balance, _, nll = runner.forward(mine)
-            runner.backward(micro_batch_loss(objective, balance, counts, 0.0))
-            seen += [float(nll), runner.step(LR)]
+            loss = LossSum(*runner.forward(mine))
+            runner.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, DENSE))
+            seen += [float(loss.nll_sum), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 
 

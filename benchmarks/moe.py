@@ -1,0 +1,363 @@
+"""An expert layer, forward and backward, beside transformers', DeepSpeed's, and dense products of the same FLOPs.
+
+    python -m benchmarks.moe [--quick] [--only layer ranks]
+
+* layer: one process, one thread, width 512; 16 experts of 1024 of which a token visits 2, and 64 of 256, 8. Every
+  token's experts are set by its direction, alike in every library: each expert equally often, or by Zipf's law. Results
+  of the first tokens, gradients included, are compared. transformers runs ``grouped_mm``. DeepSpeed's ``MoE`` drops no
+  token and pads every expert to the most loaded one, so it is run with even loads alone (4096 tokens). Dense are six
+  products of an FFN as wide as a token's experts together. Memory, from fresh processes, is the peak over what is
+  resident with weights and gradients in place.
+* ranks: the same tokens on 2 and 4 ranks × 1 thread, experts across ranks: CPU seconds of a rank over its share of
+  one process's (the mean over ranks, and the worst), and bytes sent over the least possible: a token's row once to each
+  other rank that has one of its experts, and once back, both ways again in backward. ``naive`` is a row for every
+  choice over the same.
+
+CPU seconds are the smallest of rounds in which all take turns in the same processes. Saved in
+``benchmarks/results/moe.json``; exit code 1 when a row is outside its bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.machine import machine, save
+from benchmarks.moe_layers import (
+    COARSE,
+    DEEPSPEED,
+    DTYPES,
+    FINE,
+    LAYERS,
+    OURS,
+    PRELOAD,
+    THEIRS,
+    TOLERANCE,
+    Case,
+    Layer,
+    dense_products,
+    longctx_layer,
+    step,
+)
+from benchmarks.ranks import alternate, run_ranks, with_resident_rise
+from longctx.kernels.processor import has_native_bfloat16
+from parallel.expert import AllToAllDispatcher
+from parallel.mesh import Mesh
+
+TIME_BOUND, MEMORY_BOUND = 0.85, 0.70
+"""Of transformers' CPU seconds and memory."""
+BYTES_BOUND = 1.05
+"""Of the least bytes: ids and gates travel too."""
+RATE_BOUND = 0.80
+"""Of the dense products' rate, with 16 experts."""
+COMPARED_TOKENS = 1024
+SHORT, LONG = 4096, 16_384
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much to measure."""
+
+    cases: tuple[Case, ...]
+    spread: tuple[Case, ...]
+    """What is spread over ranks."""
+    degrees: tuple[int, ...]
+
+
+FULL = Options(
+    tuple(Case(*of) for of in product((COARSE, FINE), (SHORT, LONG), DTYPES, (False, True))),
+    tuple(Case(shape, SHORT, "fp32", skewed) for shape in (COARSE, FINE) for skewed in (False, True))
+    + tuple(Case(shape, SHORT, "bf16", False) for shape in (COARSE, FINE)),
+    (2, 4),
+)
+QUICK = Options(
+    tuple(Case(shape, SHORT, dtype, False) for shape in (COARSE, FINE) for dtype in DTYPES),
+    (Case(FINE, SHORT, "fp32", False),),
+    (2,),
+)
+
+
+# --- one process --------------------------------------------------------------------------------------------
+
+
+def libraries(case: Case) -> tuple[str, ...]:
+    """Whose layers a case is run with."""
+    return (OURS, THEIRS, DEEPSPEED) if case.tokens == SHORT and not case.skewed else (OURS, THEIRS)
+
+
+def fresh_step(layer: Layer, x: torch.Tensor, dout: torch.Tensor) -> None:
+    """A step whose gradients are the first ones."""
+    layer.module.zero_grad(set_to_none=True)
+    step(layer, x, dout)
+
+
+def time_layers(case: Case, rounds: int) -> dict[str, Any]:
+    """CPU seconds of every library's step and of the dense products, by turns; how far apart results are.
+
+    All get the same number of rounds, or the smallest of more would look the better. Ours and the dense products, which
+    are the closest to their bound, take some more turns between the two of them: ``beside_dense``.
+    """
+    layers = {name: LAYERS[name](case) for name in libraries(case)}
+    apart = compare(case, layers)
+    x, dout = case.inputs()
+    actions: dict[str, Callable[[], Any]] = {n: partial(fresh_step, layer, x, dout) for n, layer in layers.items()}
+    actions["dense"] = dense_products(case)
+    pair = (OURS, "dense")
+    for name in pair:
+        actions[name]()  # the first use of anything is not counted: of code by ``compare``, of memory by these
+    seconds = dict(zip(actions, alternate(list(actions.values()), rounds), strict=True))
+    again = dict(zip(pair, alternate([actions[name] for name in pair], 1), strict=True))
+    return {
+        "cpu_seconds": {name: round(s, 3) for name, s in seconds.items()},
+        "beside_dense": {name: round(min(again[name], seconds[name]), 3) for name in pair},
+        "apart": apart,
+    }
+
+
+def rounds_of(case: Case) -> int:
+    """Two; one where a step takes so long that noise averages out within it."""
+    emulated = case.dtype == "bf16" and not has_native_bfloat16()
+    return 1 if case.tokens == LONG and emulated else 2
+
+
+def compare(case: Case, layers: dict[str, Layer]) -> dict[str, float]:
+    """Largest relative difference between ours and each other library's output and gradients on the first tokens.
+
+    AssertionError unless every library's tokens visit the experts that they are meant to.
+    """
+    x, dout = (of[:COMPARED_TOKENS] for of in case.inputs())
+    meant_E = case.chosen()[:COMPARED_TOKENS].flatten().bincount(minlength=case.shape.num_experts)
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, layer in layers.items():
+        with torch.no_grad():
+            assert torch.equal(layer.counts(x).long(), meant_E), f"{case}: {name} chooses other experts"
+        layer.module.zero_grad(set_to_none=True)
+        results[name] = [*step(layer, x, dout), *layer.gradients().values()]
+    ours = results.pop(OURS)
+    return {name: max(map(_relative, of, ours)) for name, of in results.items()}
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(f"{float((a.double() - b.double()).norm() / b.double().norm()):.2g}")
+
+
+def layer_memory(case: Case, name: str) -> float:
+    """MiB over weights and gradients by which a process peaks in its first step."""
+    layer = LAYERS[name](case)
+    x, dout = case.inputs()
+    few = (x[: case.shape.num_experts], dout[: case.shape.num_experts])
+    step(layer, *few)  # the first use of code takes memory too
+    for parameter in layer.module.parameters():
+        parameter.grad = torch.zeros_like(parameter).contiguous()
+        parameter.grad.fill_(1)  # zeros may be pages that are not there yet
+    return with_resident_rise(lambda: step(layer, x, dout))[1]
+
+
+def layer(options: Options) -> tuple[list[dict], list[str]]:
+    """One row a case; and what is outside the bounds."""
+    print(
+        f"{'':40}CPU s: {'ours':>7}{'theirs':>8}{'× theirs':>10}{'of dense':>10}  MiB: {'ours':>6}{'theirs':>8}{'×':>7}"
+    )
+    rows, missed = [], []
+    for case in options.cases:
+        [timed] = run_ranks(time_layers, 1, case, rounds_of(case), preload=PRELOAD)
+        with ThreadPoolExecutor(2) as pool:  # memory does not mind the neighbour
+            measured = pool.map(lambda name, c=case: run_ranks(layer_memory, 1, c, name)[0], libraries(case))
+            mib = dict(zip(libraries(case), measured, strict=True))
+        row = layer_row(case, timed, mib)
+        rows.append(row)
+        print_layer_row(case, row)
+        missed += [f"{case}: {text}" for text in layer_misses(case, row)]
+    return rows, missed
+
+
+def layer_row(case: Case, timed: dict[str, Any], mib: dict[str, float]) -> dict[str, Any]:
+    """A case's figures and ratios."""
+    seconds, beside = timed["cpu_seconds"], timed["beside_dense"]
+    return {
+        "case": str(case),
+        "cpu_seconds": seconds,
+        "time_ratio": round(seconds[OURS] / seconds[THEIRS], 3),
+        "beside_dense": beside,
+        "share_of_dense_rate": round(beside["dense"] / beside[OURS], 3),
+        "gflops": round(case.flops / seconds[OURS] / 1e9, 1),
+        "peak_mib": {name: round(of) for name, of in mib.items()},
+        "memory_ratio": round(mib[OURS] / mib[THEIRS], 3),
+        "apart": timed["apart"],
+    }
+
+
+def print_layer_row(case: Case, row: dict[str, Any]) -> None:
+    """A row, for people."""
+    seconds, mib = row["cpu_seconds"], row["peak_mib"]
+    print(
+        f"{case!s:47}{seconds[OURS]:7.2f}{seconds[THEIRS]:8.2f}{row['time_ratio']:10.3f}"
+        f"{row['share_of_dense_rate']:10.3f}{mib[OURS]:13}{mib[THEIRS]:8}{row['memory_ratio']:7.3f}",
+        flush=True,
+    )
+    if DEEPSPEED in seconds:
+        ratio = seconds[OURS] / seconds[DEEPSPEED]
+        print(f"{'':20}DeepSpeed {seconds[DEEPSPEED]:.2f} CPU s, ours {ratio:.3f} × it; {mib[DEEPSPEED]} MiB")
+
+
+def layer_misses(case: Case, row: dict[str, Any]) -> list[str]:
+    """In what a row is outside the bounds."""
+    found = []
+    if row["time_ratio"] > TIME_BOUND:
+        found.append(f"time {row['time_ratio']} > {TIME_BOUND} × transformers'")
+    if case.shape == COARSE and row["share_of_dense_rate"] < RATE_BOUND:
+        found.append(f"{row['share_of_dense_rate']} < {RATE_BOUND} of the dense rate")
+    if row["memory_ratio"] > MEMORY_BOUND:
+        found.append(f"memory {row['memory_ratio']} > {MEMORY_BOUND} × transformers'")
+    limit = TOLERANCE[case.dtype]
+    return found + [f"results differ from {name}'s by {of}" for name, of in row["apart"].items() if not of <= limit]
+
+
+# --- experts across ranks -----------------------------------------------------------------------------------
+
+
+class Sent:
+    """Bytes that this process sends to others by ``all_to_all_single`` while it is entered."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __enter__(self) -> Sent:
+        self._single = dist.all_to_all_single
+        dist.all_to_all_single = self._counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self._single
+
+    def _counted(self, output: Any, given: Any, out_sizes: Any = None, sizes: Any = None, **options: Any) -> Any:
+        ranks, own = dist.get_world_size(options.get("group")), dist.get_rank(options.get("group"))
+        parts = sizes if sizes is not None else [len(given) // ranks] * ranks
+        others = sum(parts) - parts[own]
+        self.bytes += others * given[:1].numel() * given.element_size() if len(given) else 0
+        return self._single(output, given, out_sizes, sizes, **options)
+
+
+def share_of_step(case: Case, degree: int, rounds: int) -> dict[str, Any]:
+    """A rank's CPU seconds of the whole step and of its share, by turns; bytes sent; how far apart results are."""
+    rank, dispatcher = dist.get_rank(), AllToAllDispatcher(Mesh.build(expert=degree), case.shape.num_experts)
+    alone, shared = longctx_layer(case), longctx_layer(case, dispatcher)
+    whole = case.inputs()
+    mine = tuple(of.chunk(degree)[rank].contiguous() for of in whole)
+    fresh_step(alone, *(of[:64] for of in whole))  # the first use of anything is not counted
+    fresh_step(shared, *(of[:64] for of in mine))
+    with Sent() as sent:
+        fresh_step(shared, *mine)
+    once = sent.bytes
+    seconds = alternate([partial(fresh_step, alone, *whole), partial(fresh_step, shared, *mine)], rounds)
+    names = ("gate_up", "down")
+    pairs = [(shared.gradients()[name], alone.gradients()[name][dispatcher.share]) for name in names]
+    with torch.no_grad():
+        pairs.append((shared.forward(mine[0]), alone.forward(whole[0]).chunk(degree)[rank]))
+    return {"seconds": seconds, "bytes": once, "apart": max(_relative(a, b) for a, b in pairs)}
+
+
+def least_bytes(case: Case, degree: int) -> tuple[int, int]:
+    """The least that travels in a step, and what would if a row travelled for every choice.
+
+    Four times a row for each token and each other rank that has one of its experts: token and sum, and the gradients of
+    both.
+    """
+    owner_Nk = case.chosen() // (case.shape.num_experts // degree)
+    home_N1 = torch.arange(case.tokens).unsqueeze(1) // (case.tokens // degree)
+    is_away = owner_Nk != home_N1
+    visits_NE = torch.zeros(case.tokens, degree, dtype=torch.bool).scatter_(1, owner_Nk, True)
+    visits = int(visits_NE.sum() - visits_NE.gather(1, home_N1).sum())
+    row = 4 * case.shape.hidden_size * DTYPES[case.dtype].itemsize
+    return row * visits, row * int(is_away.sum())
+
+
+def ranks(options: Options) -> tuple[list[dict], list[str]]:
+    """One row a case and degree; and what is outside the bounds."""
+    print(
+        f"\n{'':47}{'ranks':>6}{'CPU s, whole':>14}{'× share':>9}{'worst':>7}{'MB sent':>9}{'× least':>9}{'naive':>8}"
+    )
+    rows, missed = [], []
+    for case in options.spread:
+        for degree in options.degrees:
+            found = run_ranks(share_of_step, degree, case, degree, 2, preload=PRELOAD)
+            row = ranks_row(case, degree, found)
+            rows.append(row)
+            print(
+                f"{case!s:47}{degree:6}{row['one_process_cpu_seconds'][0]:14.2f}{row['ratio_to_share']:9.3f}"
+                f"{row['ratio_to_share_worst']:7.3f}{row['bytes_sent'] / 1e6:9.1f}{row['bytes_over_least']:9.3f}"
+                f"{row['row_a_choice_over_least']:8.2f}",
+                flush=True,
+            )
+            missed += [f"{case}, {degree} ranks: {text}" for text in ranks_misses(case, row)]
+    return rows, missed
+
+
+def ranks_row(case: Case, degree: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each rank's time over its share of the whole step, which it did itself: the mean, and the worst rank's.
+
+    Where experts are unequally loaded the worst rank has more than its share to compute; the mean tells what it costs
+    to spread them.
+    """
+    ratios = [of["seconds"][1] / (of["seconds"][0] / degree) for of in found]
+    sent, (least, a_choice) = sum(of["bytes"] for of in found), least_bytes(case, degree)
+    owner = case.chosen().flatten() // (case.shape.num_experts // degree)
+    load = owner.bincount(minlength=degree).max().item() / (len(owner) / degree)
+    return {
+        "case": str(case),
+        "ranks": degree,
+        "cpu_seconds_per_rank": [round(of["seconds"][1], 3) for of in found],
+        "one_process_cpu_seconds": [round(of["seconds"][0], 3) for of in found],
+        "ratio_to_share": round(sum(ratios) / degree, 3),
+        "ratio_to_share_worst": round(max(ratios), 3),
+        "load_worst": round(load, 3),
+        "bytes_sent": sent,
+        "bytes_over_least": round(sent / least, 3),
+        "row_a_choice_over_least": round(a_choice / least, 3),
+        "apart": max(of["apart"] for of in found),
+    }
+
+
+def ranks_misses(case: Case, row: dict[str, Any]) -> list[str]:
+    """In what a row is outside the bounds."""
+    found = []
+    if row["bytes_over_least"] > BYTES_BOUND:
+        found.append(f"{row['bytes_over_least']} > {BYTES_BOUND} × the least bytes")
+    if not row["apart"] <= TOLERANCE[case.dtype]:
+        found.append(f"results differ from one process's by {row['apart']}")
+    return found
+
+
+TABLES: dict[str, Callable[[Options], tuple[list[dict], list[str]]]] = {"layer": layer, "ranks": ranks}
+
+
+def main() -> int:
+    """Print the tables, save them, and fail when a row is outside its bounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="tables to measure")
+    parser.add_argument("--quick", action="store_true", help="few cases; nothing is saved")
+    options = parser.parse_args()
+    print(machine())
+    content: dict[str, Any] = {}
+    missed: list[str] = []
+    for name in options.only:
+        content[name], outside = TABLES[name](QUICK if options.quick else FULL)
+        missed += outside
+    if not options.quick and set(options.only) == set(TABLES):
+        print(f"saved {save('moe', content)}")
+    for text in missed:
+        print(f"outside the bounds: {text}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

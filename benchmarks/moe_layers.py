@@ -1,0 +1,294 @@
+"""One expert layer as longctx, transformers and DeepSpeed build it, with the same weights, inputs and choices.
+
+Axes: N tokens, k experts a token, E experts, M model width, F width of one expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config import ModelConfig
+from longctx.kernels.processor import has_native_bfloat16
+from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
+"""How far two libraries' results may lie apart, relative (Frobenius)."""
+PRELOAD = (
+    *("benchmarks.moe_layers", "deepspeed.moe.layer"),
+    *("transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+)
+"""What a worker needs, for the server that workers are forked from."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an expert layer."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    model_type: str
+    """transformers' model that has such a layer."""
+    hidden_size: int = 512
+
+    def __str__(self) -> str:
+        return f"{self.num_experts} experts top-{self.experts_per_token}"
+
+    def config(self) -> ModelConfig:
+        """The layer's part of a model of ours."""
+        return ModelConfig(
+            hidden_size=self.hidden_size,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_ffn_size=self.expert_ffn_size,
+        )
+
+
+COARSE, FINE = Shape(16, 2, 1024, "mixtral"), Shape(64, 8, 256, "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and what comes in."""
+
+    shape: Shape
+    tokens: int
+    dtype: str
+    skewed: bool
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.tokens} tokens, {self.dtype}, {'Zipf' if self.skewed else 'even'}"
+
+    @property
+    def flops(self) -> float:
+        """Of the experts' products, forward and backward."""
+        shape = self.shape
+        return 18.0 * self.tokens * shape.experts_per_token * shape.hidden_size * shape.expert_ffn_size
+
+    def weights(self) -> dict[str, Tensor]:
+        """Router [E, M], gate and up [E, 2F, M], down [E, M, F] in the case's dtype, the same in every process.
+
+        The router's rows are orthonormal: each expert has a direction of its own.
+        """
+        E, M, F = self.shape.num_experts, self.shape.hidden_size, self.shape.expert_ffn_size
+        g = torch.Generator().manual_seed(0)
+        router_ME = torch.linalg.qr(torch.randn(M, E, generator=g))[0]
+        gate_up = torch.randn(E, 2 * F, M, generator=g).mul_(M**-0.5)
+        down = torch.randn(E, M, F, generator=g).mul_(F**-0.5)
+        named = {"router": router_ME.T.contiguous(), "gate_up": gate_up, "down": down}
+        return {name: weight.to(DTYPES[self.dtype]) for name, weight in named.items()}
+
+    def chosen(self) -> Tensor:
+        """The experts [N, k] that each token's direction points to."""
+        shape = self.shape
+        draw = zipf_choices if self.skewed else even_choices
+        return draw(self.tokens, shape.num_experts, shape.experts_per_token)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Tokens and the gradient of what becomes of them, both [N, M].
+
+        A token is noise, less of it along the router's rows, and 4 of each of its experts' rows: logits differ, so
+        gates do, but no rounding of a logit to bfloat16 changes a choice.
+        """
+        g = torch.Generator().manual_seed(1)
+        router_EM = self.weights()["router"].float()
+        x_NM, dout_NM = (torch.randn(self.tokens, self.shape.hidden_size, generator=g) for _ in range(2))
+        x_NM -= 0.75 * (x_NM @ router_EM.T) @ router_EM
+        for experts_N in self.chosen().T:
+            x_NM += 4 * router_EM[experts_N]
+        return x_NM.to(DTYPES[self.dtype]), dout_NM.to(DTYPES[self.dtype])
+
+
+def even_choices(tokens: int, num_experts: int, k: int) -> Tensor:
+    """k different experts a token, [N, k]; each expert is chosen k times by every ``num_experts`` tokens."""
+    g = torch.Generator().manual_seed(2)
+    blocks = -(-tokens // num_experts)
+    ids_bE = torch.rand(blocks, num_experts, generator=g).argsort(1)
+    turns_bk = torch.rand(blocks, num_experts, generator=g).argsort(1)[:, :k]
+    slots_bEk = (torch.arange(num_experts)[None, :, None] + turns_bk[:, None]) % num_experts
+    return ids_bE[:, :, None].expand(-1, -1, k).gather(1, slots_bEk).flatten(0, 1)[:tokens]
+
+
+def zipf_choices(tokens: int, num_experts: int, k: int) -> Tensor:
+    """k different experts a token, [N, k], drawn with weights 1, 1/2, 1/3 … in a shuffled order of experts."""
+    g = torch.Generator().manual_seed(3)
+    rank_E = torch.randperm(num_experts, generator=g)
+    log_weight_E = -torch.log1p(rank_E.float())
+    noise_NE = -torch.log(-torch.log(torch.rand(tokens, num_experts, generator=g).clamp(1e-9, 1 - 1e-7)))
+    return (log_weight_E + noise_NE).topk(k, dim=1).indices
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as one library builds it."""
+
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    """[N, M] → [N, M]."""
+    gradients: Callable[[], dict[str, Tensor]]
+    """Of router, gate_up and down, stacked as in ``Case.weights``."""
+    counts: Callable[[Tensor], Tensor]
+    """How many of the tokens [N, M] choose each expert, [E]."""
+
+
+def step(layer: Layer, x_NM: Tensor, dout_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward; the output and the tokens' gradient."""
+    x = x_NM.detach().requires_grad_()
+    out = layer.forward(x)
+    out.backward(dout_NM)
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Layer:
+    """``longctx.model.moe.MixtureOfExperts``, its statistics of one document included.
+
+    With a dispatcher it holds the experts of this rank alone, and its gradients are theirs.
+    """
+    from longctx.model.moe import ExpertCall, MixtureOfExperts
+
+    dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+    weights = {n: w if n == "router" else w[dispatcher.share] for n, w in case.weights().items()}
+    module = MixtureOfExperts(case.shape.config(), dispatcher.share).to(DTYPES[case.dtype])
+    fill(module, {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}, weights)
+    run = ExpertRun(dispatcher)
+
+    def call(x_NM: Tensor) -> tuple[Tensor, ...]:
+        documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long)
+        return module(x_NM.unsqueeze(0), ExpertCall(run=run, documents_Bt=documents_Bt, num_documents=1))
+
+    return Layer(
+        module,
+        lambda x_NM: call(x_NM)[0].squeeze(0),
+        lambda: _fused_gradients(module),
+        lambda x_NM: call(x_NM)[1].sum(0),
+    )
+
+
+def transformers_layer(case: Case) -> Layer:
+    """transformers' block of Mixtral or Qwen3-MoE with ``grouped_mm``."""
+    import transformers
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    shape = case.shape
+    sizes: dict[str, Any] = {"hidden_size": shape.hidden_size, "num_experts_per_tok": shape.experts_per_token}
+    if shape.model_type == "mixtral":
+        sizes |= {"num_local_experts": shape.num_experts, "intermediate_size": shape.expert_ffn_size}
+    else:
+        sizes |= {"num_experts": shape.num_experts, "moe_intermediate_size": shape.expert_ffn_size}
+        sizes |= {"norm_topk_prob": True}
+    config: Any = transformers.AutoConfig.for_model(shape.model_type, **sizes)
+    config._experts_implementation = "grouped_mm"
+    block = MixtralSparseMoeBlock if shape.model_type == "mixtral" else Qwen3MoeSparseMoeBlock
+    module = block(config).to(DTYPES[case.dtype])
+    names = {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}
+    fill(module, names, case.weights())
+
+    def counts(x_NM: Tensor) -> Tensor:
+        return module.gate(x_NM)[2].flatten().bincount(minlength=shape.num_experts)
+
+    return Layer(module, lambda x: module(x.unsqueeze(0)).squeeze(0), lambda: _fused_gradients(module), counts)
+
+
+def _fused_gradients(module: Any) -> dict[str, Tensor]:
+    parameters = {
+        "router": module.gate.weight,
+        "gate_up": module.experts.gate_up_proj,
+        "down": module.experts.down_proj,
+    }
+    return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+class Expert(nn.Module):
+    """One gated FFN: what DeepSpeed's layer is given to copy."""
+
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=False)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The expert's output for its tokens."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def deepspeed_layer(case: Case) -> Layer:
+    """``deepspeed.moe.layer.MoE`` that drops no token, in a process group of one."""
+    import deepspeed.comm
+    from deepspeed.moe.layer import MoE
+
+    shape = case.shape
+    with contextlib.redirect_stdout(sys.stderr):  # it tells what it builds
+        deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        module = MoE(
+            shape.hidden_size,
+            Expert(shape.hidden_size, shape.expert_ffn_size),
+            num_experts=shape.num_experts,
+            k=shape.experts_per_token,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        ).to(DTYPES[case.dtype])
+        module.set_deepspeed_parallelism()
+    experts: Any = module.deepspeed_moe.experts.deepspeed_experts
+    router, weights = module.deepspeed_moe.gate.wg, case.weights()
+    with torch.no_grad():
+        router.weight.copy_(weights["router"])
+        for expert, gate_up, down in zip(experts, weights["gate_up"], weights["down"], strict=True):
+            expert.gate_up.weight.copy_(gate_up)
+            expert.down.weight.copy_(down)
+
+    def gradients() -> dict[str, Tensor]:
+        stacked = {"gate_up": [e.gate_up.weight.grad for e in experts], "down": [e.down.weight.grad for e in experts]}
+        assert router.weight.grad is not None
+        return {"router": router.weight.grad} | {name: torch.stack(of) for name, of in stacked.items()}
+
+    return Layer(module, lambda x: module(x)[0], gradients, lambda x: module(x)[2])
+
+
+def fill(module: nn.Module, names: dict[str, str], weights: dict[str, Tensor]) -> None:
+    """Copy weights into all parameters of a module, whose names they have on the left."""
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == names.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[names[name]])
+
+
+OURS, THEIRS, DEEPSPEED = "longctx", "transformers", "DeepSpeed"
+LAYERS: dict[str, Callable[[Case], Layer]] = {
+    OURS: longctx_layer,
+    THEIRS: transformers_layer,
+    DEEPSPEED: deepspeed_layer,
+}
+
+
+def dense_products(case: Case) -> Callable[[], None]:
+    """The limit: as many FLOPs in six dense products, those of an FFN of width k·F forward and backward.
+
+    Nothing else is in it, no activation, no router. In float32 also for bfloat16 where the processor has no
+    instructions for that: the faster one there.
+    """
+    dtype = DTYPES[case.dtype]
+    if dtype == torch.bfloat16 and not has_native_bfloat16():
+        dtype = torch.float32
+    N, M, F = case.tokens, case.shape.hidden_size, case.shape.experts_per_token * case.shape.expert_ffn_size
+    g = torch.Generator().manual_seed(0)
+    sizes = ((N, M), (N, M), (N, F), (N, 2 * F), (2 * F, M), (M, F))
+    x, dy, h, dgate_up, gate_up, down = (torch.randn(s, generator=g).to(dtype) for s in sizes)
+
+    def products() -> None:
+        for a, b in ((x, gate_up.T), (h, down.T), (dy, down), (dy.T, h), (dgate_up, gate_up), (dgate_up.T, x)):
+            a @ b
+
+    return products
