@@ -240,8 +240,8 @@ def deepspeed_layer(case: Case) -> Layer:
             top2_2nd_expert_sampling=False,
         ).to(DTYPES[case.dtype])
         module.set_deepspeed_parallelism()
-    experts: Any = module.deepspeed_moe.experts.deepspeed_experts
-    router, weights = module.deepspeed_moe.gate.wg, case.weights()
+    inside: Any = module.deepspeed_moe
+    experts, router, weights = inside.experts.deepspeed_experts, inside.gate.wg, case.weights()
     with torch.no_grad():
         router.weight.copy_(weights["router"])
         for expert, gate_up, down in zip(experts, weights["gate_up"], weights["down"], strict=True):
@@ -289,6 +289,6 @@ def dense_products(case: Case) -> Callable[[], None]:
 
     def products() -> None:
         for a, b in ((x, gate_up.T), (h, down.T), (dy, down), (dy.T, h), (dgate_up, gate_up), (dgate_up.T, x)):
-            a @ b
+            torch.mm(a, b)
 
     return products

@@ -380,7 +380,7 @@ def _expert_sections(run: Run) -> list[Section]:
     )
     by_layer = Section(
         title="Expert load by layer",
-        words=_dead_words(experts.dead_experts(routed)),
+        words=dead_words(experts.dead_experts(routed)),
         picture=Markup(experts.map_figure(routed)),
     )
     curves = experts.balance_figure(routed)
@@ -393,7 +393,8 @@ def _expert_sections(run: Run) -> list[Section]:
     return [over_time, by_layer, Section(title="Routing", words=words, picture=Markup(curves))]
 
 
-def _dead_words(dead: Sequence[str]) -> str:
+def dead_words(dead: Sequence[str]) -> str:
+    """What the page says of experts that got no token for long."""
     if not dead:
         return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
     more = f" and {len(dead) - 20} more" if len(dead) > 20 else ""

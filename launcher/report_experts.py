@@ -163,7 +163,7 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
         if key == "expert_dropped_share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         if axes.get_ylim()[0] > 0:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(rows))

@@ -387,7 +387,7 @@ def guarded(action: Callable, described: str):
     except RuntimeError as error:
         raise ClusterError(
             f"{described}: {str(error).splitlines()[0]}\n"
-            "A rank of the sequence died or did not answer in time (run.timeout_seconds); its own log says why."
+            "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
         ) from error
 
 

@@ -1,9 +1,8 @@
-"""Memory for large results, and for the work on them, on a CPU."""
+"""Fresh memory for large results on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -13,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LINE = 64
-"""Bytes of a cache line."""
 _LEAST_BYTES = 1 << 22
 """Two huge pages: below that the kernel has hardly any to give."""
 
 
-def fresh(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu", zero: bool = False) -> Tensor:
+def fresh(
+    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu", zero: bool = False
+) -> Tensor:
     """``torch.empty``, or ``torch.zeros``, in huge pages where the system gives them on request.
 
     A large tensor is new pages every time, and the first touch of each costs as much as writing it: asked for in 2 MiB
@@ -32,22 +31,6 @@ def fresh(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | st
         stop = (made.data_ptr() + made.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: when it is not taken, pages are small
     return made.zero_() if zero else made
-
-
-class Arena:
-    """Memory for a pass's many small tensors, in one piece: side by side they share huge pages."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._bytes, self._used = fresh((nbytes,), dtype=torch.uint8), 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """``torch.empty`` on a CPU, from what is left of the piece if that is enough."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        start = -(-self._used // _LINE) * _LINE + 37 * _LINE
-        if start + nbytes > len(self._bytes):
-            return torch.empty(tuple(shape), dtype=dtype)
-        self._used = start + nbytes
-        return self._bytes[start : self._used].view(dtype).view(tuple(shape))
 
 
 @lru_cache(maxsize=1)

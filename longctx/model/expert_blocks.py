@@ -17,7 +17,7 @@ from torch import Tensor
 from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.memory import Arena, fresh
+from longctx.kernels.memory import fresh
 from longctx.model.activations import gated, gated_backward
 from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_sizes
 
@@ -37,9 +37,6 @@ class _Blocks:
         self.dtype = torch.float32 if multiplies_in_float32(tokens.x_SM) else tokens.x_SM.dtype
         self._blocks = list(_cut(ends))
         self._most = max((rows.stop - rows.start for _, rows in self._blocks), default=0)
-        _, M, F = weights.down_eMF.shape
-        most = self._most * (4 * M + 6 * F) + (3 * M * F if self.dtype != weights.down_eMF.dtype else 0)
-        self._arena = Arena(most * self.dtype.itemsize + 65536)
         self._memory: dict[str, Tensor] = {}
         self._wide: dict[str, tuple[int, Tensor]] = {}
 
@@ -50,7 +47,7 @@ class _Blocks:
     def room(self, name: str, rows: slice, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory [n, width] for these rows; what was in it under this name is gone."""
         if name not in self._memory:
-            self._memory[name] = self._arena.empty((self._most, width), dtype or self.dtype)
+            self._memory[name] = fresh((self._most, width), dtype=dtype or self.dtype)
         return self._memory[name][: rows.stop - rows.start]
 
     def take(self, name: str, source_SX: Tensor, rows: slice) -> Tensor:
@@ -68,7 +65,7 @@ class _Blocks:
             return own
         known, wide = self._wide.get(name, (-1, None))
         if wide is None:
-            wide = self._arena.empty(own.shape, self.dtype)
+            wide = fresh(own.shape, dtype=self.dtype)
         if known != expert:
             self._wide[name] = expert, wide.copy_(own)
         return wide

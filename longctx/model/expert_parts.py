@@ -104,7 +104,7 @@ class GradientSum:
             assert is_first
             spare = self._close()
             if spare is None:
-                spare = torch.empty(self.like.shape[1:], dtype=self.partial, device=self.like.device)
+                spare = fresh(self.like.shape[1:], dtype=self.partial, device=self.like.device)
             self._open = expert, spare
         return self._open[1], is_first
 

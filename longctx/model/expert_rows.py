@@ -159,7 +159,8 @@ def forward_rows(tokens: Tokens, weights: Weights, kind: str, *, keep: str, slot
     at = _arrange(tokens, weights, slots)
     x, gates = at.take(tokens.x_SM), at.choices(tokens.gates_Sk)
     gate_up = _gate_up_whole(at, x, weights)
-    inner = gated(kind, *gate_up.chunk(2, dim=-1), gates)
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = gated(kind, gate, up, gates)
     y = at.rows(inner, weights.down_eMF.mT)
     if weights.down_bias_eM is not None:
         y += (gates.unsqueeze(-1) * at.spread(weights.down_bias_eM)).to(y.dtype)

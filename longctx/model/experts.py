@@ -18,14 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
-from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert
 from longctx.model.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
 from longctx.model.expert_blocks import backward_blocks, forward_blocks
 from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_sizes
 from longctx.model.expert_rows import backward_rows, forward_rows
 from longctx.model.stash import Stash
-
-__all__ = ["Experts", "grouped_outer", "grouped_rows", "is_expert_weight", "sort_by_expert"]
 
 T = TypeVar("T")
 
@@ -216,8 +213,10 @@ def _backward(
         dout = trip.dispatch(dout_NM[tile], x_NM.dtype)
 
         def arrive() -> tuple[Trip, Tokens, Tensor]:
-            known = Tokens(*kept[each * number : each * number + 3], trip.num_rows) if tokens is None else tokens()[1]
-            return trip, known, dout.wait()
+            if tokens is not None:
+                return *tokens(), dout.wait()
+            x_SM, gates_Sk, experts_Sk = kept[each * number : each * number + 3]
+            return trip, Tokens(x_SM, gates_Sk, experts_Sk, trip.num_rows), dout.wait()
 
         return arrive
 
@@ -229,7 +228,7 @@ def _backward(
         else:
             dx_SM, dgates_Sk = backward_rows(*of, sums=sums, needs=needs, slots=how.slots)
         if dx_SM is not None:
-            dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))
+            dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))  # needed on all ranks or on none
         dgates_home.expect(number, trip.combine(dgates_Sk, gates_Nk.dtype))
     return [dx_home.all() if needs.x else None, dgates_home.all(), *sums.results()]
 

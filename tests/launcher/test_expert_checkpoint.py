@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from tests.longctx.samples import tiny_config
 from tests.longctx.tiny_tokenizer import train_tokenizer
 from tests.parallel.expert_cases import CONFIG, RanksRun, Spread, fixed_routing, gather_whole
 
-SAVED, MORE = 3, 2
+SAVED, MORE = 2, 2
 """Steps before the checkpoint and after it."""
 
 PUBLISHED = tiny_config(vocab_size=600)
@@ -27,14 +29,13 @@ PUBLISHED = tiny_config(vocab_size=600)
 Ranks = tuple[int, int, int]
 """World size, expert degree, ZeRO stage."""
 
-WRITERS: list[Ranks] = [(2, 2, 1), (2, 2, 3), (1, 1, 2), (4, 2, 2), (4, 4, 3)]
 QUICK: list[tuple[Ranks, Ranks]] = [
     ((2, 2, 1), (4, 4, 3)),
     ((2, 2, 1), (1, 1, 2)),
     ((2, 2, 3), (4, 4, 0)),
-    ((2, 2, 3), (2, 1, 1)),
     ((1, 1, 2), (2, 2, 3)),
 ]
+WRITERS: list[Ranks] = [(2, 2, 1), (2, 2, 3), (1, 1, 2), (4, 2, 2), (4, 4, 3)]
 READERS: list[Ranks] = [(1, 1, 3), (2, 2, 0), (2, 2, 2), (4, 2, 1), (4, 2, 3), (4, 4, 1), (4, 4, 2)]
 
 
@@ -55,11 +56,6 @@ def write(folder: Path, expert: int, stage: int) -> None:
         runner.step(step, routing)
     if dist.get_rank() == 0:
         torch.save((whole, runner.run.losses, runner.run.norms), folder / "after")
-
-
-def write_each(writers: list[tuple[Path, int, int]]) -> None:
-    for folder, expert, stage in writers:
-        write(folder, expert, stage)
 
 
 def read_each(readers: list[tuple[Path, int, int]]) -> None:
@@ -84,21 +80,24 @@ def newest(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> dict[Ranks, Path]:
-    """A run with one checkpoint for each way of writing."""
+def written(tmp_path_factory) -> Callable[[Ranks], Path]:
+    """A run with one checkpoint, written by such ranks."""
     base = tmp_path_factory.mktemp("experts")
     (base / "tokenizer").write_bytes(b"words")
-    folders = {ranks: base / "_".join(map(str, ranks)) for ranks in WRITERS}
-    for world in (1, 2, 4):
-        writers = [(folder, expert, stage) for (w, expert, stage), folder in folders.items() if w == world]
-        run_distributed(write_each, world, writers, timeout=100)
-    return folders
+
+    @cache
+    def run(ranks: Ranks) -> Path:
+        folder = base / "_".join(map(str, ranks))
+        run_distributed(write, ranks[0], folder, *ranks[1:], timeout=100)
+        return folder
+
+    return run
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_another_expert_degree_goes_on_from_what_one_wrote(written, world):
-    readers = [(written[source], *target[1:]) for source, target in QUICK if target[0] == world]
+    readers = [(written(source), *target[1:]) for source, target in QUICK if target[0] == world]
     run_distributed(read_each, world, readers, timeout=100)
 
 
@@ -107,14 +106,14 @@ def test_another_expert_degree_goes_on_from_what_one_wrote(written, world):
 @pytest.mark.parametrize("target", READERS, ids=str)
 def test_every_degree_and_stage_goes_on_from_every_other(written, target):
     world, expert, stage = target
-    run_distributed(read_each, world, [(folder, expert, stage) for folder in written.values()], timeout=500)
+    run_distributed(read_each, world, [(written(source), expert, stage) for source in WRITERS], timeout=500)
 
 
 def test_the_state_does_not_show_who_wrote_it(written):
     """Whatever the degree and stage, the same training leaves the same tensors, but for rounding."""
-    one = CheckpointReader(newest(written[1, 1, 2]))
-    for ranks, folder in written.items():
-        reader = CheckpointReader(newest(folder))
+    one = CheckpointReader(newest(written((1, 1, 2))))
+    for ranks in ((2, 2, 1), (2, 2, 3)):
+        reader = CheckpointReader(newest(written(ranks)))
         assert reader.verify() == []
         assert {n: reader.shape(n) for n in reader.names()} == {n: one.shape(n) for n in one.names()}
         for name in reader.names():
@@ -149,4 +148,4 @@ def refuse_each(folder: Path, cases: list[tuple[int, str]]) -> None:
 
 def test_another_number_of_experts_is_refused_by_both_numbers(written):
     cases = [(n, rf"model\.num_experts: checkpoint 8, run {n}") for n in (4, 16)]
-    run_distributed(refuse_each, 2, written[2, 2, 1], cases)
+    run_distributed(refuse_each, 2, written((2, 2, 1)), cases)

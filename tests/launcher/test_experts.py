@@ -13,7 +13,7 @@ from launcher.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import TrainingError
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import STEPS, pretrain, tiny_config
+from tests.launcher.runs import pretrain, tiny_config
 from tests.launcher.workers import end_guarded_each, refuse_each, rows, run, train, train_each
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,6 +24,7 @@ BALANCED = {
     "model.balance_scope": "global_batch",
     "model.router_z_loss_weight": 1e-3,
     "parallel.expert": 2,
+    "train.steps": 4,
     "validation.rows": 0,
 }
 """Everything that carries something from one step to the next."""
@@ -44,14 +45,12 @@ SPREAD = {
 
 def all_runs(shards: Path, base: Path) -> None:
     """The runs of two ranks that several tests look at."""
-    half = {**BALANCED, "train.stop_after": STEPS // 2}
+    half = {**BALANCED, "train.stop_after": 2}
     short = {"train.steps": 2, "validation.rows": 0}
     runs = {base / name: changed for name, changed in SPREAD.items()}
     runs |= {base / "dense_first": {**DENSE_FIRST, **short}, base / "whole": BALANCED, base / "halves": half}
     train_each(shards, runs)
     train(shards, base / "halves", {**BALANCED, "run.resume": "latest"})
-    config = tiny_config(shards, base / "started", {**BALANCED, "run.start_from": base / "whole"})
-    assert Trainer(config, torch.device("cpu")).engine.model.load_LE is None, "a start takes weights and nothing else"
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +116,9 @@ def test_a_checkpoint_holds_the_loads_of_its_step(base):
 
 
 def test_a_checkpoint_with_another_number_of_experts_is_refused(shards, base):
-    cases = [
-        ({"model.num_experts": 8}, ["another model", "model.num_experts: checkpoint 4, run 8"]),
-        ({"model.experts_per_token": 1}, ["another model", "model.experts_per_token: checkpoint 2, run 1"]),
-    ]
+    words = ["another model", "model.num_experts: checkpoint 4, run 8"]
     before = rows(base / "whole")
-    cases = [({**BALANCED, **changed, "run.resume": "latest"}, words) for changed, words in cases]
+    cases = [({**BALANCED, "model.num_experts": 8, "run.resume": "latest"}, words)]
     run(refuse_each, 2, shards, base / "whole", cases)
     assert rows(base / "whole") == before
 
@@ -155,13 +151,10 @@ def step_with_a_broken_router(shards: Path, output: Path, stage: int) -> None:
     assert not changed, "moments and masters are those of step 2"
 
 
-def step_with_broken_routers(shards: Path, output: Path) -> None:
-    for stage in (0, 2):  # above 0 DeepSpeed itself passes over gradients that are not finite
-        step_with_a_broken_router(shards, output / f"stage_{stage}", stage)
-
-
-def test_router_logits_that_are_not_finite_end_the_run_before_the_update(shards, tmp_path):
-    run(step_with_broken_routers, 2, shards, tmp_path)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+def test_router_logits_that_are_not_finite_end_the_run_before_the_update(shards, tmp_path, stage):
+    """In stage 0; above it DeepSpeed itself passes over gradients that are not finite."""
+    run(step_with_a_broken_router, 2, shards, tmp_path, stage)
 
 
 def end_with_a_broken_router(shards: Path, output: Path) -> None:
@@ -176,6 +169,7 @@ def end_with_a_broken_router(shards: Path, output: Path) -> None:
     end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, ["TrainingError", "step 5", "model.layers.0"])])
 
 
+@pytest.mark.slow
 def test_it_is_said_on_one_screen_and_the_checkpoint_before_it_is_there(shards, tmp_path):
     run(end_with_a_broken_router, 2, shards, tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 2, 3, 4]
@@ -198,21 +192,25 @@ def kill_an_expert(shards: Path, output: Path) -> None:
 
     Trainer.__init__ = with_a_dead_expert
     launcher.trainer.DeadExpertWatch = lambda layers, experts: watch(layers, experts, window=3)  # type: ignore[misc]
-    train(shards, output, {"model.selection_bias": True, "train.steps": 6, "validation.rows": 0})
+    changed = {"model.selection_bias": True, "train.steps": 5, "validation.rows": 0, "parallel.context": 1}
+    train(shards, output, changed)
+    Trainer.__init__ = plain
+    started = Trainer(tiny_config(shards, output / "next", {**changed, "run.start_from": output}), torch.device("cpu"))
+    assert started.engine.model.load_LE is None, "a start takes weights and nothing else"
 
 
 def test_a_dead_expert_is_a_warning_by_name(shards, tmp_path):
-    run(kill_an_expert, 2, shards, tmp_path / "run")
+    run(kill_an_expert, 1, shards, tmp_path / "run")
     said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert said.count("WARNING launcher.trainer: model.layers.1.mlp.experts.2 is a dead expert") == 1
     assert "in steps 1 to 3" in said
-    assert "dead expert" not in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
 
 
 # Experts across ranks, as a user starts them.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_path):
     recipe = str(REPOSITORY / "launcher" / "recipes" / "quickstart-experts.toml")
     losses = {}
@@ -229,7 +227,7 @@ def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_pa
         }
         ended = pretrain(
             ["--config", recipe, *(word for key, value in changed.items() for word in (f"--{key}", str(value)))],
-            timeout=1000,
+            timeout=580,
         )
         assert ended.code == 0, ended.text
         losses[degree] = [r["loss"] for r in read_metrics(folder) if r["kind"] == "validation"]

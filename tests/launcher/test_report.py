@@ -188,22 +188,22 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     loads = [[[1, 1, step % 7], [0 if 20 < step <= 80 or step > 140 else 1, 1, 1]] for step in range(1, 201)]
     moment = "2025-01-01T00:00:00+00:00"
     records = [train(step, expert_load=load, time=moment) for step, load in enumerate(loads, start=1)]
-    page = page_of(make_run(tmp_path / "run", records))
-    said = "Without a token for 50 steps or more: model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)."
-    assert said in section_of(page, "Expert load by layer")
-    assert "Without a token for 50 steps or more: 1 expert, named below." in page
+    run = report.load_run(make_run(tmp_path / "run", records))
+    said = report_experts.dead_experts(run.train)
+    assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
+    assert report.dead_words(said) == f"Without a token for 50 steps or more: {said[0]}."
+    assert report.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
 
 
-def test_dropped_choices_have_a_curve(tmp_path: Path) -> None:
+def test_dropped_choices_have_a_curve() -> None:
     records = [train(step, expert_dropped_share=[0.0, 0.1]) for step in range(1, 4)]
-    assert "dropped by capacity" in section_of(page_of(make_run(tmp_path / "run", records)), "Routing")
+    assert "dropped by capacity" in (report_experts.balance_figure(records) or "")
 
 
-def test_a_run_of_an_earlier_release_is_still_shown(tmp_path: Path) -> None:
-    old = {key: value for key, value in train(1).items() if not key.startswith(("expert_", "router_"))}
-    page = page_of(make_run(tmp_path / "run", [{**old, "expert_load": [[1, 2], [3, 4]]}]))
-    assert ">Layer 0</text>" in section_of(page, "Expert load")
-    assert "<h2>Routing</h2>" not in page
+def test_a_run_of_an_earlier_release_is_still_shown() -> None:
+    old = {"kind": "train", "step": 1, "loss": 7.0, "expert_load": [[1, 2], [3, 4]]}
+    assert ">Layer 1</text>" in report_experts.load_figure([old])
+    assert report_experts.balance_figure([old]) is None
 
 
 def test_environment_is_flattened(full_page: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,7 @@ def test_a_folder_with_another_runs_files_is_not_recorded_to(tmp_path):
 
 # By whole runs.
 
-SHORT = {"train.steps": 3, "train.tokens_per_step": 1024, "validation.rows": 2, "checkpoint.every_steps": 0}
+SHORT = {"train.steps": 2, "train.tokens_per_step": 1024, "validation.rows": 2, "checkpoint.every_steps": 0}
 ALONE = {**SHORT, "parallel.context": 1, "train.micro_batch_rows": 2}
 
 
@@ -240,7 +239,7 @@ def loads(folder: Path) -> list[list[list[int]]]:
 
 def test_recording_changes_nothing(recorded, base):
     assert rows(base / "plain") == rows(recorded[0])
-    assert sorted(p.name for p in recorded[1].iterdir()) == [f"step_{n:06d}.safetensors" for n in (1, 2, 3)]
+    assert sorted(p.name for p in recorded[1].iterdir()) == [f"step_{n:06d}.safetensors" for n in (1, 2)]
 
 
 def test_two_ranks_choose_what_one_chose(followed, recorded):
@@ -265,13 +264,9 @@ def test_two_ranks_that_follow_one_are_a_rounding_apart(followed, recorded):
 
 def test_a_run_that_cannot_follow_ends_on_every_rank_with_one_screen(shards, recorded, tmp_path):
     routing = recorded[1]
-    torn = Path(shutil.copytree(routing, tmp_path / "torn"))
-    (torn / "step_000002.safetensors").write_bytes(b"")
     cases: list[tuple[dict[str, Any], int, list[str]]] = [
-        ({**SHORT, "train.steps": 4, "train.replay_routing": routing}, 1, ["DataError", "lacks step 4", "1 to 4"]),
-        ({**SHORT, "train.replay_routing": tmp_path / "nowhere"}, 1, ["DataError", "holds no routing files"]),
+        ({**SHORT, "train.steps": 3, "train.replay_routing": routing}, 1, ["DataError", "lacks step 3", "1 to 3"]),
         ({**SHORT, "train.replay_routing": routing, "run.seed": 1}, 1, ["DataError", "seed: file 0, run 1"]),
-        ({**SHORT, "train.replay_routing": torn, "run.output_dir": tmp_path / "torn_run"}, 1, ["step_000002"]),
         ({**SHORT, "train.record_routing": routing}, 2, ["ConfigError", "already holds the routing"]),
     ]
     numbered = [

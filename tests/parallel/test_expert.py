@@ -179,6 +179,23 @@ def check_bytes():
         assert sum(trip.bytes_sent(8 * 32) for trip in trips) == 8 * 32 * len(elsewhere)
 
 
+def test_sums_over_ranks_are_not_rounded():
+    run_distributed(check_sums, 2)
+
+
+def check_sums():
+    """256 from one rank and 1 from the other are 257, which bfloat16 has not."""
+    mesh = Mesh.build(expert=2)
+    dispatcher = AllToAllDispatcher(mesh, E)
+    ids = torch.tensor([[0, 11], [11, 0], [0, 1], [-1, 7], [-1, -1]])
+    [planned] = dispatcher.plan(ids, [slice(0, 5)])
+    trip = dispatcher.trip(ids, planned)
+    here = trip.dispatch(torch.ones(5, 1), torch.float32).wait() * (256, 1)[mesh.rank]
+    sums = trip.combine(here, torch.bfloat16).wait()
+    assert sums.dtype == torch.float32
+    assert sums.flatten().tolist() == [257, 257, 256, 1, 0]
+
+
 def test_gathering_and_capacity_of_a_sequence():
     run_distributed(check_gather, 4)
 

@@ -37,7 +37,7 @@ BOUND = 1e-5
 """Relative, in the Frobenius norm. AdamW makes lr · eps · d / (|g| + eps)² of the rounding d of a gradient g:
 with eps = 1e-8 a weight whose gradient is all but zero moves by up to lr either way. Gradients here are of size 1e-3,
 and eps is 1e-4."""
-FEW, MANY = 4, 10
+FEW, MANY = 3, 10
 WAYS = {
     0: {"layout": "contiguous"},
     1: {"layout": "zigzag"},
