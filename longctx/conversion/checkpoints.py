@@ -12,11 +12,12 @@ from torch import Tensor
 
 from longctx.checkpoint_format import CHECKPOINTS, TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
 from longctx.config import ModelConfig
+from longctx.conversion import families
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
 from longctx.conversion.files import has_usual_names, staged_folder
 from longctx.conversion.hf import HfReader, raise_differences, save_hf
-from longctx.conversion.masters import decoder_shapes, save_masters
+from longctx.conversion.masters import save_masters
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -204,7 +205,7 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 def check_tensors(reader: CheckpointReader) -> None:
     """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
-    meant = decoder_shapes(model_config(reader))
+    meant = families.parameter_shapes(model_config(reader))
     held = {name: reader.shape(name) for name in reader.names()}
     wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
     raise_differences(

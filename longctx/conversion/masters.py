@@ -22,9 +22,9 @@ from longctx.checkpoint_format import (
     hash_file,
 )
 from longctx.config import ModelConfig
+from longctx.conversion import families
 from longctx.conversion.files import ShardWriter, staged_folder, write_json
 from longctx.conversion.hf import Progress, raise_differences
-from longctx.model.decoder import Decoder
 
 
 def save_masters(
@@ -46,7 +46,7 @@ def save_masters(
     SentencePiece model; ``carried`` are more files to copy along, under their own names. Every tensor is read back.
     CheckpointError where they are not the tensors of the config.
     """
-    shapes = decoder_shapes(config)
+    shapes = families.parameter_shapes(config)
     with staged_folder(output) as staging:
         writer = ShardWriter(staging, ROLES[0], shard_bytes)
         for done, (name, tensor) in enumerate(_each_once(tensors, shapes), start=1):
@@ -72,13 +72,6 @@ def save_masters(
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
         CheckpointReader(staging).close()  # its own checks: every value of every tensor lies in one file
     return output
-
-
-def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a decoder of this config with its shape, in the model's order; nothing is allocated."""
-    with torch.device("meta"):
-        decoder = Decoder(config, seed=None)
-    return {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
 
 
 def _each_once(

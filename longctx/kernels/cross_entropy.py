@@ -30,6 +30,8 @@ _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
 _BLOCK_ELEMENTS = 1 << 18
 """Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""
+_TILE_ELEMENTS = 1 << 21
+"""Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def token_nll(
     Of the options, only those that make the logits count.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
-    for chunk, _, logits_nV in _chunks(hidden_NM, _factor(hidden_NM, weight_VM), chunk_tokens):
+    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
         nll_N[chunk] = _losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
     return nll_N
 
@@ -134,8 +136,16 @@ class _LossSums(torch.autograd.Function):
         if dhidden is not None:
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
-            dweight = (dweight * dobjective).to(ctx.weight_dtype)
+            dweight = _scaled(dweight, dobjective, ctx.weight_dtype)
         return dhidden, dweight, None, None, None
+
+
+def _scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total · factor in ``dtype``, without a copy of the total in its own."""
+    out_VM = torch.empty_like(total_VM, dtype=dtype)
+    for tile in _slices(len(total_VM), max(1, _TILE_ELEMENTS // total_VM.shape[1])):
+        out_VM[tile] = total_VM[tile] * factor
+    return out_VM
 
 
 def _sums_and_gradients(
@@ -151,41 +161,57 @@ def _sums_and_gradients(
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
     dweight_VM = torch.zeros_like(weight_VM, dtype=partial) if wanted[1] else None
-    factor_VM = _factor(hidden_NM, weight_VM)
-    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, factor_VM, chunk_tokens):
+    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
-            dhidden_NM[chunk] = dlogits_nV @ factor_VM
+            dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
         if dweight_VM is not None:
             _add_product_(dweight_VM, dlogits_nV.T, hidden_nM)
     objective, nll = sums.to(partial).unbind()
     return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
 
-def _factor(hidden_NM: Tensor, weight_VM: Tensor) -> Tensor:
-    """The weight in the dtype of the products."""
-    return weight_VM.to(torch.float32 if multiplies_in_float32(hidden_NM) else hidden_NM.dtype)
-
-
 def _chunks(hidden_NM: Tensor, weight_VM: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A chunk's place, hidden states and logits before scale and cap, in the weight's dtype, one chunk after another.
+    """A chunk's place, hidden states and logits before scale and cap, in the products' dtype, one after another.
 
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     size = chunk_tokens or _chunk_tokens(*weight_VM.shape)
-    memory = _memory(weight_VM, min(size, len(hidden_NM)))
+    dtype = torch.float32 if multiplies_in_float32(hidden_NM) else hidden_NM.dtype
+    memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
     for chunk in _slices(len(hidden_NM), size):
-        hidden_nM = hidden_NM[chunk].to(weight_VM.dtype)
-        yield chunk, hidden_nM, torch.mm(hidden_nM, weight_VM.T, out=memory[: len(hidden_nM)])
+        hidden_nM = hidden_NM[chunk].to(dtype)
+        logits_nV = memory[: len(hidden_nM)]
+        for tile, weight_vM in _weight_tiles(weight_VM, dtype):
+            torch.mm(hidden_nM, weight_vM.T, out=logits_nV[:, tile])
+        yield chunk, hidden_nM, logits_nV
 
 
-def _memory(weight_VM: Tensor, tokens: int) -> Tensor:
+def _times_weight(dlogits_nV: Tensor, weight_VM: Tensor) -> Tensor:
+    """dlogits · weight, [n, M]."""
+    dhidden_nM = dlogits_nV.new_zeros(len(dlogits_nV), weight_VM.shape[1])
+    for tile, weight_vM in _weight_tiles(weight_VM, dlogits_nV.dtype):
+        dhidden_nM.addmm_(dlogits_nV[:, tile], weight_vM)
+    return dhidden_nM
+
+
+def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in the dtype of the products: whole where it has it, else as many rows at a time as are converted
+    at once, for a whole copy would need twice the weight's own memory."""
+    if weight_VM.dtype == dtype:
+        yield slice(0, len(weight_VM)), weight_VM
+        return
+    for tile in _slices(len(weight_VM), max(1, _TILE_ELEMENTS // weight_VM.shape[1])):
+        yield tile, weight_VM[tile].to(dtype)
+
+
+def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised logits [tokens, V]. Rows of whole pages are kept apart: a column of them would fall into one set of
     the cache, and products would take a quarter longer."""
     vocab_size = len(weight_VM)
-    padding = 64 if vocab_size * weight_VM.itemsize % 4096 == 0 else 0
-    return weight_VM.new_empty(tokens, vocab_size + padding)[:, :vocab_size]
+    padding = 64 if vocab_size * dtype.itemsize % 4096 == 0 else 0
+    return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
 def _chunk_tokens(vocab_size: int, width: int) -> int:

@@ -89,11 +89,24 @@ def test_any_size_chunk_and_block(tokens, width, vocab, chunk_tokens, block, dat
 @pytest.mark.parametrize("vocab", [512, 2048])
 def test_rows_of_whole_pages(vocab):
     hidden, weight, targets = inputs(vocab=vocab)
-    assert chunked._memory(weight, N).stride(0) == vocab + 64
+    assert chunked._memory(weight, N, weight.dtype).stride(0) == vocab + 64
     objective, nll = loss_sums(hidden, weight, targets, options=ALL, chunk_tokens=7)
     grads = torch.autograd.grad(objective, (hidden, weight))
     wanted = whole(hidden, weight, targets, ALL)
     torch.testing.assert_close(((objective.detach(), *grads), nll), wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rows", [1, 7, V])
+def test_a_weight_converted_in_tiles_counts_as_a_whole_one(rows, monkeypatch):
+    monkeypatch.setattr(chunked, "multiplies_in_float32", lambda x: x.dtype == torch.bfloat16)
+    hidden, weight, targets = inputs(torch.bfloat16)
+    results = []
+    for elements in (1 << 21, rows * M):
+        monkeypatch.setattr(chunked, "_TILE_ELEMENTS", elements)
+        objective, nll = loss_sums(hidden, weight, targets, options=ALL, chunk_tokens=7)
+        results.append((objective.detach(), nll, *torch.autograd.grad(objective, (hidden, weight))))
+    torch.testing.assert_close(results[1], results[0], rtol=5e-3, atol=1e-5)  # one bit of bfloat16
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-6, atol=0)
 
 
 def test_backward_twice_is_the_same():
