@@ -114,10 +114,11 @@ class TrainSection:
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
     recompute: bool = False
     """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, and
-    of experts their choice and output, so that recomputing sends nothing and chooses nothing anew."""
+    of experts their choice and output: recomputing sends nothing and chooses nothing anew."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
     """What backward forms again of the experts: nothing, the activation between their two products, or all but the
-    tokens they were given (which then travel once more where experts are on other ranks)."""
+    tokens they were given (which then travel once more where experts are on other ranks). With ``train.recompute`` it
+    is always the last."""
     record_routing: str = "no"
     """Folder to write every step's choice of experts to, a file a step; "no" writes none."""
     replay_routing: str = "no"

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
 from launcher.metrics import (
     DEAD_AFTER_STEPS,
@@ -34,8 +34,8 @@ MAX_PANELS = 6
 
 _LAYER_COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98")
 _CURVES = (
-    ("expert_max_violation", "Busiest expert over the mean, − 1"),
-    ("expert_mean_violation", "Mean distance of an expert from the mean"),
+    ("expert_max_violation", "Max violation (busiest expert / mean − 1)"),
+    ("expert_mean_violation", "Mean violation (mean distance from the mean / mean)"),
     ("router_entropy", "Entropy of a token's probabilities (nats)"),
     ("router_logit_rms", "Size of router logits (root mean square)"),
     ("expert_dropped_share", "Share of choices dropped by capacity"),
@@ -99,7 +99,8 @@ def load_figure(routed: Sequence[Record]) -> str:
     rows = uneven_rows(routed)
     num_columns = min(2, len(rows))
     num_rows = math.ceil(len(rows) / num_columns)
-    figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + 1.75 * num_rows)
+    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])  # of many experts, too, each has a line of its own
+    figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + panel_height * num_rows)
     image = None
     for axes, row in zip(panels, rows, strict=False):
         columns_EC = _log_loads(_columns(loads_SLE[:, row])).T
@@ -107,6 +108,7 @@ def load_figure(routed: Sequence[Record]) -> str:
         image = _heat_map(axes, columns_EC, extent)
         axes.set_title(f"Layer {layers[row]}")
         axes.set_ylabel("expert")
+        axes.yaxis.set_major_locator(_expert_ticks(loads_SLE.shape[2], most=5))
         _step_ticks(axes, steps[0], steps[-1])
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
@@ -135,7 +137,7 @@ def map_figure(routed: Sequence[Record]) -> str:
         axes.set_title(f"{name} steps: {first:,} to {last:,}" if last > first else f"Step {first:,}")
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
-        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        axes.xaxis.set_major_locator(_expert_ticks(num_experts, most=12))
         shown = range(0, num_layers, math.ceil(num_layers / 16))
         axes.set_yticks(list(shown), [str(layers[row]) for row in shown])
     assert image is not None
@@ -191,15 +193,23 @@ def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
 def _heat_map(axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float]) -> AxesImage:
     colours = matplotlib.colormaps["RdBu_r"].with_extremes(under="#111111", bad="#888888")
     axes.grid(False)
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     return axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, vmin=-2, vmax=2, extent=extent)
 
 
 def _colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes]) -> None:
-    bar = figure.colorbar(image, ax=list(panels), ticks=[-2, -1, 0, 1, 2], pad=0.015, fraction=0.03, aspect=30)
+    ticks = [-2, -1, 0, 1, 2]
+    bar = figure.colorbar(
+        image, ax=list(panels), ticks=ticks, pad=0.015, fraction=0.03, aspect=30, extend="min", extendfrac=0.06
+    )
     bar.ax.set_yticklabels(["≤ ¼", "½", "1 even", "2", "≥ 4"])
+    bar.set_label("load / mean; black: none")
     outline: Any = bar.outline
     outline.set_visible(False)
+
+
+def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
+    """A tick each power of two: experts come in powers of two, and so do the ranks that share them out."""
+    return MultipleLocator(2 ** math.ceil(math.log2(max(1, num_experts / most))))
 
 
 def _step_ticks(axes: Axes, first: int, last: int) -> None:

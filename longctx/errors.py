@@ -4,6 +4,9 @@
 our own invariants.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class LongCtxError(Exception):
     """Base of every error that is the user's to mend."""
@@ -23,6 +26,21 @@ class CheckpointError(LongCtxError):
 
 class TrainingError(LongCtxError):
     """A step that cannot be taken: numbers that are no numbers any more."""
+
+    def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
+        """``record`` is what the run's metrics shall hold of the step."""
+        super().__init__(message)
+        self.record = record
+
+
+class GradientError(TrainingError):
+    """Gradients that are not finite: the update was left out on every rank."""
+
+    def __init__(self, norm: float, names: Sequence[str]) -> None:
+        """``names`` are the parameters whose gradients are not finite, in the model's order; none where each gradient
+        is finite and only the norm of them all is not."""
+        super().__init__(f"the gradient is not finite (its norm is {norm:g}) in: {', '.join(names) or 'no one tensor'}")
+        self.norm, self.names = norm, list(names)
 
 
 class ClusterError(LongCtxError):

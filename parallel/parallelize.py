@@ -45,7 +45,7 @@ def build_parallel_model(
     decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), seed=None)
     decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    decoder.recompute = recompute  # 3. recomputation wraps blocks; what travelled is kept: nothing is sent twice
+    decoder.recompute = recompute  # 3. recomputation wraps blocks; what came of travelling is kept, so it sends nothing
     # 4. the objective outermost: one forward, one module
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -16,10 +17,8 @@ _LEAST_BYTES = 1 << 22
 """Two huge pages: below that the kernel has hardly any to give."""
 
 
-def fresh(
-    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu", zero: bool = False
-) -> Tensor:
-    """``torch.empty``, or ``torch.zeros``, in huge pages where the system gives them on request.
+def fresh(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """``torch.empty`` in huge pages where the system gives them on request.
 
     A large tensor is new pages every time, and the first touch of each costs as much as writing it: asked for in 2 MiB
     instead of 4 KiB, that is next to nothing.
@@ -30,7 +29,23 @@ def fresh(
         start = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (made.data_ptr() + made.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: when it is not taken, pages are small
-    return made.zero_() if zero else made
+    return made
+
+
+def mapped(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """Zeros on a CPU in memory that is the system's again the moment it is freed; pages are had when first written.
+
+    An allocator keeps what it is given back for later, which is of no use where a large tensor of another size comes
+    next.
+    """
+    numel = math.prod(shape)
+    nbytes = numel * dtype.itemsize
+    if nbytes < _LEAST_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    region = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype, count=numel).view(tuple(shape))
 
 
 @lru_cache(maxsize=1)

@@ -62,8 +62,8 @@ class Block(nn.Module):
         """The layer's output [B, t, M], and the fields of its router's ``RouterStats`` (a dense layer has none).
 
         When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
-        layer of experts their ids and output; what ranks send one another is sent once, and so is softmax attention
-        computed (linear attention's own rows are not).
+        layer of experts their ids and output. Recomputing sends nothing and computes no softmax attention (linear
+        attention's own rows it does); the experts' own backward sends their tokens again.
         """
         run = _once
         if call.recompute and call.cache is None and torch.is_grad_enabled():

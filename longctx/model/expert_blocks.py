@@ -9,6 +9,7 @@ width of one expert (gate and up together: 2F), e experts here.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor
 from longctx.kernels.contract import accumulate_dtype
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.memory import fresh
+from longctx.kernels.memory import fresh, mapped
 from longctx.model.activations import gated, gated_backward
-from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_sizes
+from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_widths
 
 BLOCK_ROWS = 1024
 """Most rows of a block: enough for products at full speed, few enough for the cache."""
+SLAB_BYTES = 8 << 20
+"""Least of what is kept that backward lets go of at a time."""
 
 
 class _Blocks:
@@ -43,6 +46,19 @@ class _Blocks:
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """(expert, its next rows)."""
         return iter(self._blocks)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all blocks."""
+        return len(self.order_R)
+
+    def starts(self, row_bytes: int) -> list[int]:
+        """First rows of slabs: blocks that follow one another, in each ``SLAB_BYTES`` or a little more."""
+        starts = [0]
+        for _, rows in self._blocks:
+            if (rows.start - starts[-1]) * row_bytes >= SLAB_BYTES:
+                starts.append(rows.start)
+        return starts
 
     def room(self, name: str, rows: slice, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory [n, width] for these rows; what was in it under this name is gone."""
@@ -85,17 +101,52 @@ def _cut(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-def forward_blocks(tokens: Tokens, weights: Weights, kind: str, *, keep: str) -> tuple[Tensor, list[Tensor]]:
+class _Kept:
+    """What forward keeps of its rows, in slabs of whole blocks: backward lets go of each once it is past it.
+
+    ``tensors`` are the first slab's (gate and up; gate · activation; x: as many of them as ``keep`` asks for), then the
+    next one's. One slab of ``most_rows`` holds all where a compiler wants to know sizes beforehand.
+    """
+
+    def __init__(self, blocks: _Blocks, keep: str, weights: Weights, dtype: torch.dtype, most_rows: int | None) -> None:
+        self.dtype, self.widths = dtype, kept_widths(keep, weights)
+        self.starts = [0] if most_rows is not None else blocks.starts(sum(self.widths) * dtype.itemsize)
+        self.stops = [*self.starts[1:], blocks.num_rows if most_rows is None else most_rows]
+
+    def allocate(self) -> list[Tensor]:
+        """Memory of all slabs, of which pages are had when first written."""
+        sizes = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
+        return [mapped((size, width), dtype=self.dtype) for size in sizes for width in self.widths]
+
+    def of(self, tensors: Sequence[Tensor], rows: slice) -> list[Tensor]:
+        """A block's rows of what is kept."""
+        slab, each = bisect_right(self.starts, rows.start) - 1, len(self.widths)
+        first = self.starts[slab]
+        return [whole[rows.start - first : rows.stop - first] for whole in tensors[slab * each : (slab + 1) * each]]
+
+    def let_go(self, tensors: list[Tensor], rows: slice) -> None:
+        """Drop the slabs before this block's."""
+        for place in range((bisect_right(self.starts, rows.start) - 1) * len(self.widths)):
+            tensors[place] = _NOTHING
+
+
+_NOTHING = torch.empty(0)
+
+
+def forward_blocks(
+    tokens: Tokens, weights: Weights, kind: str, *, keep: str, in_slabs: bool
+) -> tuple[Tensor, list[Tensor]]:
     """Σ over a token's experts here of gate · expert(x), [S, M] in float32 (float64), and what ``keep`` keeps.
 
     ``keep`` is one of ``dispatch.RECOMPUTE``.
     """
     x_SM = tokens.x_SM
     blocks, (_, M, F) = _Blocks(tokens, weights), weights.down_eMF.shape
-    out_SM = fresh(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype), zero=True)
-    kept = [fresh(size, dtype=x_SM.dtype) for size in kept_sizes(keep, tokens, weights, 0)]
+    out_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
+    slabs = _Kept(blocks, keep, weights, x_SM.dtype, None if in_slabs else tokens.experts_Sk.numel())
+    tensors = slabs.allocate()
     for expert, rows in blocks:
-        x_nM = blocks.take("x", x_SM, rows)
+        x_nM, kept = blocks.take("x", x_SM, rows), slabs.of(tensors, rows)
         gate_up_nF = _gate_up(blocks, x_nM, weights, expert, rows, kept)
         inner_nF = _activate(kind, gate_up_nF, blocks.gates_R1[rows], into=blocks.room("inner", rows, F))
         y_nM = blocks.room("y", rows, M)
@@ -103,9 +154,9 @@ def forward_blocks(tokens: Tokens, weights: Weights, kind: str, *, keep: str) ->
         if weights.down_bias_eM is not None:
             y_nM += blocks.gates_R1[rows] * weights.down_bias_eM[expert]
         blocks.add_to_tokens(out_SM, y_nM, rows)
-        for whole, part in zip(kept[1:], (inner_nF, x_nM), strict=False):
-            whole[rows] = part
-    return out_SM, kept
+        for place, part in zip(kept[1:], (inner_nF, x_nM), strict=False):
+            place.copy_(part)
+    return out_SM, tensors
 
 
 def _gate_up(
@@ -113,12 +164,12 @@ def _gate_up(
 ) -> Tensor:
     """Gate and up before the activation, [n, 2F], also in what is kept of them."""
     is_direct = bool(kept) and kept[0].dtype == blocks.dtype
-    out_nF = kept[0][rows] if is_direct else blocks.room("gate and up", rows, weights.gate_up_eFM.shape[1])
+    out_nF = kept[0] if is_direct else blocks.room("gate and up", rows, weights.gate_up_eFM.shape[1])
     torch.mm(x_nM, blocks.weight("gate_up", weights.gate_up_eFM, expert).T, out=out_nF)
     if weights.gate_up_bias_eF is not None:
         out_nF += weights.gate_up_bias_eF[expert]
     if kept and not is_direct:
-        kept[0][rows] = out_nF
+        kept[0].copy_(out_nF)
     return out_nF
 
 
@@ -128,9 +179,9 @@ def _gate_up_again(
     """Gate and up as they were kept, or would have been: rounded to x's dtype, so that keeping changes no bit."""
     width, dtype = weights.gate_up_eFM.shape[1], tokens.x_SM.dtype
     if kept and dtype == blocks.dtype:
-        return kept[0][rows]
+        return kept[0]
     if kept:
-        return blocks.room("gate and up", rows, width).copy_(kept[0][rows])
+        return blocks.room("gate and up", rows, width).copy_(kept[0])
     wide = _gate_up(blocks, blocks.take("x", tokens.x_SM, rows), weights, expert, rows)
     return wide if dtype == blocks.dtype else wide.copy_(blocks.room("rounded", rows, width, dtype).copy_(wide))
 
@@ -140,17 +191,25 @@ def backward_blocks(
     tokens: Tokens,
     weights: Weights,
     kind: str,
-    kept: Sequence[Tensor],
+    tensors: list[Tensor],
     *,
+    keep: str,
+    in_slabs: bool,
     sums: WeightSums,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients for x, [S, M] in float32 (float64), and gates [S, k]; those of the weights are added to ``sums``."""
+    """Gradients for x, [S, M] in float32 (float64), and gates [S, k]; those of the weights are added to ``sums``.
+
+    ``tensors`` are what ``forward_blocks`` kept in the same way, and are gone one after the other.
+    """
     x_SM = tokens.x_SM
     blocks, (_, M, F) = _Blocks(tokens, weights), weights.down_eMF.shape
-    dx_SM = fresh(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype), zero=True) if needs.x else None
-    dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
+    slabs = _Kept(blocks, keep, weights, x_SM.dtype, None if in_slabs else tokens.experts_Sk.numel())
+    dx_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype)) if needs.x else None
+    dgates_R = torch.empty(blocks.num_rows, dtype=tokens.gates_Sk.dtype)
     for expert, rows in blocks:
+        slabs.let_go(tensors, rows)
+        kept = slabs.of(tensors, rows)
         gate_up_nF = _gate_up_again(blocks, tokens, weights, expert, rows, kept)
         dy_nM = blocks.take("dy", dout_SM, rows)
         dinner_nF, gates_n1 = blocks.room("dinner", rows, F), blocks.gates_R1[rows]
@@ -179,7 +238,7 @@ def backward_blocks(
 def _x_again(blocks: _Blocks, x_SM: Tensor, rows: slice, kept: Sequence[Tensor]) -> Tensor:
     if len(kept) < NUM_KEPT["none"]:
         return blocks.take("x", x_SM, rows)
-    own = kept[2][rows]
+    own = kept[2]
     return own if own.dtype == blocks.dtype else blocks.room("x", rows, own.shape[1]).copy_(own)
 
 

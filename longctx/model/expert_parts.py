@@ -143,12 +143,16 @@ class WeightSums(NamedTuple):
         return [None if total is None else total.result() for total in self]
 
 
+def kept_widths(keep: str, weights: Weights) -> tuple[int, ...]:
+    """Widths of what a forward pass keeps of every row, in x's dtype: gate and up; gate · activation; x."""
+    _, M, F = weights.down_eMF.shape
+    return (2 * F, F, M)[: NUM_KEPT[keep]]
+
+
 def kept_sizes(keep: str, tokens: Tokens, weights: Weights, slots: int) -> list[tuple[int, ...]]:
-    """Shapes of what a forward pass keeps, in x's dtype: gate and up; gate · activation; the rows."""
-    e, M, F = weights.down_eMF.shape
-    most = tokens.experts_Sk.numel() if tokens.num_rows is None else tokens.num_rows
-    rows = (e, slots) if slots else (most,)
-    return [(*rows, width) for width in (2 * F, F, M)[: NUM_KEPT[keep]]]
+    """Shapes of that where rows are kept whole: as many as could come, or every expert's slots."""
+    rows = (len(weights.down_eMF), slots) if slots else (tokens.experts_Sk.numel(),)
+    return [(*rows, width) for width in kept_widths(keep, weights)]
 
 
 NUM_KEPT = {"all": 0, "activation": 1, "none": 3}

@@ -8,8 +8,6 @@ Axes: S tokens here, k choices a token, R rows in the order of their experts, M 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -179,13 +177,16 @@ def backward_rows(
     tokens: Tokens,
     weights: Weights,
     kind: str,
-    kept: Sequence[Tensor],
+    kept: list[Tensor],
     *,
     sums: WeightSums,
     needs: Needs,
     slots: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients for x, [S, M] in float32 (float64), and gates [S, k]; those of the weights are added to ``sums``."""
+    """Gradients for x, [S, M] in float32 (float64), and gates [S, k]; those of the weights are added to ``sums``.
+
+    What is ``kept`` is gone.
+    """
     at = _arrange(tokens, weights, slots)
     gates, dy = at.choices(tokens.gates_Sk), at.take(dout_SM.to(tokens.x_SM.dtype))
     keeps_rows = len(kept) == NUM_KEPT["none"]
@@ -206,6 +207,8 @@ def backward_rows(
         if sums.down_bias is not None:
             sums.down_bias.add(at.sum_rows(wide * gates.unsqueeze(-1)))
     dgate_up = torch.cat((dgate, dup), dim=-1)
+    kept.clear()
+    del gate_up, gate, up, dgate, dup, dy  # the largest there are: free before the last gradients are made
     if sums.gate_up_bias is not None:
         sums.gate_up_bias.add(at.sum_rows(dgate_up))
     if sums.gate_up is not None:

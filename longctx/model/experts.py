@@ -114,7 +114,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
         how = _How(activation, tile_tokens, keep, slots)
-        ctx.how, ctx.dispatcher, ctx.planned = tuple(how), dispatcher, None
+        ctx.how, ctx.dispatcher, ctx.planned, ctx.num_kept = tuple(how), dispatcher, None, []
         known = None if stash is None else stash.recall(of="experts")
         if known is not None:
             ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights)
@@ -122,7 +122,10 @@ class _Experts(torch.autograd.Function):
         if torch.compiler.is_compiling():
             out_NM, *kept = torch.ops.longctx.experts_forward.default(x_NM, gates_Nk, experts_Nk, *weights, *how)
         else:
-            out_NM, kept, ctx.planned = _forward(x_NM, gates_Nk, experts_Nk, weights, how, dispatcher)
+            of_tiles: list[list[Tensor]]
+            out_NM, of_tiles, ctx.planned = _forward(x_NM, gates_Nk, experts_Nk, weights, how, dispatcher)
+            kept = [tensor for of_tile in of_tiles for tensor in of_tile]
+            ctx.num_kept = [len(of_tile) for of_tile in of_tiles]
         if stash is not None:
             stash.keep(out_NM, of="experts")
         ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights, *kept)
@@ -137,8 +140,10 @@ class _Experts(torch.autograd.Function):
         if torch.compiler.is_compiling():
             grads = torch.ops.longctx.experts_backward.default(dout_NM, x, gates, ids, *weights, kept, *ctx.how, needs)
         else:
-            how = _How(*ctx.how)
-            grads = _backward(dout_NM, x, gates, ids, weights, kept, how, Needs(*needs), ctx.dispatcher, ctx.planned)
+            ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another backward, what is kept is now ours
+            of_tiles = [[kept.pop(0) for _ in range(count)] for count in ctx.num_kept]
+            given = (dout_NM, x, gates, ids, weights, of_tiles, _How(*ctx.how), Needs(*needs))
+            grads = _backward(*given, ctx.dispatcher, ctx.planned)
         dx, dgates, *dweights = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
         return dx, dgates, None, *dweights, *[None] * 6
 
@@ -163,8 +168,13 @@ def _forward(
     weights: Weights,
     how: _How,
     dispatcher: TokenDispatcher,
-) -> tuple[Tensor, list[Tensor], list[Any]]:
-    """The sum over experts [N, M], what is kept of every tile, and what was planned."""
+    *,
+    in_slabs: bool = True,
+) -> tuple[Tensor, list[list[Tensor]], list[Any]]:
+    """The sum over experts [N, M], what is kept of every tile, and what was planned.
+
+    ``in_slabs`` lets what is kept be as many tensors as the data asks for.
+    """
     tiles = tiles_of(len(x_NM), how.tile_tokens)
     planned = dispatcher.plan(experts_Nk, tiles)
     home, kept = _Home(tiles, len(x_NM), accumulate_dtype(x_NM.dtype)), []
@@ -177,10 +187,10 @@ def _forward(
     for number, (trip, tokens) in enumerate(_one_ahead(send, len(tiles))):
         of = (tokens, weights, how.activation)
         if _in_blocks(x_NM, how.slots):
-            out_SM, of_tile = forward_blocks(*of, keep=how.keep)
+            out_SM, of_tile = forward_blocks(*of, keep=how.keep, in_slabs=in_slabs)
         else:
             out_SM, of_tile = forward_rows(*of, keep=how.keep, slots=how.slots)
-        kept += [*(tokens[:3] if dispatcher.travels and how.keep != "all" else ()), *of_tile]
+        kept.append([*(tokens[:3] if dispatcher.travels and how.keep != "all" else ()), *of_tile])
         home.expect(number, trip.combine(out_SM, x_NM.dtype))
     return home.all(), kept, planned
 
@@ -191,18 +201,22 @@ def _backward(
     gates_Nk: Tensor,
     experts_Nk: Tensor,
     weights: Weights,
-    kept: Sequence[Tensor],
+    kept: list[list[Tensor]],
     how: _How,
     needs: Needs,
     dispatcher: TokenDispatcher,
     planned: list[Any] | None,
+    *,
+    in_slabs: bool = True,
 ) -> list[Tensor | None]:
-    """Gradients in the order of ``Needs``; tokens that were not kept where they arrived are sent again."""
+    """Gradients in the order of ``Needs``; tokens that were not kept where they arrived are sent again.
+
+    What is kept is let go of as soon as it was used: gradients of the weights take its place.
+    """
     tiles = tiles_of(len(x_NM), how.tile_tokens)
     if planned is None:
         planned = dispatcher.plan(experts_Nk, tiles)
     arrived = dispatcher.travels and how.keep != "all"
-    each = NUM_KEPT[how.keep] + 3 * arrived
     sums = WeightSums.start(weights, needs, tiles=len(tiles))
     dx_home, dgates_home = (_Home(tiles, len(x_NM), of.dtype) for of in (x_NM, gates_Nk))
 
@@ -215,18 +229,18 @@ def _backward(
         def arrive() -> tuple[Trip, Tokens, Tensor]:
             if tokens is not None:
                 return *tokens(), dout.wait()
-            x_SM, gates_Sk, experts_Sk = kept[each * number : each * number + 3]
+            x_SM, gates_Sk, experts_Sk = (kept[number].pop(0) for _ in range(3))
             return trip, Tokens(x_SM, gates_Sk, experts_Sk, trip.num_rows), dout.wait()
 
         return arrive
 
     for number, (trip, tokens, dout_SM) in enumerate(_one_ahead(send, len(tiles))):
-        own = kept[each * number + 3 * arrived : each * (number + 1)]
-        of = (dout_SM, tokens, weights, how.activation, own)
+        of = (dout_SM, tokens, weights, how.activation, kept[number])
         if _in_blocks(x_NM, how.slots):
-            dx_SM, dgates_Sk = backward_blocks(*of, sums=sums, needs=needs)
+            dx_SM, dgates_Sk = backward_blocks(*of, keep=how.keep, in_slabs=in_slabs, sums=sums, needs=needs)
         else:
             dx_SM, dgates_Sk = backward_rows(*of, sums=sums, needs=needs, slots=how.slots)
+        kept[number].clear()
         if dx_SM is not None:
             dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))  # needed on all ranks or on none
         dgates_home.expect(number, trip.combine(dgates_Sk, gates_Nk.dtype))
@@ -292,13 +306,15 @@ _library.define(f"experts_backward(Tensor dout, {_GIVEN}, Tensor[] kept, {_HOW},
 
 def _forward_here(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
     weights, how = Weights(*rest[:4]), _How(*rest[4:])
-    out, kept, _ = _forward(x, gates, experts, weights, how, LocalDispatcher())
-    return [out, *kept]
+    out, kept, _ = _forward(x, gates, experts, weights, how, LocalDispatcher(), in_slabs=False)
+    return [out, *(tensor for of_tile in kept for tensor in of_tile)]
 
 
 def _backward_here(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
     weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:9]), Needs(*rest[9])
-    grads = _backward(dout, x, gates, experts, weights, kept, how, needs, LocalDispatcher(), None)
+    each = NUM_KEPT[how.keep]
+    of_tiles = [list(kept[n * each : (n + 1) * each]) for n, _ in enumerate(tiles_of(len(x), how.tile_tokens))]
+    grads = _backward(dout, x, gates, experts, weights, of_tiles, how, needs, LocalDispatcher(), None, in_slabs=False)
     return [x.new_empty(0) if grad is None else grad for grad in grads]
 
 

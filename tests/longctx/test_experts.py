@@ -5,6 +5,7 @@ Axes: N tokens, k choices a token, M model width, E experts.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.kernels import grouped
-from longctx.model import dispatch, expert_blocks, experts
+from longctx.model import dispatch, expert_blocks, expert_parts, experts
 from longctx.model.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
 from longctx.model.expert_parts import GradientSum
 from longctx.model.experts import Experts
@@ -374,6 +375,49 @@ def test_tiles_bound_memory_whatever_the_number_of_tokens():
     few, many = peaks.values()
     assert many <= few * 1.01, peaks
     assert few <= 16 * 4 * tile * K * width, peaks
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation"])
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_graph, monkeypatch):
+    """Row by row of slabs, the gradients of weights take the place of what they are made of."""
+    made, alive = [], []
+    monkeypatch.setattr(expert_blocks, "SLAB_BYTES", 1)
+    module, given = build(), routed()
+    x, gates = (of.detach().requires_grad_() for of in given[:2])
+    _record(monkeypatch, expert_blocks, "mapped", made)
+    out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
+    kept = [ref for ref in made if ref() is not None and ref().data_ptr() != out.data_ptr()]
+    assert len(kept) == E * 3 * expert_parts.NUM_KEPT[recompute]  # every expert has rows in each of three tiles
+    outer = GradientSum.add_outer
+
+    def add_outer(*of):
+        alive.append(sum(ref() is not None for ref in kept))
+        outer(*of)
+
+    monkeypatch.setattr(GradientSum, "add_outer", add_outer)
+    leaves = (x, gates, *module.parameters())
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=keeps_graph)
+    if keeps_graph:
+        assert set(alive) == {len(kept)}
+        again = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    else:
+        each = expert_parts.NUM_KEPT[recompute]
+        assert alive == [(3 * E - n // 2) * each for n in range(2 * 3 * E)]  # two products for each block
+    assert not any(ref() is not None for ref in kept)
+
+
+def _record(monkeypatch, module, name, made):
+    """Have weak references to all that a function makes appended to a list."""
+    whole = getattr(module, name)
+
+    def recording(*given, **how):
+        result = whole(*given, **how)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(module, name, recording)
 
 
 class Journeys(LocalDispatcher):
