@@ -28,7 +28,7 @@ from launcher.metrics import MetricsWriter, Record, check_tensorboard, console_l
 from launcher.report import write_report
 from launcher.routing import RoutingFiles
 from launcher.run_folder import prepare_folder, start_logging, write_facts
-from launcher.step_record import DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
+from launcher.step_record import BrokenStep, DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
 from launcher.throughput import (
     document_lengths,
     mfu,
@@ -41,7 +41,7 @@ from launcher.validation import validate
 from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file, list_checkpoints
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, GradientError, TrainingError
 from longctx.model.balance import load_share, move_selection_bias_
 from longctx.objectives.causal_lm import LossSum
 from parallel.device import device_name, peak_memory_bytes
@@ -103,15 +103,28 @@ class Trainer:
             if self._started and config.validation.rows:
                 writer.write(self._validate())  # what the weights can do before this run changes them
             while self.step < last:
-                writer.write(self._train_step())
+                self._train_recorded_step(writer)
                 if self._due(config.validation.every_steps) and config.validation.rows:
                     writer.write(self._validate())
                 if self._due(config.checkpoint.every_steps):
                     self._save()
         self._finish()
 
+    def _train_recorded_step(self, writer: _RecordWriter) -> None:
+        """``_train_step``, and its record in the metrics, also of a step that could not be taken."""
+        try:
+            writer.write(self._train_step())
+        except TrainingError as error:
+            if error.record is not None:
+                writer.write(dict(error.record))
+            raise
+
     def _train_step(self) -> Record:
-        """One optimiser step over the next rows; returns its record."""
+        """One optimiser step over the next rows; returns its record.
+
+        TrainingError on every rank alike, before anything is changed, when router logits, loss or gradient are not
+        finite.
+        """
         started = time.perf_counter()
         order = self.loader.state_dict()
         batches = [next(self.loader) for _ in range(self.loader.micro_batches_per_step)]
@@ -125,12 +138,47 @@ class Trainer:
         totals = sums.over_ranks(flops / self.mesh.context)  # each rank of a sequence counted all of it
         totals.check_router_logits(self._expert_layers, self.step + 1)  # before anything is changed by them
         lr = learning_rate(self.step + 1, self.config.train)
-        grad_norm = self.engine.step(lr)
+        grad_norm = self._update(totals, counts, lr, order)
         self.step += 1
         self._balance(totals.counts_LE)
         self._routing.end()
         seconds = time.perf_counter() - started
         return self._record(totals, counts, lr=lr, grad_norm=grad_norm, seconds=seconds, waited=waited)
+
+    def _update(self, totals: StepTotals, counts: StepCounts, lr: float, order: dict[str, Any]) -> float:
+        """The optimiser step; returns the gradient norm. ``order`` says where the step's rows begin."""
+        loss = totals.nll / max(1, counts.targets)
+        if not totals.finite:
+            raise self._broken(loss, lr, order)
+        try:
+            return self.engine.step(lr)
+        except GradientError as error:
+            raise self._broken(loss, lr, order, error) from error
+
+    def _broken(
+        self, loss: float, lr: float, order: dict[str, Any], gradient: GradientError | None = None
+    ) -> TrainingError:
+        """What to say of a loss, or else a gradient, that is not finite. Collective."""
+        broken = BrokenStep(
+            step=self.step + 1,
+            loss=loss,
+            grad_norm=None if gradient is None else gradient.norm,
+            gradients=[] if gradient is None else gradient.names,
+            weights=self.engine.broken_weights(),
+            rows=self._rows_from(order),
+            lr=self.config.train.lr,
+            checkpoint=next(reversed(list_checkpoints(self.folder)), None),
+        )
+        record = {"kind": "train", "step": broken.step, "loss": loss, "lr": lr, "grad_norm": broken.grad_norm}
+        return TrainingError(broken.message(), record)
+
+    def _rows_from(self, order: dict[str, Any]) -> str:
+        """Where a step's rows stand in the data, in words."""
+        data, seed, row, epoch = self.config.data, self.config.run.seed, order["epoch_row"], order["epoch"]
+        said = f"{self.config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
+        if seed or epoch:
+            return f"{said} (run.seed {seed})"
+        return f"{said} (python -m launcher data inspect {data.train} --seq-len {data.seq_len} --row {row})"
 
     def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> StepSums:
         """Gradients of the step's loss; returns this rank's sums."""

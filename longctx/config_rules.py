@@ -258,7 +258,10 @@ def _check_experts(config: ModelConfig) -> None:
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
         where = f"model.num_experts={E}" if groups == 1 else f"the {reachable} experts of {most} of {groups} groups"
-        raise ConfigError(f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.")
+        raise ConfigError(
+            f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
+            f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
+        )
     if config.selection_bias and groups > 1 and E // groups < 2:
         raise ConfigError(
             f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "

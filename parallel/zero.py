@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, GradientError
 from longctx.model.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
 
@@ -153,14 +154,69 @@ class ZeroEngine:
             self._engine.step()  # counts the micro-batch; updates nothing
 
     def step(self, lr: float) -> float:
-        """Clip, update with this learning rate, clear the gradients; returns the gradient norm before clipping."""
+        """Clip, update with this learning rate, clear the gradients; returns the gradient norm before clipping.
+
+        GradientError on every rank alike when that norm is not finite. Weights and moments are then as before, in every
+        stage: stage 0 would update all the same, so its norm is looked at first; stages 1 to 3 leave the update out,
+        in silence, on all ranks as soon as one rank's part is not finite (``optimizer.overflow``; stage 2 does so in
+        bfloat16 because ``check_grad_overflow`` is set). No further step may follow.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._plain_gradient_norm() if self.stage == 0 else None
-        if norm is not None and self._clips_itself:
-            self._scale_plain_gradients(min(1.0, self._options.clip_norm / (norm + 1e-6)))
+        broken = self._broken_gradients()  # before the step, which lets go of them; a small tensor that stays here
+        if self.stage == 0:
+            norm = self._plain_gradient_norm()
+            self._check_gradients(norm, broken)
+            if self._clips_itself:
+                self._scale_plain_gradients(min(1.0, self._options.clip_norm / (norm + 1e-6)))
+            self._engine.step()
+            return norm
         self._engine.step()
-        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+        norm = float(self._engine.get_global_grad_norm())
+        self._check_gradients(math.inf if self._engine.optimizer.overflow else norm, broken)
+        return norm
+
+    def _check_gradients(self, norm: float, broken: Tensor) -> None:
+        if not math.isfinite(norm):
+            raise GradientError(norm, self._named_on_any_rank(broken))
+
+    def broken_weights(self) -> list[str]:
+        """Names of the parameters and buffers that hold a value that is not finite. Collective."""
+        tensors = dict(self.model.decoder.named_buffers())
+        for name, p in self.model.decoder.named_parameters():
+            tensors[name] = p.detach()
+            if self.stage == 3:
+                part, rank = p.ds_tensor, p.ds_zero_partition_rank  # type: ignore[attr-defined]
+                own = self._own_shapes[name].numel() - rank * part.numel()
+                tensors[name] = part[: max(0, own)]  # the last parts are padded with anything
+        return self._named_on_any_rank(_not_finite([tensors[name] for name in self.shapes]))
+
+    def _broken_gradients(self) -> Tensor:
+        """Which of the tensors in ``shapes`` have a gradient that is not finite in this rank's part; on its device."""
+        parts, nothing = dict(self._local_gradients()), torch.zeros(0, device=self._engine.device)
+        return _not_finite([parts.get(name, nothing) for name in self.shapes])
+
+    def _local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
+        if self.stage == 0:
+            yield from ((name, p.grad) for name, p in self.model.decoder.named_parameters() if p.grad is not None)
+            return
+        names = {id(p): name for name, p in self.model.decoder.named_parameters()}
+        zero = self._engine.optimizer
+        if self.stage == 3:
+            groups, gradients = zero.fp16_groups, zero.averaged_gradients
+        elif self.stage == 1 and self.dtype == torch.bfloat16:  # a class of its own, which keeps whole gradients
+            groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients
+        else:
+            groups, gradients = zero.params_in_partition, zero.averaged_gradients
+        for number, parameters in enumerate(groups):
+            parts = [g for g in gradients[number] if not getattr(g, "_zero_padding", False)]
+            yield from ((names[id(p)], part) for p, part in zip(parameters, parts, strict=False))
+
+    def _named_on_any_rank(self, found: Tensor) -> list[str]:
+        """Names of the tensors in ``shapes`` that are marked on one rank or more. Collective."""
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [name for name, one in zip(self.shapes, found.tolist(), strict=True) if one]
 
     def _plain_gradient_norm(self) -> float:
         """Stage 0 reports no norm; its gradients are whole and already averaged on every rank that holds the weight."""
@@ -281,6 +337,13 @@ class ZeroEngine:
             zero._lazy_init_hp_params_optimizer_state()
 
 
+def _not_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """1 for each tensor that holds a value that is not finite, else 0. No host sync."""
+    filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]
+    largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)  # exact, and without a mask of each
+    return (~torch.stack(largest).isfinite()).to(torch.int32)
+
+
 def _share_out_experts(model: CausalLM) -> _ExpertsAcrossRanks | None:
     """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
     num_experts = model.decoder.config.num_experts
@@ -314,7 +377,7 @@ def _deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_no
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
         "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,

@@ -18,6 +18,12 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PRELOADED = (
+    *("pytest", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "deepspeed.module_inject"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's first engine; it brings the whole of inductor
+    "launcher.trainer",
+)
+"""What workers would otherwise import anew, seconds in each."""
 
 
 def run_distributed(function: Callable[..., None], world_size: int, *args, timeout: float = 60.0) -> None:
@@ -52,9 +58,8 @@ def _server() -> subprocess.Popen:
 
 def serve() -> None:
     """Answer each request (folder, ranks, seconds) on standard input with the exit code of its workers."""
-    for module in ("pytest", "torch._dynamo", "torch._inductor", "deepspeed.module_inject", "torch.distributed.tensor"):
-        importlib.import_module(module)  # what every engine would otherwise import anew, seconds in each worker
-
+    for module in PRELOADED:
+        importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not be read as an answer
     for line in sys.stdin:

@@ -128,15 +128,26 @@ def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards
     assert "Traceback" not in ended.text
     assert not ended.orphans
     assert len(rows(folder)) < len(rows(finished.folder)), "it was killed too late to show anything"
-    resumed = pretrain(flags(shards, folder, {"run.resume": "latest"}))
-    assert resumed.code == 0, resumed.text
+    run(train, 2, shards, folder, {"run.resume": "latest"})
     assert rows(folder) == rows(finished.folder), "to the last bit"
+
+
+@pytest.mark.slow
+def test_resuming_by_the_command_equals_never_stopping(shards, finished, copied):
+    for checkpoint in list_checkpoints(copied)[1:]:
+        shutil.rmtree(checkpoint)
+    resumed = pretrain(flags(shards, copied, {"run.resume": "latest"}))
+    assert resumed.code == 0, resumed.text
+    assert rows(copied) == rows(finished.folder), "to the last bit"
+    assert [p.name for p in list_checkpoints(copied)] == [p.name for p in list_checkpoints(finished.folder)]
 
 
 # It does not start: by the deepspeed command.
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_place_is_refused(shards, copied):
+    """Without the command it is one of the cases below."""
     before = contents(copied)
     ended = pretrain(flags(shards, copied))
     ended.check_one_screen(2, "already holds a run", "--run.resume latest")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.step_record import DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
+from launcher.step_record import BrokenStep, DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
 from longctx.config import ModelConfig
 from longctx.errors import TrainingError
 from longctx.objectives.causal_lm import LossSum
@@ -75,6 +77,41 @@ def test_many_wrong_layers_still_fit_a_screen():
     wrong = totals([[1, 1, 1, 1]] * 60, [[0.0, 0.0, 0.0, 5.0]] * 60)
     with pytest.raises(TrainingError, match="and 52 more layers"):
         wrong.check_router_logits(range(60), step=1)
+
+
+@pytest.mark.parametrize("part", ["nll", "balance", "router_z"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_each_part_of_the_loss_must_be_finite(part, value):
+    assert totals([[1] * 4], [[0.0] * 4]).finite
+    assert not totals([[1] * 4], [[0.0] * 4], **{part: value}).finite
+
+
+def broken(**changed: Any) -> str:
+    """What is said of step 7, whose gradient is not finite."""
+    facts = {"step": 7, "loss": 3.5, "grad_norm": math.inf, "rows": "2 rows of DATA from row 12 of epoch 0 on"}
+    return BrokenStep(**{**facts, "lr": 3e-4, "checkpoint": Path("run/step_000006"), **changed}).message()
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_the_way_out():
+    assert broken(gradients=["model.norm.weight"]).splitlines() == [
+        "the gradient of step 7 is not finite: norm inf, though loss 3.5.",
+        "Gradients that are not finite: model.norm.weight.",
+        "The step was not taken: weights, moments and checkpoints are those of the step before.",
+        "Go on from the newest checkpoint, run/step_000006 (--run.resume latest), with a lower train.lr (now 0.0003) "
+        "or a longer train.warmup_steps.",
+        "Its data, to look at: 2 rows of DATA from row 12 of epoch 0 on.",
+    ]
+    assert "finite: a0, a1, a2, a3, a4, a5, a6, a7 and 92 more." in broken(gradients=[f"a{n}" for n in range(100)])
+    assert "in no single tensor" in broken()
+
+
+def test_a_loss_that_is_not_finite_is_named_with_the_weights_that_were_not_either():
+    said = broken(loss=math.nan, grad_norm=None, weights=["model.norm.weight"])
+    assert said.startswith("the loss of step 7 is not finite: nan, over all ranks.\n")
+    assert "before this step: model.norm.weight." in said
+    assert "or from an older one should it hold such weights too" in said
+    assert "the balance loss or z-loss of step 7 is not finite (loss 3.5)." in broken(grad_norm=None)
+    assert "There is no checkpoint yet: start again with a lower train.lr" in broken(checkpoint=None)
 
 
 def loss_of(rank: int, micro_batch: int) -> LossSum:

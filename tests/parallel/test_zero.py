@@ -134,7 +134,7 @@ WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2)]
     ("kind", "world_size", "context", "stages"),
     [
         ("moe", 1, 1, (0, 3)),
-        ("moe", 2, 2, (0, 3)),
+        pytest.param("moe", 2, 2, (0, 3), marks=pytest.mark.slow),
         ("moe", 4, 4, (1, 3)),
         ("moe", 4, 2, (1, 2)),
         ("dense", 4, 4, (0, 2)),
@@ -195,7 +195,9 @@ def check_state(stage: int, other: int):
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 2), (2, 1), (3, 0), (3, 3)])
+@pytest.mark.parametrize(
+    ("stage", "other"), [(0, 3), (1, 2), (2, 1), (3, 0), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
 def test_state_moves_between_stages(stage, other):
     run_distributed(check_state, 2, stage, other)
 
