@@ -42,7 +42,8 @@ def mapped(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes < _LEAST_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype)
-    region = mmap.mmap(-1, nbytes)
+    # private: memory that processes share, which Python asks for by itself, has no huge pages
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=dtype, count=numel).view(tuple(shape))

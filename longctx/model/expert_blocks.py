@@ -20,7 +20,7 @@ from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.memory import fresh, mapped
 from longctx.model.activations import gated, gated_backward
-from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
 
 BLOCK_ROWS = 1024
 """Most rows of a block: enough for products at full speed, few enough for the cache."""
@@ -104,12 +104,11 @@ def _cut(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
 class _Kept:
     """What forward keeps of its rows, in slabs of whole blocks: backward lets go of each once it is past it.
 
-    ``tensors`` are the first slab's (gate and up; gate · activation; x: as many of them as ``keep`` asks for), then the
-    next one's. One slab of ``most_rows`` holds all where a compiler wants to know sizes beforehand.
+    ``tensors`` are the first slab's (gate and up, then x, as ``keep`` asks for them), then the next one's. One slab of ``most_rows`` holds all where a compiler wants to know sizes beforehand.
     """
 
     def __init__(self, blocks: _Blocks, keep: str, weights: Weights, dtype: torch.dtype, most_rows: int | None) -> None:
-        self.dtype, self.widths = dtype, kept_widths(keep, weights)
+        self.dtype, self.widths = dtype, kept_widths(keep, weights, in_blocks=True)
         self.starts = [0] if most_rows is not None else blocks.starts(sum(self.widths) * dtype.itemsize)
         self.stops = [*self.starts[1:], blocks.num_rows if most_rows is None else most_rows]
 
@@ -154,8 +153,8 @@ def forward_blocks(
         if weights.down_bias_eM is not None:
             y_nM += blocks.gates_R1[rows] * weights.down_bias_eM[expert]
         blocks.add_to_tokens(out_SM, y_nM, rows)
-        for place, part in zip(kept[1:], (inner_nF, x_nM), strict=False):
-            place.copy_(part)
+        for place in kept[1:]:
+            place.copy_(x_nM)
     return out_SM, tensors
 
 
@@ -236,9 +235,9 @@ def backward_blocks(
 
 
 def _x_again(blocks: _Blocks, x_SM: Tensor, rows: slice, kept: Sequence[Tensor]) -> Tensor:
-    if len(kept) < NUM_KEPT["none"]:
+    if len(kept) < 2:
         return blocks.take("x", x_SM, rows)
-    own = kept[2]
+    own = kept[1]
     return own if own.dtype == blocks.dtype else blocks.room("x", rows, own.shape[1]).copy_(own)
 
 

@@ -143,17 +143,11 @@ class WeightSums(NamedTuple):
         return [None if total is None else total.result() for total in self]
 
 
-def kept_widths(keep: str, weights: Weights) -> tuple[int, ...]:
-    """Widths of what a forward pass keeps of every row, in x's dtype: gate and up; gate · activation; x."""
+def kept_widths(keep: str, weights: Weights, *, in_blocks: bool) -> tuple[int, ...]:
+    """Widths of what a forward pass keeps of every row, in x's dtype, by ``dispatch.RECOMPUTE``.
+
+    Gate and up; gate · activation, but not of blocks, whose backward has all it takes in the cache; x.
+    """
     _, M, F = weights.down_eMF.shape
-    return (2 * F, F, M)[: NUM_KEPT[keep]]
-
-
-def kept_sizes(keep: str, tokens: Tokens, weights: Weights, slots: int) -> list[tuple[int, ...]]:
-    """Shapes of that where rows are kept whole: as many as could come, or every expert's slots."""
-    rows = (len(weights.down_eMF), slots) if slots else (tokens.experts_Sk.numel(),)
-    return [(*rows, width) for width in kept_widths(keep, weights)]
-
-
-NUM_KEPT = {"all": 0, "activation": 1, "none": 3}
-"""How many of these, by ``dispatch.RECOMPUTE``."""
+    everything = (2 * F, M) if in_blocks else (2 * F, F, M)
+    return {"all": (), "activation": everything[:1], "none": everything}[keep]

@@ -21,7 +21,7 @@ from longctx.kernels.grouped import (
     sum_by_expert,
 )
 from longctx.model.activations import gated, gated_backward
-from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums
+from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
 
 
 class _Sorted:
@@ -162,7 +162,7 @@ def forward_rows(tokens: Tokens, weights: Weights, kind: str, *, keep: str, slot
     y = at.rows(inner, weights.down_eMF.mT)
     if weights.down_bias_eM is not None:
         y += (gates.unsqueeze(-1) * at.spread(weights.down_bias_eM)).to(y.dtype)
-    return at.sum_tokens(y), [gate_up, inner, x][: NUM_KEPT[keep]]
+    return at.sum_tokens(y), [gate_up, inner, x][: len(kept_widths(keep, weights, in_blocks=False))]
 
 
 def _gate_up_whole(at: _Sorted | _Padded, x: Tensor, weights: Weights) -> Tensor:
@@ -189,7 +189,7 @@ def backward_rows(
     """
     at = _arrange(tokens, weights, slots)
     gates, dy = at.choices(tokens.gates_Sk), at.take(dout_SM.to(tokens.x_SM.dtype))
-    keeps_rows = len(kept) == NUM_KEPT["none"]
+    keeps_rows = len(kept) == 3
     x = kept[2] if keeps_rows else at.take(tokens.x_SM) if needs.gate_up or not kept else None
     if kept:
         gate_up = kept[0]

@@ -20,7 +20,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.contract import accumulate_dtype
 from longctx.model.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
 from longctx.model.expert_blocks import backward_blocks, forward_blocks
-from longctx.model.expert_parts import NUM_KEPT, Needs, Tokens, Weights, WeightSums, kept_sizes
+from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
 from longctx.model.expert_rows import backward_rows, forward_rows
 from longctx.model.stash import Stash
 
@@ -312,7 +312,7 @@ def _forward_here(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
 
 def _backward_here(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
     weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:9]), Needs(*rest[9])
-    each = NUM_KEPT[how.keep]
+    each = len(kept_widths(how.keep, weights, in_blocks=_in_blocks(x, how.slots)))
     of_tiles = [list(kept[n * each : (n + 1) * each]) for n, _ in enumerate(tiles_of(len(x), how.tile_tokens))]
     grads = _backward(dout, x, gates, experts, weights, of_tiles, how, needs, LocalDispatcher(), None, in_slabs=False)
     return [x.new_empty(0) if grad is None else grad for grad in grads]
@@ -322,8 +322,9 @@ def _fake_forward(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
     weights, how = Weights(*rest[:4]), _How(*rest[4:])
     made = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))]
     for tile in tiles_of(len(x), how.tile_tokens):
-        tokens = Tokens(x[tile], gates[tile], experts[tile], None)
-        made += [x.new_empty(size) for size in kept_sizes(how.keep, tokens, weights, how.slots)]
+        rows = (len(weights.down_eMF), how.slots) if how.slots else (experts[tile].numel(),)
+        widths = kept_widths(how.keep, weights, in_blocks=_in_blocks(x, how.slots))
+        made += [x.new_empty((*rows, width)) for width in widths]
     return made
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.kernels import grouped
-from longctx.model import dispatch, expert_blocks, expert_parts, experts
+from longctx.model import dispatch, expert_blocks, experts
 from longctx.model.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
 from longctx.model.expert_parts import GradientSum
 from longctx.model.experts import Experts
@@ -388,7 +388,8 @@ def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_
     _record(monkeypatch, expert_blocks, "mapped", made)
     out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
     kept = [ref for ref in made if ref() is not None and ref().data_ptr() != out.data_ptr()]
-    assert len(kept) == E * 3 * expert_parts.NUM_KEPT[recompute]  # every expert has rows in each of three tiles
+    each = {"none": 2, "activation": 1}[recompute]  # gate and up, and x
+    assert len(kept) == E * 3 * each  # every expert has rows in each of three tiles
     outer = GradientSum.add_outer
 
     def add_outer(*of):
@@ -403,7 +404,6 @@ def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_
         again = torch.autograd.grad(out.sum(), leaves)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     else:
-        each = expert_parts.NUM_KEPT[recompute]
         assert alive == [(3 * E - n // 2) * each for n in range(2 * 3 * E)]  # two products for each block
     assert not any(ref() is not None for ref in kept)
 
