@@ -104,7 +104,8 @@ def _cut(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
 class _Kept:
     """What forward keeps of its rows, in slabs of whole blocks: backward lets go of each once it is past it.
 
-    ``tensors`` are the first slab's (gate and up, then x, as ``keep`` asks for them), then the next one's. One slab of ``most_rows`` holds all where a compiler wants to know sizes beforehand.
+    ``tensors`` are the first slab's (gate and up, then x, as ``keep`` asks for them), then the next one's. One slab of
+    ``most_rows`` holds all where a compiler wants to know sizes beforehand.
     """
 
     def __init__(self, blocks: _Blocks, keep: str, weights: Weights, dtype: torch.dtype, most_rows: int | None) -> None:
