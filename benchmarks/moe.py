@@ -126,7 +126,9 @@ def time_layers(case: Case, rounds: int) -> dict[str, Any]:
 def rounds_of(case: Case) -> int:
     """Fewer where a step takes so long that noise averages out within it."""
     emulated = case.dtype == "bf16" and not has_native_bfloat16()
-    return 5 - 2 * (case.tokens == LONG) - emulated
+    if emulated:
+        return 2 if case.tokens == LONG else 4
+    return 5 if case.tokens == LONG else 8
 
 
 def compare(case: Case, layers: dict[str, Layer]) -> dict[str, float]:
