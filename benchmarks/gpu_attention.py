@@ -35,12 +35,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import RESULTS, machine
-from longctx.kernels.contract import AttentionKernel, KernelRequest, Pair, Scores, accumulate_dtype, merge_
-from longctx.kernels.reference import ReferenceKernel
-from longctx.kernels.select import KERNELS
-from parallel.layout import SequenceLayout
-from parallel.pairs import area
-from parallel.schedule import Schedule
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.dtypes import accumulate_dtype
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.pairs import area
+from parallel.schedule.schedule import Schedule
 
 BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
 """Bytes a second that a rank receives, by link: assumptions, not measurements."""

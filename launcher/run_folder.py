@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launcher.config import RunConfig
-from launcher.metrics import METRICS_FILE
+from launcher.config.sections import RunConfig
+from launcher.metrics.record import METRICS_FILE
 from longctx.errors import ConfigError
 from parallel.mesh import Mesh
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
-from longctx.config_rules import check_model
+from longctx.architecture.rope import Rope
+from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
-from longctx.rope import Rope
 
 T = TypeVar("T")
 
@@ -233,13 +233,13 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         """The config a Hugging Face ``config.json`` describes; ConfigError where this decoder cannot be that model."""
-        from longctx.conversion import families
+        from longctx import families
 
         return families.config_from_hf(config)
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face ``config.json`` for this model; ConfigError where no supported family has its shape."""
-        from longctx.conversion import families
+        from longctx import families
 
         return families.config_to_hf(self)
 

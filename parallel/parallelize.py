@@ -11,11 +11,11 @@ from torch import Tensor
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.model.dispatch import TokenDispatcher
+from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.objectives.causal_lm import CausalLM
-from parallel.attention import ContextParallelAttention
-from parallel.expert import AllToAllDispatcher, OwnExperts
-from parallel.linear_attention import ContextParallelLinearAttention, check_linear_layout
+from parallel.attention.core import ContextParallelAttention
+from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
+from parallel.experts.dispatcher import AllToAllDispatcher, OwnExperts
 from parallel.mesh import Mesh, nearest
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.files import explained_writes, staged_folder
-from data_pipeline.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
-from data_pipeline.mixing import falls_below
-from data_pipeline.shards import DEFAULT_SHARD_TOKENS, EncodedDocument, ShardSet, ShardWriter
-from data_pipeline.sources import Document, Source
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.sources import Source
+from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, EncodedDocument, ShardWriter
+from data_pipeline.shuffle import falls_below
 from data_pipeline.tokenizer import Progress, Tokenizer
 from longctx.errors import DataError
+from longctx.files import explained_writes, staged_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,43 +12,20 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from data_pipeline.files import hash_file
+from data_pipeline.prepare.documents import Document, File, Skip
+from data_pipeline.prepare.readers import read
 from longctx.errors import DataError
+from longctx.files import hash_file
 
 logger = logging.getLogger(__name__)
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
-_BINARY_PROBE_BYTES = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text and its name: a relative path, with ``:line`` in JSON Lines and ``:row`` in Parquet."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Skip:
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    name: str
-    size: int
 
 
 class Source:
@@ -59,7 +36,7 @@ class Source:
         spec: str,
         *,
         kind: str,
-        files: list[_File],
+        files: list[File],
         text_field: str,
         exclude: Sequence[str],
         left_out: Counter[str],
@@ -77,8 +54,8 @@ class Source:
         """Yields every document; raises ``DataError`` at a damaged file, or at the end if there was no text at all."""
         skipped, count = Counter(self._left_out), 0
         for file in self._files:
-            for item in _read(file, self._text_field):
-                if isinstance(item, _Skip):
+            for item in read(file, self._text_field):
+                if isinstance(item, Skip):
                     logger.info("left out %s: %s", item.name, item.reason)
                     skipped[item.reason] += 1
                 else:
@@ -170,10 +147,10 @@ def _nearest(path: Path) -> str:
     return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
 
 
-def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> list[_File]:
+def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> list[File]:
     """Files below ``root`` by relative path; a file given itself is the whole list."""
     if root.is_file():
-        return [_File(root, root.name, root.stat().st_size)]
+        return [File(root, root.name, root.stat().st_size)]
     files = []
     for folder, folders, names in os.walk(root, onerror=_unreadable):
         kept = [f for f in folders if not (f in _NEVER if python_only else f.startswith("."))]
@@ -188,7 +165,7 @@ def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> lis
             elif not path.is_file():
                 left_out["not a regular file"] += 1
             else:
-                files.append(_File(path, path.relative_to(root).as_posix(), path.stat().st_size))
+                files.append(File(path, path.relative_to(root).as_posix(), path.stat().st_size))
     return sorted(files, key=lambda file: file.name)
 
 
@@ -210,7 +187,7 @@ def _no_text(spec: str, skipped: Counter[str]) -> str:
     )
 
 
-def _hash(file: _File) -> str:
+def _hash(file: File) -> str:
     try:
         return hash_file(file.path)
     except OSError as error:
@@ -218,111 +195,3 @@ def _hash(file: _File) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- reading files
-
-_Item = Document | _Skip
-
-
-def _read(file: _File, text_field: str) -> Iterator[_Item]:
-    """Documents of one file, chosen by the ending of its name."""
-    lowered = file.name.lower()
-    reader = next((reader for ending, reader in _READERS.items() if lowered.endswith(ending)), _read_text)
-    try:
-        for item in reader(file, text_field):
-            yield _check(item)
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise DataError(f"{file.path} cannot be read ({error}).\nMend the file or exclude {file.name!r}.") from error
-
-
-def _check(item: _Item) -> _Item:
-    """Leaves out what no tokenizer can give back."""
-    if isinstance(item, _Skip):
-        return item
-    if not item.text:
-        return _Skip(item.name, "empty")
-    try:
-        item.text.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
-        return _Skip(item.name, "lone surrogate")
-    return item
-
-
-def _read_text(file: _File, text_field: str) -> Iterator[_Item]:
-    """The whole file as one document, bytes unchanged: no newline or byte-order-mark is touched."""
-    content = file.path.read_bytes()
-    if b"\0" in content[:_BINARY_PROBE_BYTES]:
-        yield _Skip(file.name, "binary")
-        return
-    try:
-        yield Document(file.name, content.decode())
-    except UnicodeDecodeError:
-        yield _Skip(file.name, "not UTF-8")
-
-
-def _read_jsonl(file: _File, text_field: str) -> Iterator[_Item]:
-    """One JSON object a line with the text in ``text_field``; blank lines are ignored."""
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(file.path.suffix.lower())
-    # Arrow's stream notices a cut-off gzip or zstd file; zstandard's own reader ends in silence.
-    with pa.input_stream(str(file.path), compression=compression) as stream:
-        for number, line in enumerate(_lines(cast(BinaryIO, stream)), start=1):
-            name = f"{file.name}:{number}"
-            if line.strip():
-                yield Document(name, _text_of(line, text_field, f"{file.path}, line {number}"))
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines without their newline; only ``\\n`` ends one, as JSON Lines has it."""
-    rest = b""
-    while piece := stream.read(1 << 20):
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
-def _text_of(line: bytes, text_field: str, place: str) -> str:
-    try:
-        entry = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
-        raise DataError(
-            f"{place}: not JSON ({error}).\nEvery line must be an object like {{{text_field!r}: …}}."
-        ) from error
-    if not isinstance(entry, dict):
-        raise DataError(
-            f"{place}: a {type(entry).__name__} where an object is wanted.\n"
-            f"Every line must be like {{{text_field!r}: …}}."
-        )
-    if not isinstance(entry.get(text_field), str):
-        strings = [key for key, value in entry.items() if isinstance(value, str)]
-        raise DataError(
-            f"{place}: no text in field {text_field!r}.\n"
-            f"Fields with text: {', '.join(map(repr, strings)) or 'none'}. Name the right one as text_field."
-        )
-    return entry[text_field]
-
-
-def _read_parquet(file: _File, text_field: str) -> Iterator[_Item]:
-    """One row a document, read in batches of rows."""
-    with pq.ParquetFile(file.path) as table:
-        schema = table.schema_arrow
-        strings = [
-            field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        ]
-        if text_field not in strings:
-            raise DataError(
-                f"{file.path}: no text column {text_field!r}. "
-                f"It has the columns {', '.join(map(repr, schema.names))}.\n"
-                f"Columns with text: {', '.join(map(repr, strings)) or 'none'}. Name the right one as text_field."
-            )
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-            for text in cast(Iterable[str | None], batch.column(0).to_pylist()):
-                name, number = f"{file.name}:{number}", number + 1
-                yield _Skip(name, "null") if text is None else Document(name, text)
-
-
-_READERS: dict[str, Callable[[_File, str], Iterator[_Item]]] = {
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".jsonl.zst": _read_jsonl,
-    ".parquet": _read_parquet,
-}

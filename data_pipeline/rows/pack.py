@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.mixing import shuffled
+from data_pipeline.shuffle import shuffled
 
 PLAN_VERSION = 1
 """Changes with the algorithm: a loader state refers to rows of one version."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_pipeline.files import write_synced
 from longctx.errors import DataError
+from longctx.files import write_synced
 
 FORMAT = "longctx-shards"
 VERSION = 1

@@ -9,14 +9,14 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli_console import command, human_bytes, note, plural, progress, say, say_json, table
-from launcher.guard import DONE, FAILED
+from launcher.cli.console import command, human_bytes, note, plural, progress, say, say_json, table
+from launcher.cluster.exit import DONE, FAILED
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
     from longctx.conversion import Conversion
-    from longctx.generation import Greedy, Sample
+    from longctx.generation.sampling import Greedy, Sample
     from longctx.model.decoder import Decoder
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -296,7 +296,7 @@ def _cell(key: str, value: Any) -> str:
 def _problems(folder: Path) -> list[str]:
     """Everything that is wrong with one checkpoint, its files read one by one."""
     from longctx.checkpoint_format import CheckpointReader
-    from longctx.conversion.checkpoints import check_tensors
+    from longctx.conversion.convert import check_tensors
 
     try:
         reader = CheckpointReader(folder)
@@ -320,8 +320,8 @@ def generate(arguments: argparse.Namespace) -> None:
     """``generate``."""
     strategy = _strategy(arguments)
     from longctx.checkpoint_format import find_checkpoint
-    from longctx.generation import generate as continue_ids
-    from longctx.generation import load_model
+    from longctx.generation.load import load_model
+    from longctx.generation.loop import generate as continue_ids
 
     folder = _with_hint(arguments.checkpoint) or find_checkpoint(arguments.checkpoint)
     tokenizer = _tokenizer(folder, arguments.tokenizer)
@@ -345,7 +345,7 @@ def _strategy(arguments: argparse.Namespace) -> Greedy | Sample:
         for name in ("temperature", "top_k", "top_p", "seed")
         if getattr(arguments, name) is not None
     }
-    from longctx.generation import Greedy, Sample
+    from longctx.generation.sampling import Greedy, Sample
 
     if given.get("temperature") == 0:
         if idle := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
@@ -400,7 +400,7 @@ def _continuation(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -
 
 def report(arguments: argparse.Namespace) -> None:
     """``report``."""
-    from launcher.report import write_report
+    from launcher.report.page import write_report
 
     with progress(f"drawing {arguments.folder}"):
         path = write_report(arguments.folder, arguments.output)

@@ -8,14 +8,14 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli_console import command, human_bytes, interruptible, plural, progress, say, say_json, table
-from launcher.guard import DONE, FAILED
+from launcher.cli.console import command, human_bytes, interruptible, plural, progress, say, say_json, table
+from launcher.cluster.exit import DONE, FAILED
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.build import BuildReport, SplitReport
     from data_pipeline.inspect import Description, RowView
-    from data_pipeline.sources import Source
+    from data_pipeline.prepare.build import BuildReport, SplitReport
+    from data_pipeline.prepare.sources import Source
 
 _SOURCE_HELP = (
     'folder, text file, .jsonl (.gz, .zst) or .parquet; or "stdlib", the Python source of the standard library'
@@ -135,7 +135,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     """``tokenizer train``."""
-    from data_pipeline.tokenizer import train_tokenizer
+    from data_pipeline.prepare.train_tokenizer import train_tokenizer
 
     source = _open_source(arguments)
     with progress(f"training a tokenizer on {source.spec}") as update:
@@ -167,8 +167,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 def build(arguments: argparse.Namespace) -> None:
     """``data build``."""
-    from data_pipeline.build import build_shards
-    from data_pipeline.shards import DEFAULT_SHARD_TOKENS
+    from data_pipeline.prepare.build import build_shards
+    from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
     from data_pipeline.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(arguments.tokenizer)
@@ -191,8 +191,8 @@ def build(arguments: argparse.Namespace) -> None:
 
 def inspect(arguments: argparse.Namespace) -> None:
     """``data inspect``."""
-    from data_pipeline.build import VALIDATION_FOLDER
     from data_pipeline.inspect import describe, show_row
+    from data_pipeline.prepare.build import VALIDATION_FOLDER
 
     if arguments.row is not None and arguments.seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
@@ -216,7 +216,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     """``data verify``."""
     from data_pipeline.inspect import verify as find_problems
-    from data_pipeline.manifest import MANIFEST_FILE, Manifest
+    from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 
     folder = arguments.folder
     if not (folder / MANIFEST_FILE).is_file():
@@ -237,7 +237,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _open_source(arguments: argparse.Namespace) -> Source:
-    from data_pipeline.sources import open_source
+    from data_pipeline.prepare.sources import open_source
 
     return open_source(arguments.source, text_field=arguments.text_field, exclude=arguments.exclude)
 

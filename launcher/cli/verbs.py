@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from launcher import cli_data, cli_model
-from launcher.cli_console import flush_results, has_abandoned_work, note, program, warnings_on_stderr
-from launcher.guard import DONE, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.cli import convert as cli_model
+from launcher.cli import data as cli_data
+from launcher.cli.console import flush_results, has_abandoned_work, note, program, warnings_on_stderr
+from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_guarded
 from longctx import __version__
 from longctx.errors import LongCtxError
 

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import os
-import sys
-import tomllib
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 import torch
-import tyro
-from pydantic import TypeAdapter, ValidationError
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.select import KERNELS
 from longctx.presets import PRESETS
-from parallel.heads import check_heads
-from parallel.layout import check_layout
-from parallel.mesh import check_degrees
-from parallel.parallelize import check_experts, check_layers
-
-QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,184 +207,9 @@ class RunConfig:
         """Shard folder to validate on."""
         return self.data.validation or str(Path(self.data.train) / "validation")
 
-    def check(self, world_size: int) -> None:
-        """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
-        from parallel.zero import check_zero  # imports DeepSpeed, which takes seconds: --help should not wait for it
-
-        check_degrees(
-            world_size,
-            context=self.parallel.context,
-            ulysses=self.parallel.ulysses,
-            expert=self.parallel.expert,
-        )
-        check_experts(self.model, self.parallel.expert, world_size)
-        check_zero(self.zero.stage, self.dtype)
-        _check_built(self)
-        _check_ranges(self)
-        _check_routing(self)
-        _check_step(self, world_size)
-        tokens = self.data.seq_len * self.train.micro_batch_rows
-        if self.model.position == "learned" and self.data.seq_len > self.model.max_positions:
-            raise ConfigError(
-                f"data.seq_len={self.data.seq_len} is longer than the table of learned positions, "
-                f"model.max_positions={self.model.max_positions}.\nTry --data.seq_len {self.model.max_positions}."
-            )
-        check_layout(self.parallel.layout, tokens, self.parallel.context, self.parallel.ulysses)
-        check_heads(self.model.num_heads, self.model.num_kv_heads, self.parallel.ulysses)
-        check_layers(self.model, self.parallel.layout, self.parallel.context // self.parallel.ulysses)
-
     def to_toml(self) -> str:
         """The resolved config as TOML."""
         return tomli_w.dumps(dataclasses.asdict(self))
-
-
-def _check_built(config: RunConfig) -> None:
-    if config.parallel.kernel not in ("auto", *KERNELS):
-        raise ConfigError(f"parallel.kernel={config.parallel.kernel!r} is unknown. Try one of {['auto', *KERNELS]}.")
-    if config.zero.offload != "none":
-        raise ConfigError(
-            f"zero.offload={config.zero.offload!r} is not built yet. Use none, and zero.stage=3 for memory."
-        )
-
-
-_OF_EXPERTS = (
-    *("parallel.expert_tile_tokens", "train.recompute_experts", "train.record_routing", "train.replay_routing"),
-    *("model.balance_scope", "model.router_z_loss_weight", "model.selection_bias_rate", "model.router_jitter"),
-    *("model.capacity_factor", "model.capacity_mode"),
-)
-"""Options that a model without experts does not read."""
-
-
-def _check_routing(config: RunConfig) -> None:
-    """Nothing is asked of experts that are not there, and routing files are not read where they are written."""
-    if not config.model.num_experts:
-        defaults = RunConfig(model=ModelSection())
-        for name in _OF_EXPERTS:
-            section, key = name.split(".")
-            value, plain = (getattr(getattr(c, section), key) for c in (config, defaults))
-            if value != plain:
-                raise ConfigError(
-                    f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
-                    f"Leave it out ({name}={plain}), or set model.num_experts."
-                )
-    folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
-    for key, folder in folders.items():
-        if not folder.strip():
-            raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
-    given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
-    if len(given) != len(set(given)):
-        raise ConfigError(
-            f"train.record_routing and train.replay_routing are the same folder, {folders['record_routing']!r}: each "
-            "step would overwrite what it has read. Name another one for train.record_routing."
-        )
-
-
-def _check_ranges(config: RunConfig) -> None:
-    at_least = {
-        "data.seq_len": (config.data.seq_len, 1),
-        "train.steps": (config.train.steps, 1),
-        "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
-        "train.stop_after": (config.train.stop_after, 0),
-        "train.warmup_steps": (config.train.warmup_steps, 0),
-        "train.clip_norm": (config.train.clip_norm, 0),
-        "train.weight_decay": (config.train.weight_decay, 0),
-        "train.eps": (config.train.eps, 0),
-        "train.z_loss": (config.train.z_loss, 0),
-        "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
-        "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
-        "validation.every_steps": (config.validation.every_steps, 0),
-        "validation.rows": (config.validation.rows, 0),
-        "run.seed": (config.run.seed, 0),
-        "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
-    }
-    for name, (value, least) in at_least.items():
-        if not value >= least:
-            raise ConfigError(f"{name}={value} must be at least {least}.")
-    for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{name}={value} must be a positive number.")
-    for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):
-        value = getattr(config.train, name)
-        if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
-            raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
-
-
-def _check_step(config: RunConfig, world_size: int) -> None:
-    """tokens_per_step must be whole micro-batches on every data rank."""
-    data_degree = world_size // config.parallel.context
-    unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
-    tokens = config.train.tokens_per_step
-    if tokens < unit or tokens % unit:
-        below = tokens // unit * unit
-        nearest = " or ".join(str(n) for n in (below, below + unit) if n)
-        raise ConfigError(
-            f"train.tokens_per_step={tokens} is not a multiple of {unit} = data.seq_len {config.data.seq_len} × "
-            f"train.micro_batch_rows {config.train.micro_batch_rows} × data degree {data_degree}.\nTry {nearest}."
-        )
-
-
-def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
-    """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
-
-    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
-    like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
-    """
-    argv = [a for a in argv if not a.startswith("--local_rank")]  # the deepspeed launcher adds it
-    argv, path = _take_flag(argv, "--config")
-    argv, preset = _take_flag(argv, "--model.preset")
-    values = read_toml(Path(path) if path else QUICKSTART)
-    if preset is not None:
-        values.setdefault("model", {})["preset"] = preset
-    defaults = from_values(values)
-    with Path(os.devnull).open("w") as nowhere:
-        out, err = (nowhere, nowhere) if quiet else (sys.stdout, sys.stderr)
-        with redirect_stdout(out), redirect_stderr(err):
-            return tyro.cli(
-                RunConfig,
-                args=[{"true": "True", "false": "False"}.get(a, a) for a in argv],  # TOML's spelling works here too
-                default=defaults,
-                prog="pretrain.py",
-                description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
-                "the defaults below are that file's.",
-                use_underscores=True,
-                config=(tyro.conf.FlagConversionOff,),
-            )
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values; ConfigError when it is missing or malformed."""
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        known = sorted(p.name for p in QUICKSTART.parent.glob("*.toml"))
-        raise ConfigError(f"--config {path} does not exist. Recipes in {QUICKSTART.parent}: {known}.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
-
-
-def from_values(values: dict[str, Any]) -> RunConfig:
-    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path."""
-    values = dict(values)
-    if not all(isinstance(v, dict) for v in values.values()):
-        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
-        raise ConfigError(
-            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
-        )
-    _refuse_unknown(values)
-    values["model"] = expand_preset(values.get("model", {}))
-    try:
-        # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
-        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
-
-
-def _refuse_date(value: Any) -> None:
-    raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
 def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
@@ -411,53 +221,3 @@ def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model.get("rope"), dict):
         values["rope"] = dataclasses.asdict(PRESETS[preset].rope) | model["rope"]
     return values
-
-
-def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
-    sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
-    known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
-    for section, entries in values.items():
-        if section not in sections:
-            raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
-        for key in _dotted(entries, sections[section]):
-            if key not in sections[section]:
-                raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
-
-
-def _keys(section: Any, prefix: str = "") -> list[str]:
-    """The keys of a section; those of a table within it with its name before them, and its name alone."""
-    names = []
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        names += [prefix + f.name, *(_keys(value, f"{f.name}.") if dataclasses.is_dataclass(value) else ())]
-    return names
-
-
-def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
-    """The keys that are given, those of a table within with its name before them."""
-    found = []
-    for key, value in entries.items():
-        inner = isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known)
-        found += [f"{key}.{name}" for name in value] if inner else [key]
-    return found
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
-    return f" Did you mean {' or '.join(close[:3])}?"
-
-
-def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
-    rest, value, at = [], None, 0
-    while at < len(argv):
-        if argv[at] == name:
-            if at + 1 == len(argv):
-                raise ConfigError(f"{name} needs a value.")
-            value, at = argv[at + 1], at + 2
-        elif argv[at].startswith(f"{name}="):
-            value, at = argv[at].split("=", 1)[1], at + 1
-        else:
-            rest.append(argv[at])
-            at += 1
-    return rest, value

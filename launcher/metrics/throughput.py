@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 
+from longctx.architecture.size import count_matrices
 from longctx.config import ModelConfig
-from longctx.model.size import count_matrices
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),

@@ -16,16 +16,16 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from launcher.metrics import (
+from launcher.metrics.expert_load import (
     DEAD_AFTER_STEPS,
-    Record,
     expert_name,
     idle_share,
     layer_numbers,
     load_entropy,
     max_over_mean,
 )
-from launcher.report_figures import Series, finish, new_figure, styled, thin_curve, to_svg
+from launcher.metrics.record import Record
+from launcher.report.figures import Series, finish, new_figure, styled, thin_curve, to_svg
 
 MAX_COLUMNS = 160
 """Most columns of a heat map; longer runs add up the loads of neighbouring steps."""

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from launcher.metrics import short_number
+from launcher.metrics.console import short_number
 
 INK, GRID = "#0a0b0c", "#0d0e0f"
 """Stand-ins that ``to_svg`` turns into the page's own text and grid colours."""

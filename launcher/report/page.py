@@ -20,16 +20,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from launcher import report_experts as experts
-from launcher import report_figures as figures
-from launcher.metrics import (
-    DEAD_AFTER_STEPS,
-    DISCARDED_FILE,
-    METRICS_FILE,
-    Record,
-    read_metrics,
-    short_number,
-)
+from launcher.metrics.console import short_number
+from launcher.metrics.expert_load import DEAD_AFTER_STEPS
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
+from launcher.report import experts as experts
+from launcher.report import figures as figures
 from longctx.errors import ConfigError, DataError
 
 CONFIG_FILE = "config.toml"

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launcher.step_record import expert_layers
+from launcher.training.expert_record import expert_layers
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
-from longctx.model.replay import RoutingReplay
-from parallel.process import on_every_rank
+from longctx.model.experts.replay import RoutingReplay
+from parallel.runtime.process import on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1
 _METADATA = "longctx"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,13 @@ import torch
 from torch import Tensor
 
 from data_pipeline.loader import build_loader, build_validation_loader
-from launcher.checkpoint import (
-    find_resume,
-    find_start,
-    load_checkpoint,
-    load_weights,
-    prune,
-    remove_partial,
-    save_checkpoint,
-    set_aside_newer,
-)
-from launcher.config import RunConfig, TrainSection
-from launcher.metrics import MetricsWriter, Record, check_tensorboard, console_line, truncate_after
-from launcher.report import write_report
-from launcher.routing import RoutingFiles
-from launcher.run_folder import prepare_folder, start_logging, write_facts
-from launcher.step_record import BrokenStep, DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
-from launcher.throughput import (
+from launcher.checkpoint.folder import find_resume, find_start, prune, remove_partial, set_aside_newer
+from launcher.checkpoint.load import load_checkpoint, load_weights
+from launcher.checkpoint.save import save_checkpoint
+from launcher.config.sections import RunConfig
+from launcher.metrics.record import Record, truncate_after
+from launcher.metrics.tensorboard import check_tensorboard
+from launcher.metrics.throughput import (
     document_lengths,
     mfu,
     model_tflops,
@@ -37,22 +26,31 @@ from launcher.throughput import (
     tokens_per_second,
     training_flops,
 )
-from launcher.validation import validate
+from launcher.metrics.writer import MetricsWriter, RecordWriter
+from launcher.report.page import write_report
+from launcher.run_folder import prepare_folder, start_logging, write_facts
+from launcher.training.broken_step import BrokenStep
+from launcher.training.expert_record import DeadExpertWatch, expert_layers, expert_record
+from launcher.training.learning_rate import learning_rate
+from launcher.training.routing_files import RoutingFiles
+from launcher.training.totals import StepSums, StepTotals
+from launcher.training.validation import validate
 from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file, list_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, GradientError, TrainingError
-from longctx.model.balance import load_share, move_selection_bias_
-from longctx.objectives.causal_lm import LossSum
-from parallel.device import device_name, peak_memory_bytes
-from parallel.layout import SequenceLayout
+from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.cached import cached_layout
+from parallel.layout.sequence import SequenceLayout
 from parallel.loss import StepCounts, count_step, micro_batch_loss
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.process import broadcast_object, on_every_rank
-from parallel.schedule import cached_layout
-from parallel.transport import resolve_transport
-from parallel.zero import OptimizerOptions, ZeroEngine
+from parallel.runtime.device import device_name, peak_memory_bytes
+from parallel.runtime.process import broadcast_object, on_every_rank
+from parallel.transport.select import resolve_transport
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.options import OptimizerOptions
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ class Trainer:
                     self._save()
         self._finish()
 
-    def _train_recorded_step(self, writer: _RecordWriter) -> None:
+    def _train_recorded_step(self, writer: RecordWriter) -> None:
         """``_train_step``, and its record in the metrics, also of a step that could not be taken."""
         try:
             writer.write(self._train_step())
@@ -417,37 +415,8 @@ class Trainer:
     def _leads(self) -> bool:
         return self.mesh.rank == 0
 
-    def _writer(self) -> _RecordWriter:
-        return _RecordWriter(MetricsWriter(self.folder) if self._leads else None, self.config.train.steps)
-
-
-@dataclasses.dataclass
-class _RecordWriter:
-    """Writes records to the run folder and the console; does nothing on ranks that do not lead."""
-
-    writer: MetricsWriter | None
-    total_steps: int
-
-    def write(self, record: Record) -> None:
-        if self.writer is not None:
-            self.writer.write(record)
-            log.info(console_line(record, self.total_steps))
-
-    def __enter__(self) -> _RecordWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-
-def learning_rate(step: int, train: TrainSection) -> float:
-    """Rate of the ``step``-th step (from 1): linear warm-up, then a cosine from ``lr`` to ``final_lr_ratio`` of it."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    floor = train.final_lr_ratio
-    return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    def _writer(self) -> RecordWriter:
+        return RecordWriter(MetricsWriter(self.folder) if self._leads else None, self.config.train.steps)
 
 
 def _describe_experts(config: RunConfig, model: ModelConfig) -> str:

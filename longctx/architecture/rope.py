@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from longctx.config_rules import check_types
+from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")

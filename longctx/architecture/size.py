@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
-from longctx.config_rules import GATED
 
 COMPONENTS = (
     "embedding",

@@ -22,9 +22,10 @@ from longctx.checkpoint_format import (
     hash_file,
 )
 from longctx.config import ModelConfig
-from longctx.conversion import families
-from longctx.conversion.files import ShardWriter, staged_folder, write_json
 from longctx.conversion.hf import Progress, raise_differences
+from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.weights.folder import staged_folder, write_json
+from longctx.conversion.weights.shard_writer import ShardWriter
 
 
 def save_masters(
@@ -46,7 +47,7 @@ def save_masters(
     SentencePiece model; ``carried`` are more files to copy along, under their own names. Every tensor is read back.
     CheckpointError where they are not the tensors of the config.
     """
-    shapes = families.parameter_shapes(config)
+    shapes = parameter_shapes(config)
     with staged_folder(output) as staging:
         writer = ShardWriter(staging, ROLES[0], shard_bytes)
         for done, (name, tensor) in enumerate(_each_once(tensors, shapes), start=1):

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from longctx.checkpoint_format import CHECKPOINTS, TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
 from longctx.config import ModelConfig
-from longctx.conversion import families
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
+from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
-from longctx.conversion.files import has_usual_names, staged_folder
 from longctx.conversion.hf import HfReader, raise_differences, save_hf
-from longctx.conversion.masters import save_masters
+from longctx.conversion.tensors import parameter_shapes
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -26,6 +25,7 @@ from longctx.conversion.verify import (
     compare_logits,
     why_no_logits,
 )
+from longctx.conversion.weights.folder import has_usual_names, staged_folder
 from longctx.errors import CheckpointError, ConfigError
 
 Progress = Callable[[str, int, int], None]
@@ -205,7 +205,7 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 def check_tensors(reader: CheckpointReader) -> None:
     """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
-    meant = families.parameter_shapes(model_config(reader))
+    meant = parameter_shapes(model_config(reader))
     held = {name: reader.shape(name) for name in reader.names()}
     wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
     raise_differences(

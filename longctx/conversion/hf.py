@@ -17,30 +17,21 @@ from torch import Tensor
 
 from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
-from longctx.conversion.families import (
+from longctx.conversion.tensors import (
     EMBEDDINGS,
-    FAMILIES,
     HEAD,
     Layout,
     TensorSpec,
     assemble,
-    config_from_hf,
-    config_to_hf,
     disassemble,
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.files import (
-    INDEX,
-    ShardWriter,
-    WeightsFolder,
-    listing,
-    read_json,
-    staged_folder,
-    write_json,
-)
 from longctx.conversion.tokenizer import NASTY_TEXTS, check_tokenizer, export_tokenizer
+from longctx.conversion.weights.folder import INDEX, WeightsFolder, listing, read_json, staged_folder, write_json
+from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
+from longctx.families import FAMILIES, config_from_hf, config_to_hf
 
 Progress = Callable[[int, int], None]
 """Called with the parameters done so far and their number."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.configs import family_of
-from longctx.conversion.families.spec import Family, OnDisk, TensorRule
+from longctx.families.config_json import family_of
+from longctx.families.spec import Family, OnDisk, TensorRule
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.rotary import effective_rope
-from longctx.conversion.families.spec import Family
-from longctx.conversion.families.table import FAMILIES
 from longctx.errors import ConfigError
+from longctx.families.rotary import effective_rope
+from longctx.families.spec import Family
+from longctx.families.table import FAMILIES
 
 _EXPERT_FIELDS = frozenset(
     {

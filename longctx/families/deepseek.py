@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.experts import PER_EXPERT, renamed
-from longctx.conversion.families.layers import first_dense, full_attention
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
+from longctx.errors import ConfigError
+from longctx.families.experts import PER_EXPERT, renamed
+from longctx.families.layers import first_dense, full_attention
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
     IGNORED_KEYS,
     IGNORED_TENSORS,
     REQUIRED,
@@ -29,8 +30,7 @@ from longctx.conversion.families.rules import (
     same,
     width_of_heads,
 )
-from longctx.conversion.families.spec import Family, HfConfig, Rule
-from longctx.errors import ConfigError
+from longctx.families.spec import Family, HfConfig, Rule
 
 _MTP_KEY = "num_nextn_predict_layers"
 

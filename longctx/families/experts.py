@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.spec import OnDisk, TensorRule
+from longctx.families.spec import OnDisk, TensorRule
 
 BLOCK = "model.layers.{layer}."
 MLP = BLOCK + "mlp."

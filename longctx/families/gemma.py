@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.layers import every_nth_full, every_other, windows
-from longctx.conversion.families.llama import DENSE
-from longctx.conversion.families.rotary import global_and_local_rotary, rotary
-from longctx.conversion.families.rules import (
+from longctx.errors import ConfigError
+from longctx.families.layers import every_nth_full, every_other, windows
+from longctx.families.llama import DENSE
+from longctx.families.rotary import global_and_local_rotary, rotary
+from longctx.families.rules import (
     GATED_ACTIVATIONS,
     IGNORED_KEYS,
     IGNORED_TENSORS,
@@ -25,8 +26,7 @@ from longctx.conversion.families.rules import (
     width_of_heads,
     words,
 )
-from longctx.conversion.families.spec import Family, HfConfig, Rule
-from longctx.errors import ConfigError
+from longctx.families.spec import Family, HfConfig, Rule
 
 
 def _query_scale() -> Rule:

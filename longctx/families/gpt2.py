@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.llama import DENSE
-from longctx.conversion.families.rules import (
+from longctx.errors import ConfigError
+from longctx.families.llama import DENSE
+from longctx.families.rules import (
     IGNORED_KEYS,
     UNUSED,
     constant,
@@ -21,8 +22,7 @@ from longctx.conversion.families.rules import (
     typed,
     words,
 )
-from longctx.conversion.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
-from longctx.errors import ConfigError
+from longctx.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ Weights as bfloat16 (or any other plain dtype); the released files' 4-bit blocks
 
 from __future__ import annotations
 
-from longctx.conversion.families.experts import MLP, renamed
-from longctx.conversion.families.layers import every_other, windows
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
+from longctx.families.experts import MLP, renamed
+from longctx.families.layers import every_other, windows
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
     IGNORED_KEYS,
     IGNORED_TENSORS,
     SIZES,
@@ -20,7 +20,7 @@ from longctx.conversion.families.rules import (
     only,
     same,
 )
-from longctx.conversion.families.spec import Family, OnDisk, TensorRule
+from longctx.families.spec import Family, OnDisk, TensorRule
 
 _ROPE = {
     "rope_type": "yarn",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.rules import first_of, integer, reads_only, typed
-from longctx.conversion.families.spec import HfConfig, Rule
 from longctx.errors import ConfigError
+from longctx.families.rules import first_of, integer, reads_only, typed
+from longctx.families.spec import HfConfig, Rule
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 

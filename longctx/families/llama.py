@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.layers import full_attention, one_window
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
+from longctx.families.layers import full_attention, one_window
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
     IGNORED_KEYS,
     IGNORED_TENSORS,
     both_biases,
@@ -16,7 +16,7 @@ from longctx.conversion.families.rules import (
     same,
     width_of_heads,
 )
-from longctx.conversion.families.spec import Family
+from longctx.families.spec import Family
 
 DENSE = constant(num_experts=0)
 

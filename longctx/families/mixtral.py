@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.experts import per_expert, renamed
-from longctx.conversion.families.layers import one_window
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
-    constant,
-    head_dim,
-    kv_heads,
-    llama_like,
-    only,
-    same,
-)
-from longctx.conversion.families.spec import Family
+from longctx.families.experts import per_expert, renamed
+from longctx.families.layers import one_window
+from longctx.families.rotary import rotary
+from longctx.families.rules import IGNORED_KEYS, IGNORED_TENSORS, constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.spec import Family
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 

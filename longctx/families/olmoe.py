@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.experts import PER_EXPERT
-from longctx.conversion.families.layers import full_attention
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
+from longctx.families.experts import PER_EXPERT
+from longctx.families.layers import full_attention
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
     IGNORED_KEYS,
     IGNORED_TENSORS,
     both_biases,
@@ -16,7 +16,7 @@ from longctx.conversion.families.rules import (
     only,
     same,
 )
-from longctx.conversion.families.spec import Family
+from longctx.families.spec import Family
 
 OLMOE = Family(
     model_type="olmoe",

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.experts import PER_EXPERT
-from longctx.conversion.families.layers import (
-    from_layer_on,
-    full_attention,
-    one_switched_window,
-    sparse_steps,
-    switched_windows,
-)
-from longctx.conversion.families.llama import DENSE
-from longctx.conversion.families.rotary import rotary
-from longctx.conversion.families.rules import (
+from longctx.families.experts import PER_EXPERT
+from longctx.families.layers import from_layer_on, full_attention, one_switched_window, sparse_steps, switched_windows
+from longctx.families.llama import DENSE
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
     IGNORED_KEYS,
     IGNORED_TENSORS,
     both_biases,
@@ -23,7 +17,7 @@ from longctx.conversion.families.rules import (
     only,
     same,
 )
-from longctx.conversion.families.spec import Family
+from longctx.families.spec import Family
 
 _EXPERTS = (
     sparse_steps(),

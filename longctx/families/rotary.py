@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
-from longctx.conversion.families.layers import FULL, WINDOW, Kinds, has_windows
-from longctx.conversion.families.rules import integer
-from longctx.conversion.families.spec import HfConfig, Rule
 from longctx.errors import ConfigError
-from longctx.rope import Rope
+from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
+from longctx.families.rules import integer
+from longctx.families.spec import HfConfig, Rule
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),

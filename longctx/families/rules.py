@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from longctx.config import ModelConfig
-from longctx.conversion.families.spec import HfConfig, Rule
 from longctx.errors import ConfigError
+from longctx.families.spec import HfConfig, Rule
 
 REQUIRED: Any = object()
 """Default of a key that a config.json must have: the family's own default is too easily not what was meant."""

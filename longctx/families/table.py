@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from longctx.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from longctx.conversion.families.gemma import GEMMA2, GEMMA3_TEXT
-from longctx.conversion.families.gpt2 import GPT2
-from longctx.conversion.families.gpt_oss import GPT_OSS
-from longctx.conversion.families.llama import LLAMA, MISTRAL
-from longctx.conversion.families.mixtral import MIXTRAL
-from longctx.conversion.families.olmoe import OLMOE
-from longctx.conversion.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
-from longctx.conversion.families.spec import Family
+from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
+from longctx.families.gpt2 import GPT2
+from longctx.families.gpt_oss import GPT_OSS
+from longctx.families.llama import LLAMA, MISTRAL
+from longctx.families.mixtral import MIXTRAL
+from longctx.families.olmoe import OLMOE
+from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
+from longctx.families.spec import Family
 
 _ALL = (
     *(QWEN2_MOE, QWEN2, LLAMA, MISTRAL, SEED_OSS, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE),

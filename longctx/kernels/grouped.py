@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 
 CHUNK = 64
 """Rows of a chunk: the work inside chunks grows with it, the work and memory of the states between them shrink."""

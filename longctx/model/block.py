@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import Scores
-from longctx.model.attention import Table, build_attention
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache
-from longctx.model.dropout import Dropout
-from longctx.model.mlp import FeedForward
-from longctx.model.moe import ExpertCall, MixtureOfExperts
-from longctx.model.norms import build_norm
-from longctx.model.stash import Stash, recomputed, recomputed_in_graph
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import AttentionCore, KVCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.projections import Table, build_attention
+from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.layers.dropout import Dropout
+from longctx.model.layers.mlp import FeedForward
+from longctx.model.layers.norms import build_norm
+from longctx.model.recompute import Stash, recomputed, recomputed_in_graph
 
 
 @dataclass(frozen=True, eq=False)

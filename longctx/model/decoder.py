@@ -12,25 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
-from longctx.kernels.bias import alibi_slopes
-from longctx.kernels.contract import RelativeBias, Scores
+from longctx.kernels.attention.bias import alibi_slopes
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.model.attention.core import AttentionCore, KVCache
+from longctx.model.attention.linear import LocalLinearAttention
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.block import Block, Call
-from longctx.model.capacity import Capacity
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
-from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
-from longctx.model.dropout import Dropout, Jitter
-from longctx.model.experts import is_expert_weight
+from longctx.model.experts.capacity import Capacity
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.experts import is_expert_weight
+from longctx.model.experts.layer import ExpertCall
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
-from longctx.model.initialize import initial_value
-from longctx.model.layers import Embedding, Weight
-from longctx.model.linear_core import LocalLinearAttention
-from longctx.model.moe import ExpertCall
-from longctx.model.norms import build_norm
+from longctx.model.layers.dropout import Dropout, Jitter
+from longctx.model.layers.initialize import initial_value
+from longctx.model.layers.linear import Embedding, Weight
+from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
-from longctx.model.replay import RoutingReplay
-from longctx.model.router import RouterStats
-from longctx.rope import Rope
 
 
 class Backbone(nn.Module):

@@ -7,34 +7,28 @@ gradients on the wire, are float32 (float64 for float64 inputs): rounding does n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores, accumulate_dtype, merge_
-from longctx.kernels.select import choose_kernel
-from longctx.kernels.sinks import apply_sinks, sinks_gradient
-from longctx.model.cores import AttentionMask, KVCache
-from longctx.model.sparse import add_strided_gradients, attend_strided_
-from longctx.model.stash import Stash
-from parallel.agreement import agree
-from parallel.heads import HeadSplit, heads_to_rows, rows_to_heads
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.graphs import outside_graphs
+from longctx.model.attention.strided import add_strided_gradients, attend_strided_
+from longctx.model.recompute import Stash
 from parallel.mesh import Mesh
-from parallel.schedule import Schedule, cached_layout
-from parallel.transport import Transport, Visit, build_transport
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which torch.compile leaves as it is: one graph break a layer."""
-    return cast(Callable[P, T], torch.compiler.disable(function))
+from parallel.runtime.agreement import agree
+from parallel.schedule.heads import HeadSplit
+from parallel.schedule.schedule import Schedule
+from parallel.transport.select import build_transport
+from parallel.transport.ulysses import heads_to_rows, rows_to_heads
+from parallel.transport.visit import Transport, Visit
 
 
 @outside_graphs
@@ -94,57 +88,6 @@ def attend(
     call = _build_call(q_BtHD, k_BtKD, v_BtKV, schedule, mesh, kernel, scores, transport, wire, deterministic, stash)
     table = None if scores.relative_bias is None else scores.relative_bias.table_NH
     return _Attention.apply(q_BtHD, k_BtKD, v_BtKV, table, sinks_H, call)
-
-
-@dataclass(frozen=True)
-class ContextParallelAttention:
-    """The attention core of a layer whose sequence is shared by the mesh's context ranks."""
-
-    mesh: Mesh
-    layout: str
-    kernel: str = "auto"
-    transport: str = "auto"
-    wire: torch.dtype | None = None
-    deterministic: bool = False
-
-    @outside_graphs
-    def __call__(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
-    ) -> Tensor:
-        if cache is not None:
-            raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
-        return attend(
-            q_BtHD,
-            k_BtKD,
-            v_BtKV,
-            schedule=build_schedule(self.layout, self.mesh.context, self.mesh.ulysses, mask),
-            mesh=self.mesh,
-            kernel=self.kernel,
-            scores=scores,
-            sinks_H=sinks_H,
-            transport=self.transport,
-            wire=self.wire,
-            deterministic=self.deterministic,
-            stash=stash,
-            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
-        )
-
-
-@lru_cache(maxsize=8)
-def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
-    """The schedule of a mask, built once a batch and shared by all layers of that mask."""
-    layout = cached_layout(kind, degree, ulysses, mask.cu_seqlens)
-    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)
 
 
 @dataclass(frozen=True)

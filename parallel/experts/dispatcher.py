@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import accumulate_dtype
-from longctx.model.dispatch import Arrival, LocalDispatcher, Trip
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.dispatch import Arrival, LocalDispatcher, Trip
 from parallel.mesh import Mesh
-from parallel.transport import guarded
+from parallel.runtime.communicate import guarded
 
 _IDS = torch.int16
 """On the wire: which of a rank's experts."""

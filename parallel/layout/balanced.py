@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel.layout.zigzag import Pieces, head_and_tail
+
 GRAIN = 128
 """Runs are multiples of this many tokens: a tile of the attention kernels."""
 
@@ -37,9 +39,6 @@ MEAN_WORK, EXCESS_WORK = 4, 512
 
 ROUNDS, CIRCLES, BANK = 36, 8, 49
 """Rounds of pairs, circles tried in each, and circles to take them from."""
-
-Pieces = list[tuple[int, int]]
-"""First token and number of tokens of each piece, ascending."""
 
 
 def deal(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
@@ -59,13 +58,6 @@ def deal(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces
         return head_and_tail(num_tokens, degree)
     chunks = _cut(num_tokens, degree, bounds)
     return _pieces(chunks, _improve(chunks, _take_windows(chunks)))
-
-
-def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
-    """2·degree equal parts, of which each index gets one from either end; the two in the middle adjoin and are one."""
-    part = num_tokens // (2 * degree)
-    ends = [[(r * part, part), (num_tokens - (r + 1) * part, part)] for r in range(degree - 1)]
-    return [*ends, [((degree - 1) * part, 2 * part)]]
 
 
 @dataclass(frozen=True)

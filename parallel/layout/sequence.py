@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from parallel.balance import deal, head_and_tail
+from parallel.layout.balanced import deal
+from parallel.layout.zigzag import head_and_tail
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -71,7 +72,7 @@ class SequenceLayout:
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
         ``striped`` gives it every R-th token, from token r. ``balanced`` deals chunks so that causal attention within
         the documents that end at ``cu_seqlens`` (default: one document) is even and few rows travel
-        (``parallel/balance.py``). The other kinds only check the documents. ConfigError when the tokens do not
+        (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
         divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
 from parallel.mesh import Mesh
-from parallel.schedule import Schedule
+from parallel.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    from parallel.linear_attention import StatePlan
+    from parallel.schedule.states import StatePlan
 
 
 def agree(schedule: Schedule | StatePlan, mesh: Mesh, words: str, problem: str | None, *, again: bool = False) -> None:

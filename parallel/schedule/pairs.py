@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.kernels.contract import Pair
-from parallel.layout import Run
+from longctx.kernels.attention.contract import Pair
+from parallel.layout.sequence import Run
 
 
 class Segment(NamedTuple):

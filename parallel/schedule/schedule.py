@@ -10,26 +10,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import Pair
-from longctx.model.sparse import Strided, reach
-from parallel.heads import HeadSplit
-from parallel.layout import SequenceLayout
-from parallel.pairs import Bands, Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
-from parallel.strided import ClassRows, neighbours, strided_work
+from longctx.kernels.attention.contract import Pair
+from longctx.model.attention.strided import Strided, reach
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.heads import AttentionShape, HeadSplit
+from parallel.schedule.pairs import Bands, Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
+from parallel.schedule.rows import Ranges, locate, num_rows, union
+from parallel.schedule.strided import ClassRows, neighbours, strided_work
 
 T = TypeVar("T")
-
-Ranges = tuple[tuple[int, int], ...]
-"""Half-open [start, stop) ranges of rows, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,6 @@ class Hop:
     def num_rows(self) -> int:
         """Rows that travel."""
         return num_rows(self.rows)
-
-
-class AttentionShape(NamedTuple):
-    """What turns rows into bytes and pairs into floating-point operations."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    bytes_per_value: int
-    value_dim: int | None = None
-    """Head size of the values; None when it is ``head_dim``."""
-
-    @property
-    def key_and_value_dim(self) -> int:
-        """Both head sizes together."""
-        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -316,34 +298,6 @@ class Schedule:
         return Hop(owner, rows, hull, tuple(_packed(found, rows, -hull[0])), packed)
 
 
-def num_rows(ranges: Ranges) -> int:
-    """Rows that the ranges hold."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Ascending disjoint ranges that cover the same rows."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def locate(rows: Ranges, within: Ranges) -> Ranges:
-    """Where rows lie among the packed rows of ``within``, which hold them all."""
-    found, at, packed = [], 0, 0
-    for start, stop in rows:
-        while not within[at][0] <= start < within[at][1]:
-            packed += within[at][1] - within[at][0]
-            at += 1
-        shift = packed - within[at][0]
-        found.append((start + shift, stop + shift))
-    return tuple(found)
-
-
 def check_window(window: int | None, sink_tokens: int) -> None:
     """ConfigError unless the two make a mask."""
     if window is not None and window < 1:
@@ -393,9 +347,3 @@ def _check_boundaries(bounds: Sequence[int], num_tokens: int) -> None:
         f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; got {shown} ({len(bounds)} entries)."
         f"{where}"
     )
-
-
-@lru_cache(maxsize=64)  # of a step's micro-batches, whose tokens are split before the first is computed
-def cached_layout(kind: str, degree: int, ulysses: int, cu_seqlens: tuple[int, ...]) -> SequenceLayout:
-    """The layout of a batch, built once for all that ask: the split of its tokens and the schedules of its masks."""
-    return SequenceLayout.build(kind, cu_seqlens[-1], degree, cu_seqlens, ulysses)

@@ -1,7 +1,8 @@
 """A stride's work between two ranks: rows sorted by class, then bands as between any other rows. Pure.
 
-Tokens whose places in their document are equal modulo the stride are a class (``longctx/model/sparse.py``). Those of
-one class in one segment are equally far apart, so row indices tell distances once a segment's rows are sorted by class.
+Tokens whose places in their document are equal modulo the stride are a class
+(``longctx/model/attention/strided.py``). Those of one class in one segment are equally far apart, so row indices tell
+distances once a segment's rows are sorted by class.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from longctx.model.sparse import Strided
-from parallel.layout import Run
-from parallel.pairs import Bounds, Segment, column_pairs, cut_segments, meet
+from longctx.model.attention.strided import Strided
+from parallel.layout.sequence import Run
+from parallel.schedule.pairs import Bounds, Segment, column_pairs, cut_segments, meet
 
 
 class ClassSegment(NamedTuple):

@@ -9,47 +9,32 @@ their weights and by a module of a class that it looks for (docs/decisions/2026-
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # parallel/device.py may have said otherwise
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # parallel/runtime/device.py may have said otherwise
 
 import deepspeed
 import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
-from longctx.errors import ConfigError, GradientError
-from longctx.model.experts import is_expert_weight
+from longctx.errors import GradientError
+from longctx.model.experts.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
+from parallel.zero.experts import share_out_experts
+from parallel.zero.options import OptimizerOptions, check_zero, deepspeed_config, optimizer_groups, quiet_deepspeed
 
 MOMENTS = ROLES[1:]
 
 ReadRange = Callable[[str, str, int, int], Tensor]
 """(tensor name, role, start, count) -> flat fp32 values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices alone."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 never."""
 
 
 class OwnedRange(NamedTuple):
@@ -59,43 +44,6 @@ class OwnedRange(NamedTuple):
     role: str
     start: int
     values: Tensor
-
-
-def check_zero(stage: int, dtype: torch.dtype) -> None:
-    """ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero.stage={stage} must be 0, 1, 2 or 3.")
-    if stage == 0 and dtype == torch.bfloat16:
-        raise ConfigError(
-            "zero.stage=0 with train.dtype=bfloat16 would add gradients up in bfloat16: DeepSpeed refuses fp32 "
-            "accumulation there.\nTry zero.stage=1."
-        )
-
-
-class _ExpertsAcrossRanks(AutoEPMoELayer):
-    """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
-
-    DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
-    hold the same ones (a rank's place among its neighbours) average and partition them.
-    """
-
-    def __init__(self, num_experts: int, degree: int) -> None:
-        nn.Module.__init__(self)  # router, weights and dispatch are ours
-        self.num_experts, self.num_local_experts = num_experts, num_experts // degree
-        self.ep_size, self.ep_rank = degree, dist.get_rank() % degree
-        self.ep_group_name = f"ep_size_{degree}"
-        self.ep_group = None
-
-    def mark(self, weight: nn.Parameter) -> None:
-        """Have DeepSpeed treat this weight as one of the experts."""
-        marks = {
-            "allreduce": False,
-            "group_name": self.ep_group_name,
-            "ds_zero_placement_family": "autoep_expert",
-            "ds_zero_partition_group_name": self.ep_group_name,
-        }
-        for name, value in marks.items():
-            setattr(weight, name, value)
 
 
 class ZeroEngine:
@@ -109,7 +57,7 @@ class ZeroEngine:
         Which experts are here is what the decoder's dispatcher says.
         """
         check_zero(stage, dtype)
-        _quiet_deepspeed()
+        quiet_deepspeed()
         self.stage, self.dtype, self._options = stage, dtype, options
         self._own_shapes = {name: p.shape for name, p in model.decoder.named_parameters()}
         self._shapes = {n: torch.Size(model.decoder.logical_shape(n, s)) for n, s in self._own_shapes.items()}
@@ -117,15 +65,15 @@ class ZeroEngine:
         if stage == 3:
             for module, parameter in model.decoder.external_parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
-        self._experts = _share_out_experts(model)
+        self._experts = share_out_experts(model)
         optimizer = torch.optim.AdamW(
-            _optimizer_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
+            optimizer_groups(model, options.weight_decay), lr=0.0, betas=options.betas, eps=options.eps, foreach=False
         )
         clip_norm = 0.0 if self._clips_itself else options.clip_norm
         with redirect_stdout(io.StringIO()):  # memory figures that no option silences
             # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes we lean on.
             self._engine: Any = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=_deepspeed_config(stage, dtype, accumulation, clip_norm)
+                model=model, optimizer=optimizer, config=deepspeed_config(stage, dtype, accumulation, clip_norm)
             )[0]
 
     @property
@@ -342,51 +290,3 @@ def _not_finite(tensors: Iterable[Tensor]) -> Tensor:
     filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]
     largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)  # exact, and without a mask of each
     return (~torch.stack(largest).isfinite()).to(torch.int32)
-
-
-def _share_out_experts(model: CausalLM) -> _ExpertsAcrossRanks | None:
-    """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
-    num_experts = model.decoder.config.num_experts
-    own = range(num_experts)[model.decoder.dispatcher.share]
-    if len(own) == num_experts:
-        return None
-    experts = _ExpertsAcrossRanks(num_experts, num_experts // len(own))
-    assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
-    for name, p in model.decoder.named_parameters():
-        if is_expert_weight(name):
-            experts.mark(p)
-    model.add_module("experts_across_ranks", experts)
-    return experts
-
-
-def _optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not. Experts that ranks share out are groups apart, as DeepSpeed wants."""
-    groups = []
-    for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
-        of_experts = {} if name is None else {"moe": True, "name": name}
-        parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
-        matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
-        for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
-            groups += [{"params": params, "weight_decay": decay, **of_experts}] if params else []
-    return groups
-
-
-def _deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip_norm,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": 2**62,
-    }
-
-
-def _quiet_deepspeed() -> None:
-    """Keep DeepSpeed from compiling an operator that training never calls, and from talking over our log."""
-    # Without this every start on a CPU runs g++ and ninja for deepspeed_shm_comm, which only inference uses.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed_logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

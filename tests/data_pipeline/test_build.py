@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.build import build_shards
 from data_pipeline.inspect import verify
-from data_pipeline.shards import ShardSet
-from data_pipeline.sources import Source, open_source
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
 
 
@@ -61,7 +62,7 @@ def test_a_document_keeps_its_side_when_others_come_and_go(
 
 
 def test_the_fraction_is_about_right():
-    from data_pipeline.mixing import falls_below
+    from data_pipeline.shuffle import falls_below
 
     values = np.random.default_rng(0).integers(0, 2**63, 4000).tolist()
     assert 0.08 < np.mean([falls_below(value, 0.1, 7) for value in values]) < 0.12

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.build import build_shards
-from data_pipeline.loader import Loader, build_batch, build_loader, build_validation_loader
-from data_pipeline.shards import ShardSet
-from data_pipeline.sources import open_source
+from data_pipeline.loader import Loader, build_loader, build_validation_loader
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.rows.batches import build_batch
+from data_pipeline.shards.reader import ShardSet
 from data_pipeline.tokenizer import Tokenizer
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError

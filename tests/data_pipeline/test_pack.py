@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.mixing import mix64, shuffled
-from data_pipeline.pack import RowPlan, plan_rows
+from data_pipeline.rows.pack import RowPlan, plan_rows
+from data_pipeline.shuffle import mix64, shuffled
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SEQ_LENS = st.integers(1, 40)

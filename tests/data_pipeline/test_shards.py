@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_pipeline.files import staged_folder, write_atomically
-from data_pipeline.manifest import Manifest, hash_json, length_histogram
-from data_pipeline.shards import EncodedDocument, ShardSet, ShardWriter, token_dtype
+from data_pipeline.shards.manifest import Manifest, hash_json, length_histogram
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.writer import EncodedDocument, ShardWriter, token_dtype
 from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
+from longctx.files import staged_folder, write_atomically
 
 
 def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **options) -> Manifest:
@@ -148,7 +149,7 @@ def test_without_verify_checksums_are_not_read_but_the_structure_is(damaged: Pat
 
 
 def test_a_strange_tokenizer_beside_the_shards_is_refused(damaged: Path, source, tmp_path: Path):
-    from data_pipeline.tokenizer import train_tokenizer
+    from data_pipeline.prepare.train_tokenizer import train_tokenizer
 
     train_tokenizer(source, damaged / "tokenizer.model", vocab_size=400)
     with pytest.raises(DataError, match="not the tokenizer that made these shards"):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data_pipeline.sources import open_source
+from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 
 TEXTS = ["one\n", "two\r\n\ttabs", "\ufeffthree \u2581 \U0001f600", "NUL \0 inside"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher.checkpoint import find_resume
-from launcher.metrics import DISCARDED_FILE, decode, read_metrics
+from launcher.checkpoint.folder import find_resume
+from launcher.metrics.record import DISCARDED_FILE, decode, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, canonical_hash, list_checkpoints
 from longctx.errors import CheckpointError
 from tests.launcher.runs import STEPS

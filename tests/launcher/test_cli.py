@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, cli_console
-from launcher.cli import UNBUILT, main
+from launcher.cli import console as cli_console
+from launcher.cli import verbs as cli
+from launcher.cli.verbs import UNBUILT, main
 from tests.helpers import REPOSITORY
 
 VOCAB_SIZE = 600
@@ -213,7 +214,7 @@ class TestWrongUsage:
         def refuse(arguments):
             Path("/proc/version/x").read_text()
 
-        monkeypatch.setattr("launcher.cli_model.report", refuse)
+        monkeypatch.setattr("launcher.cli.convert.report", refuse)
         code, _, err = call(capsys, "report", "x")
         assert code == 1
         assert "/proc/version/x: Not a directory." in err
@@ -225,7 +226,7 @@ class TestWrongUsage:
             def fail(arguments, name=name):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-            monkeypatch.setattr("launcher.cli_model.report", fail)
+            monkeypatch.setattr("launcher.cli.convert.report", fail)
             code, _, err = call(capsys, "report", "x")
             assert code == 1
             assert ("Traceback" in err) is fault
@@ -429,7 +430,8 @@ class TestGenerate:
     def reference(self, run: Path, prompt: str, num_tokens: int) -> str:
         """Greedy without a cache, begin id first."""
         from data_pipeline.tokenizer import Tokenizer
-        from longctx.generation import generate, load_model
+        from longctx.generation.load import load_model
+        from longctx.generation.loop import generate
 
         tokenizer = Tokenizer.load(run / "checkpoints/step_000100/tokenizer.model")
         ids = [tokenizer.document_begin, *tokenizer.encode(prompt).tolist()]
@@ -462,7 +464,7 @@ class TestGenerate:
         assert (code, out) == (2, "")
 
     def test_it_ends_with_the_document(self, capsys, run, monkeypatch):
-        from longctx import generation
+        from longctx.generation import loop as generation
 
         asked = []
         monkeypatch.setattr(generation, "generate", lambda *args, **options: asked.append(options) or [300, 2])
@@ -486,7 +488,7 @@ class TestGenerate:
 
 
 def test_report_prints_where(capsys, tmp_path):
-    from launcher.metrics import MetricsWriter
+    from launcher.metrics.writer import MetricsWriter
 
     (tmp_path / "config.toml").write_text("[train]\nsteps = 4\n")
     with MetricsWriter(tmp_path) as writer:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher import cli_console
+from launcher.cli import console as cli_console
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher import guard
-from launcher.config import QUICKSTART, RunConfig, from_values, load_run_config, read_toml
-from launcher.guard import DONE, WRONG_USAGE, run_guarded
+from launcher.cluster import exit as guard
+from launcher.cluster.exit import DONE, WRONG_USAGE, run_guarded
+from launcher.config.check import check_run
+from launcher.config.load import QUICKSTART, from_values, load_run_config, read_toml
+from launcher.config.sections import RunConfig
 from launcher.pretrain import main
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.presets import PRESETS
-from longctx.rope import Rope
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN
 
@@ -216,9 +218,9 @@ def test_every_recipe_loads_and_fits_its_ranks(path):
             unit = config.data.seq_len * config.train.micro_batch_rows * copies
             if config.train.tokens_per_step % unit == 0:
                 resolved = config.resolve(native_bfloat16=native)
-                resolved.check(config.parallel.context * copies)
+                check_run(resolved, config.parallel.context * copies)
                 assert resolved.accumulation(config.parallel.context * copies) >= 1
-    config.resolve(native_bfloat16=True).check(config.parallel.context)
+    check_run(config.resolve(native_bfloat16=True), config.parallel.context)
 
 
 def test_every_key_of_a_run_is_read_somewhere():

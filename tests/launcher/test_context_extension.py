@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.trainer
-from launcher.checkpoint import find_start
-from launcher.config import QUICKSTART, RunConfig, load_run_config
-from launcher.trainer import Trainer
+import launcher.training.trainer
+from launcher.checkpoint.folder import find_start
+from launcher.config.load import QUICKSTART, load_run_config
+from launcher.config.sections import RunConfig
+from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.errors import CheckpointError
 from tests.launcher.runs import SCREEN
@@ -77,7 +78,7 @@ def config_of(shards: Path, output: Path, recipe: Path | None, changed: Mapping[
 
 
 def train_each(shards: Path, runs: Runs) -> None:
-    launcher.trainer.write_report = lambda folder: folder / "report.html"
+    launcher.training.trainer.write_report = lambda folder: folder / "report.html"
     for output, recipe, changed in runs:
         Trainer(config_of(shards, output, recipe, changed), torch.device("cpu")).train()
 

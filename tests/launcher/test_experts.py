@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.metrics import read_metrics
-from launcher.trainer import Trainer
+from launcher.metrics.record import read_metrics
+from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import TrainingError
 from tests.helpers import REPOSITORY
@@ -181,17 +181,17 @@ def test_it_is_said_on_one_screen_and_the_checkpoint_before_it_is_there(shards, 
 
 def kill_an_expert(shards: Path, output: Path) -> None:
     """No token can choose expert 2 of layer 1: its selection bias is far below all scores."""
-    import launcher.trainer
+    import launcher.training.trainer
 
     plain = Trainer.__init__
-    watch = launcher.trainer.DeadExpertWatch
+    watch = launcher.training.trainer.DeadExpertWatch
 
     def with_a_dead_expert(self: Trainer, *args: Any) -> None:
         plain(self, *args)
         self.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
 
     Trainer.__init__ = with_a_dead_expert
-    launcher.trainer.DeadExpertWatch = lambda layers, experts: watch(layers, experts, window=3)  # type: ignore[misc]
+    launcher.training.trainer.DeadExpertWatch = lambda layers, experts: watch(layers, experts, window=3)  # type: ignore[misc]
     changed = {"model.selection_bias": True, "train.steps": 5, "validation.rows": 0, "parallel.context": 1}
     train(shards, output, changed)
     Trainer.__init__ = plain
@@ -202,7 +202,7 @@ def kill_an_expert(shards: Path, output: Path) -> None:
 def test_a_dead_expert_is_a_warning_by_name(shards, tmp_path):
     run(kill_an_expert, 1, shards, tmp_path / "run")
     said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert said.count("WARNING launcher.trainer: model.layers.1.mlp.experts.2 is a dead expert") == 1
+    assert said.count("WARNING launcher.training.trainer: model.layers.1.mlp.experts.2 is a dead expert") == 1
     assert "in steps 1 to 3" in said
 
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from launcher import guard
-from launcher.guard import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.cluster import exit as guard
+from launcher.cluster.exit import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_guarded
 from launcher.run_folder import LOGS, start_logging
 from longctx.errors import CheckpointError, ClusterError, ConfigError, DataError
 

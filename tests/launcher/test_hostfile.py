@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.hostfile import check_hostfile, read_hostfile
+from launcher.cluster.hostfile import check_hostfile, read_hostfile
 from longctx.errors import ClusterError
 
 

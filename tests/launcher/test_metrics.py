@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import metrics
-from launcher.metrics import MetricsWriter, read_metrics, truncate_after
+from launcher.metrics import record as metrics
+from launcher.metrics.record import read_metrics, truncate_after
+from launcher.metrics.writer import MetricsWriter
 from longctx.errors import ConfigError, DataError
 
 TRAIN = {

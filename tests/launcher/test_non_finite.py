@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.metrics import Record
-from launcher.report import load_run, remarks
-from launcher.step_record import StepSums
-from launcher.trainer import Trainer
+from launcher.metrics.record import Record
+from launcher.report.page import load_run, remarks
+from launcher.training.totals import StepSums
+from launcher.training.trainer import Trainer
 from longctx.batch import Batch
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.loss import StepCounts
-from parallel.process import gather_objects
+from parallel.runtime.process import gather_objects
 from tests.launcher.runs import SCREEN, STEPS, flags, pretrain, tiny_config
 from tests.launcher.workers import end_guarded_each, rows, run, train
 

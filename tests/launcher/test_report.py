@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from launcher import report, report_experts, report_figures
-from launcher.metrics import MetricsWriter
-from launcher.report import write_report
+from launcher.metrics.writer import MetricsWriter
+from launcher.report import experts as report_experts
+from launcher.report import figures as report_figures
+from launcher.report import page as report
+from launcher.report.page import write_report
 from longctx.errors import ConfigError, DataError
 
 CONFIG = '[run]\nseed = 1\n\n[train]\nsteps = 20\n\n[data]\ntrain = "a <b> & c"\n'

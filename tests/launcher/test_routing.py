@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launcher.routing import RoutingFiles, gather_tokens, smallest_dtype
+from launcher.training.routing_files import RoutingFiles, gather_tokens, smallest_dtype
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
-from parallel.layout import KINDS, SequenceLayout
+from parallel.layout.sequence import KINDS, SequenceLayout
 from tests.helpers import run_distributed
 from tests.launcher.workers import end_guarded_each, rows, run, train_each
 

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.step_record import BrokenStep, DeadExpertWatch, StepSums, StepTotals, expert_layers, expert_record
+from launcher.training.broken_step import BrokenStep
+from launcher.training.expert_record import DeadExpertWatch, expert_layers, expert_record
+from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.errors import TrainingError
-from longctx.objectives.causal_lm import LossSum
+from longctx.objectives.loss_sum import LossSum
 from tests.helpers import run_distributed
 
 MODEL = ModelConfig(num_layers=4, num_experts=4, experts_per_token=2, dense_layers=(0, 2))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher import throughput
+from launcher.metrics import throughput
 from longctx.config import ModelConfig
-from longctx.model.cores import AttentionMask
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
 

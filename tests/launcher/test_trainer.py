@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from launcher.config import TrainSection
-from launcher.trainer import learning_rate
-from launcher.validation import entropy, position_edges
+from launcher.config.sections import TrainSection
+from launcher.training.learning_rate import learning_rate
+from launcher.training.validation import entropy, position_edges
 
 
 def test_learning_rate_warms_up_and_falls_to_its_floor():

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import Gradients, Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import Gradients, Pair, RelativeBias, Scores
 
 SCALE = 0.3
 

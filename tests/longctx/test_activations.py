@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from longctx.config_rules import CHOICES, GATED
-from longctx.model.activations import PLAIN, gated, gated_backward, gated_linear
+from longctx.architecture.rules import CHOICES, GATED
+from longctx.model.layers.activations import PLAIN, gated, gated_backward, gated_linear
 
 
 def oai(gate, up):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
-from longctx.model.balance import balance_sum, load_share, move_selection_bias_
-from longctx.model.cores import LocalAttention
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from longctx.model.router import RouterStats, Routing, router_stats
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
+from longctx.model.experts.router import RouterStats, Routing, router_stats
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import documents_of, gradients, packed_batch, tiny_config
 
 SCOPES = ("sequence", "micro_batch", "global_batch")

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from longctx.batch import Batch
-from longctx.model.capacity import Capacity, capacity_of
-from longctx.model.cores import LocalAttention
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from longctx.model.dispatch import LocalDispatcher
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.model.experts.capacity import Capacity, capacity_of
+from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import gradients, packed_batch, tiny_config
 
 E, K = 5, 3
@@ -188,7 +189,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
 
 def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     """A layer by its definition: gates of all k choices, the refused ones' terms left out."""
-    from longctx.model.moe import ExpertCall, MixtureOfExperts
+    from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
 
     torch.manual_seed(0)
     layer = MixtureOfExperts(tiny_config(shared_ffn_size=0)).double()

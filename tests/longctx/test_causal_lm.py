@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from longctx.batch import IGNORED_TARGET
 from longctx.model.decoder import Decoder
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, tiny_config
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)

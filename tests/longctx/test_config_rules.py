@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longctx.architecture.rope import ROPE_KINDS, Rope
+from longctx.architecture.rules import CHOICES
+from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
-from longctx.config_rules import CHOICES
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.model.size import count_parameters
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from longctx.presets import PRESETS
-from longctx.rope import ROPE_KINDS, Rope
 from tests.longctx.samples import gradients, packed_batch, tiny_config
 
 LATENT = {"kv_lora_rank": 6, "rope_head_dim": 4, "num_kv_heads": 4}

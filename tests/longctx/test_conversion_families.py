@@ -10,19 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
-from longctx.conversion.families import (
-    FAMILIES,
-    config_to_hf,
-    effective,
-    family_of,
-    parameter_shapes,
-    tensor_specs,
-)
+from longctx.conversion.tensors import parameter_shapes, tensor_specs
 from longctx.errors import ConfigError
+from longctx.families import FAMILIES, config_to_hf, effective, family_of
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
-from longctx.rope import Rope
 from tests.longctx.hf_models import CASES
 from tests.longctx.hub_configs import HUB, PARAMETERS
 from tests.longctx.samples import dense_config, tiny_config

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from longctx.conversion import load_hf, safetensors_file, save_hf
-from longctx.conversion.files import INDEX, WEIGHTS, ShardWriter, read_json, staged_folder
-from longctx.conversion.safetensors_file import SafetensorsFile
+from longctx.conversion import load_hf, save_hf
+from longctx.conversion.weights import safetensors_file
+from longctx.conversion.weights.folder import INDEX, WEIGHTS, read_json, staged_folder
+from longctx.conversion.weights.safetensors_file import SafetensorsFile
+from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 from tests.longctx.samples import tiny_config

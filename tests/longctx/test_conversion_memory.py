@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longctx.conversion.families import tensor_specs
-from longctx.conversion.files import INDEX, ShardWriter, write_json
+from longctx.conversion.tensors import tensor_specs
+from longctx.conversion.weights.folder import INDEX, write_json
+from longctx.conversion.weights.shard_writer import ShardWriter
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import dense_config
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.conversion import load_hf, pickled, save_hf
-from longctx.conversion.pickled import PickledFile
+from longctx.conversion import load_hf, save_hf
+from longctx.conversion.weights import pickled
+from longctx.conversion.weights.pickled import PickledFile
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 from tests.longctx.samples import tiny_config

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import RelativeBias, Scores
-from longctx.kernels.sinks import apply_sinks, sinks_gradient
-from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache, continuation_pairs, document_pairs
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention, continuation_pairs, document_pairs
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 
 from .samples import dense_config, gradients, packed_batch, randomize

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.model import dropout as module
-from longctx.model.cores import LocalAttention
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from longctx.model.dropout import Dropout
+from longctx.model.layers import dropout as module
+from longctx.model.layers.dropout import Dropout
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
 
 M = 256

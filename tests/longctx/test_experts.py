@@ -13,11 +13,12 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.kernels import grouped
-from longctx.model import dispatch, expert_blocks, experts
-from longctx.model.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
-from longctx.model.expert_parts import GradientSum
-from longctx.model.experts import Experts
-from longctx.model.stash import Stash, recomputed
+from longctx.model.experts import compute_cpu as expert_blocks
+from longctx.model.experts import dispatch, experts
+from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.parts import GradientSum
+from longctx.model.recompute import Stash, recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
 
 N, M, E, K = 29, 32, 4, 2
@@ -188,7 +189,9 @@ def test_padding_equals_its_definition(capacity, recompute, biased):
 def test_padded_sizes_do_not_depend_on_the_data(monkeypatch):
     seen = []
     whole = grouped.batched_rows
-    monkeypatch.setattr("longctx.model.expert_rows.batched_rows", lambda x, w: seen.append(x.shape) or whole(x, w))
+    monkeypatch.setattr(
+        "longctx.model.experts.compute_grouped.batched_rows", lambda x, w: seen.append(x.shape) or whole(x, w)
+    )
     module = build(capacity_mode="pad", capacity_factor=1.0)
     for allowed, nowhere in ((range(E), 0.0), ((1, 3), 0.9)):
         x, gates, choices = routed(allowed=allowed, nowhere=nowhere)

@@ -10,18 +10,18 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from longctx.errors import ConfigError
-from longctx.kernels import ops, select
-from longctx.kernels.bias import distance_bias
-from longctx.kernels.contract import KernelRequest, Pair, RelativeBias, Scores, merge_
-from longctx.kernels.cuda_flash import CudaFlashKernel
-from longctx.kernels.flash2 import Flash2Kernel
-from longctx.kernels.flash3 import Flash3Kernel
-from longctx.kernels.flash3 import head_sizes as head_sizes3
-from longctx.kernels.flash4 import Flash4Kernel
-from longctx.kernels.flash4 import head_sizes as head_sizes4
-from longctx.kernels.flex import FlexKernel
-from longctx.kernels.varlen import translate
-from longctx.kernels.varlen_kernel import VarlenKernel
+from longctx.kernels.attention import ops, select
+from longctx.kernels.attention.bias import distance_bias
+from longctx.kernels.attention.contract import KernelRequest, Pair, RelativeBias, Scores, merge_
+from longctx.kernels.attention.flash.adapter import VarlenKernel
+from longctx.kernels.attention.flash.calls import translate
+from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
+from longctx.kernels.attention.flash.flash2 import Flash2Kernel
+from longctx.kernels.attention.flash.flash3 import Flash3Kernel
+from longctx.kernels.attention.flash.flash3 import head_sizes as head_sizes3
+from longctx.kernels.attention.flash.flash4 import Flash4Kernel
+from longctx.kernels.attention.flash.flash4 import head_sizes as head_sizes4
+from longctx.kernels.attention.flash.flex import FlexKernel
 from tests.longctx import flash_stand_in
 
 HOPPER = (9, 0)

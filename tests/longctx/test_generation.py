@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from longctx.conversion import save_hf
 from longctx.errors import ConfigError
-from longctx.generation import Greedy, Sample, generate
-from longctx.model.cores import LocalKVCache
+from longctx.generation.loop import generate
+from longctx.generation.sampling import Greedy, Sample
+from longctx.model.attention.cache import LocalKVCache
 from longctx.model.decoder import Decoder
 from tests.longctx.samples import dense_config, randomize, tiny_config
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.model import dropout as module
-from longctx.model.cores import LocalAttention
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from longctx.model.dropout import Dropout, Jitter
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.model.layers import dropout as module
+from longctx.model.layers.dropout import Dropout, Jitter
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import gradients, packed_batch, tiny_config
 
 M = 256

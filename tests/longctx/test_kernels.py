@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.kernels import tiles
-from longctx.kernels.contract import KernelRequest, Pair, Scores, merge_
-from longctx.kernels.cpu_flash import CpuFlashKernel
-from longctx.kernels.select import KERNELS, choose_kernel, kernel_request
-from longctx.kernels.tiles import row_blocks
-from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache, document_pairs
+from longctx.kernels.attention import tiles
+from longctx.kernels.attention.contract import KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.select import KERNELS, choose_kernel, kernel_request
+from longctx.kernels.attention.tiles import row_blocks
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention, document_pairs
+from longctx.model.attention.mask import AttentionMask
 from tests.longctx.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
 
 

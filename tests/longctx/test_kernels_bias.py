@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from longctx.kernels.bias import alibi_slopes, buckets, distance_bias, gather_diagonals, spread, tile_distances
-from longctx.kernels.blockwise import BlockwiseKernel
-from longctx.kernels.contract import Pair, RelativeBias, Scores
-from longctx.kernels.reference import ReferenceKernel
+from longctx.kernels.attention.bias import (
+    alibi_slopes,
+    buckets,
+    distance_bias,
+    gather_diagonals,
+    spread,
+    tile_distances,
+)
+from longctx.kernels.attention.blockwise import BlockwiseKernel
+from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.reference import ReferenceKernel
 from tests.longctx.kernel_cases import plain_bucket, rules, tensors
 
 

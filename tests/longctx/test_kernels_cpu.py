@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.errors import ConfigError
-from longctx.kernels import cpu_flash
-from longctx.kernels.blockwise import BlockwiseKernel
-from longctx.kernels.contract import Pair, Scores
-from longctx.kernels.cpu_flash import CpuFlashKernel
-from longctx.kernels.reference import ReferenceKernel
+from longctx.kernels.attention import cpu_flash
+from longctx.kernels.attention.blockwise import BlockwiseKernel
+from longctx.kernels.attention.contract import Pair, Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.reference import ReferenceKernel
 from tests.longctx.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx.kernels.bias import alibi_slopes
-from longctx.kernels.contract import KernelRequest, Pair, RelativeBias, Scores, accumulate_dtype
-from longctx.kernels.cuda_flash import CudaFlashKernel
-from longctx.kernels.flash2 import Flash2Kernel
-from longctx.kernels.flash3 import Flash3Kernel
-from longctx.kernels.flash4 import Flash4Kernel
-from longctx.kernels.flex import FlexKernel
-from longctx.kernels.reference import ReferenceKernel
-from longctx.kernels.varlen_kernel import VarlenKernel
+from longctx.kernels.attention.bias import alibi_slopes
+from longctx.kernels.attention.contract import KernelRequest, Pair, RelativeBias, Scores
+from longctx.kernels.attention.flash.adapter import VarlenKernel
+from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
+from longctx.kernels.attention.flash.flash2 import Flash2Kernel
+from longctx.kernels.attention.flash.flash3 import Flash3Kernel
+from longctx.kernels.attention.flash.flash4 import Flash4Kernel
+from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.dtypes import accumulate_dtype
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from longctx.kernels import blockwise, cpu_flash, tiles
-from longctx.kernels.blockwise import BlockwiseKernel
-from longctx.kernels.contract import Pair, RelativeBias, Scores, accumulate_dtype
-from longctx.kernels.cpu_flash import CpuFlashKernel
-from longctx.kernels.reference import ReferenceKernel
-from longctx.kernels.select import kernel_request
+from longctx.kernels.attention import blockwise, cpu_flash, tiles
+from longctx.kernels.attention.blockwise import BlockwiseKernel
+from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.attention.select import kernel_request
+from longctx.kernels.dtypes import accumulate_dtype
 from tests.longctx.kernel_cases import PAIRS, band_matrix, distance_matrix, plain_attention, rules, tensors
 
 KERNELS = {

@@ -9,8 +9,8 @@ from torch import nn
 from longctx.kernels import matmul
 from longctx.kernels.matmul import linear
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.layers import Linear
-from longctx.model.norms import RMSNorm
+from longctx.model.layers.linear import Linear
+from longctx.model.layers.norms import RMSNorm
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.errors import ConfigError
-from longctx.kernels.linear import Segments, linear_attention
+from longctx.kernels.linear_attention import Segments, linear_attention
 
 DOCUMENTS = [
     (0, 1),

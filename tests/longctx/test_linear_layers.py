@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.generation import generate
-from longctx.kernels.contract import Scores
-from longctx.model.cores import AttentionMask, LocalKVCache
+from longctx.generation.loop import generate
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.linear import LocalLinearAttention
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.model.linear_core import LocalLinearAttention
 
 from .samples import dense_config, documents_of, gradients, one_document, packed_batch, randomize, tiny_config
 from .test_cores import by_definition

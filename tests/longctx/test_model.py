@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from longctx.model.cores import LocalAttention, LocalKVCache
+from longctx.architecture.rope import Rope
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from longctx.model.norms import RMSNorm
+from longctx.model.layers.norms import RMSNorm
 from longctx.model.positions import apply_rotary, rotary_table
-from longctx.objectives.causal_lm import CausalLM, LossSum
-from longctx.rope import Rope
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import (
     dense_config,
     documents_of,

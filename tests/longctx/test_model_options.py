@@ -9,7 +9,7 @@ import torch
 
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
-from longctx.model.norms import LayerNorm, RMSNorm, build_norm
+from longctx.model.layers.norms import LayerNorm, RMSNorm, build_norm
 from longctx.model.positions import sinusoidal_embedding
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.plain_decoder import PlainDecoder

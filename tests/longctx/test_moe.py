@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from longctx.model.moe import ExpertCall, MixtureOfExperts
-from longctx.model.router import expert_choice, route
-from longctx.model.stash import recomputed
+from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.experts.router import expert_choice, route
+from longctx.model.recompute import recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
 
 N, M, E = 29, 32, 4

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from longctx.kernels import ops
-from longctx.kernels.contract import Pair, RelativeBias, Scores
-from longctx.kernels.select import KERNELS
+from longctx.kernels.attention import ops
+from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.select import KERNELS
 
 PAIRS = (Pair(0, 6, 0, 6, lo=0), Pair(6, 12, 6, 12, lo=0, hi=3), Pair(8, 12, 6, 8, lo=4, step=2, offset=-1))
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.bias import alibi_slopes, buckets
-from longctx.kernels.contract import RelativeBias
-from longctx.model.attention import RelativePositions
-from longctx.model.cores import LocalAttention, LocalKVCache
+from longctx.kernels.attention.bias import alibi_slopes, buckets
+from longctx.kernels.attention.contract import RelativeBias
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.projections import RelativePositions
 from longctx.model.decoder import Decoder
 from longctx.model.positions import check_learned, sinusoidal_embedding
-from longctx.rope import Rope
 from tests.longctx import plain_decoder
 from tests.longctx.plain_decoder import PlainDecoder
 from tests.longctx.samples import documents_of, gradients, one_document, packed_batch, randomize

@@ -15,16 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import Scores
-from longctx.kernels.cpu_flash import CpuFlashKernel
-from longctx.kernels.select import KERNELS
-from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.select import KERNELS
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.model.dispatch import LocalDispatcher
-from longctx.model.experts import Experts
-from longctx.model.moe import MixtureOfExperts
-from longctx.model.stash import Stash, recomputed
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.layer import MixtureOfExperts
+from longctx.model.recompute import Stash, recomputed
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 
 from .samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
 

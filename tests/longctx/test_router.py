@@ -11,10 +11,10 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model import router as module
 from longctx.model.decoder import Decoder
-from longctx.model.replay import RoutingReplay
-from longctx.model.router import Router, expert_choice, route
+from longctx.model.experts import router as module
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import Router, expert_choice, route
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
 

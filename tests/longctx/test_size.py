@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from launcher.config import QUICKSTART, load_run_config
+from launcher.config.load import QUICKSTART, load_run_config
+from longctx.architecture.rope import Rope
+from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters
 from longctx.config import ModelConfig
-from longctx.config_rules import CHOICES, LAYER_KINDS
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.model.size import COMPONENTS, count_matrices, count_parameters
 from longctx.presets import PRESETS
-from longctx.rope import Rope
 from tests.longctx.samples import dense_config, tiny_config
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))

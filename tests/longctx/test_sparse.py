@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from longctx.errors import ConfigError
-from longctx.generation import generate
-from longctx.kernels import cpu_flash
-from longctx.kernels.contract import Scores
-from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache, document_pairs
+from longctx.generation.loop import generate
+from longctx.kernels.attention import cpu_flash
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention, document_pairs
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
-from longctx.model.sparse import continuation, strided_work, whole_documents
 
 from .samples import dense_config, documents_of, gradients, packed_batch, randomize
 from .test_cores import BUCKETS, FARTHEST, leaves, rules

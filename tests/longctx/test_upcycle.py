@@ -11,13 +11,14 @@ import torch
 
 from longctx.checkpoint_format import MANIFEST, TOKENIZER, CheckpointReader, model_config
 from longctx.config import ModelConfig
-from longctx.conversion.masters import save_masters
+from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint, upcycle_config, upcycle_tensors
 from longctx.errors import CheckpointError, ConfigError
-from longctx.generation import load_model
+from longctx.generation.load import load_model
 from longctx.model.decoder import Decoder
-from longctx.model.initialize import initial_value
-from longctx.objectives.causal_lm import CausalLM, LossSum
+from longctx.model.layers.initialize import initial_value
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
 
 WAYS = {

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.kernels.contract import Pair
-from longctx.kernels.varlen import OPEN, VarlenCall, translate
+from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
 
 ROWS = 14
 

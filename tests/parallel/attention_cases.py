@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import RelativeBias, Scores
-from parallel.attention import attend
-from parallel.layout import SequenceLayout
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from parallel.attention.softmax import attend
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule import Schedule
+from parallel.schedule.schedule import Schedule
 from tests.parallel.test_schedule import full_mask
 
 DOCUMENTS = {

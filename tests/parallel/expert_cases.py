@@ -14,14 +14,15 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
-from longctx.model.balance import load_share, move_selection_bias_
 from longctx.model.decoder import Decoder
-from longctx.model.replay import RoutingReplay
-from parallel.layout import SequenceLayout
+from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.experts.replay import RoutingReplay
+from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import OptimizerOptions, OwnedRange, ZeroEngine
+from parallel.zero.engine import OwnedRange, ZeroEngine
+from parallel.zero.options import OptimizerOptions
 from tests.oracles import MaskedAttention, packed_batch
 
 ROWS, LENGTH, LR, CLIP, EPS = 4, 48, 1e-3, 0.25, 1e-4

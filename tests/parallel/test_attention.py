@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.kernels.select import KERNELS
-from parallel.attention import attend
-from parallel.layout import KINDS, SequenceLayout
+from longctx.kernels.attention.select import KERNELS
+from parallel.attention.softmax import attend
+from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule import Schedule
-from parallel.transport import TRANSPORTS
+from parallel.schedule.schedule import Schedule
+from parallel.transport.select import TRANSPORTS
 from tests.helpers import run_distributed
 from tests.parallel.attention_cases import DOCUMENTS, MASKS, Case, check_case, spread
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.balance import _cut, deal
-from parallel.layout import SequenceLayout
+from parallel.layout.balanced import _cut, deal
+from parallel.layout.sequence import SequenceLayout
 
 # Rows of 65,536 tokens packed from the standard library: documents of many sizes, one long, two long.
 PACKED = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from parallel.device import choose_device, device_name, peak_memory_bytes
+from parallel.runtime.device import choose_device, device_name, peak_memory_bytes
 
 
 @pytest.fixture

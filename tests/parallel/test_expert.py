@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.model.dispatch import RECOMPUTE, ExpertRun, LocalDispatcher, tiles_of
-from longctx.model.experts import Experts
-from longctx.model.stash import recomputed
-from parallel.expert import AllToAllDispatcher
+from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, LocalDispatcher, tiles_of
+from longctx.model.experts.experts import Experts
+from longctx.model.recompute import recomputed
+from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.longctx.samples import randomize, tiny_config

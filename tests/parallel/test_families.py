@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.conversion import load_hf
-from parallel.layout import SequenceLayout
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed

@@ -12,17 +12,21 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.config import from_values
+from launcher.config.check import check_run
+from launcher.config.load import from_values
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.contract import Pair
-from longctx.model.cores import AttentionMask, LocalAttention, LocalKVCache
+from longctx.kernels.attention.contract import Pair
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.strided import Strided
 from longctx.model.decoder import Decoder
-from longctx.model.sparse import Strided
-from parallel.layout import KINDS, SequenceLayout
+from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.schedule import AttentionShape, Schedule
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.schedule import Schedule
 from tests.helpers import run_distributed
 from tests.oracles import packed_batch
 from tests.parallel.attention_cases import DOCUMENTS, MASKS, Case, check_case
@@ -259,8 +263,8 @@ def test_striped_layouts_do_not_serve_linear_layers():
         build_parallel_model(MODEL, mesh, layout="striped")
     flags = {"parallel": {"context": 2, "layout": "striped"}, "model": {"layers": ["linear", "full"]}}
     with pytest.raises(ConfigError, match=r"parallel.layout='striped'(.|\n)*zigzag"):
-        from_values(flags).check(2)
-    from_values({**flags, "parallel": {"context": 2, "layout": "zigzag"}}).check(2)
+        check_run(from_values(flags), 2)
+    check_run(from_values({**flags, "parallel": {"context": 2, "layout": "zigzag"}}), 2)
 
 
 def test_a_cache_is_refused():

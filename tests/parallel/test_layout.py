@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from parallel.layout import KINDS, Run, SequenceLayout
+from parallel.layout.sequence import KINDS, Run, SequenceLayout
 
 
 def runs(kind, tokens, degree, ulysses=1):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from parallel.layout import SequenceLayout
-from parallel.linear_attention import StatePlan, bytes_received, linear_attend
+from parallel.attention.linear import linear_attend
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
+from parallel.schedule.states import StatePlan, bytes_received
 from tests.helpers import run_distributed
 from tests.longctx.test_linear import closed_form, inputs, relative_errors
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import GradientError
-from longctx.model.experts import is_expert_weight
-from longctx.objectives.causal_lm import LossSum
-from parallel.layout import SequenceLayout
+from longctx.model.experts.experts import is_expert_weight
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss
-from parallel.process import gather_objects
+from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.parallel.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 

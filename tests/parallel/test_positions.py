@@ -9,8 +9,8 @@ import torch.distributed as dist
 from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from parallel.attention import ContextParallelAttention
-from parallel.layout import SequenceLayout
+from parallel.attention.core import ContextParallelAttention
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.longctx.samples import packed_batch, randomize

@@ -15,11 +15,12 @@ import torch
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
-from parallel.layout import SequenceLayout
+from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import OptimizerOptions, ZeroEngine
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.options import OptimizerOptions
 from tests.helpers import run_distributed
 
 NOISE, KEYS, VALUES = 16, 32, 32

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import parallel.attention
+import parallel.attention.core
 from longctx.config import ModelConfig
 from longctx.objectives.causal_lm import CausalLM
-from parallel.layout import SequenceLayout
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed
@@ -56,8 +56,8 @@ def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[
             replayed.append(sent[0] - before)
         return out
 
-    attend = parallel.attention.attend
-    with patch.object(parallel.attention, "attend", watched):
+    attend = parallel.attention.core.attend
+    with patch.object(parallel.attention.core, "attend", watched):
         for name in SENDING:
             patcher = patch.object(dist, name, counted(getattr(dist, name)))
             patcher.start()

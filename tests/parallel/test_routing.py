@@ -11,9 +11,10 @@ import torch.distributed as dist
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
-from longctx.model.experts import is_expert_weight
-from longctx.objectives.causal_lm import CausalLM, LossSum
-from parallel.layout import SequenceLayout
+from longctx.model.experts.experts import is_expert_weight
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed

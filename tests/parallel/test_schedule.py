@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from parallel.layout import KINDS, SequenceLayout
-from parallel.schedule import AttentionShape, Schedule, locate, union
+from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.rows import locate, union
+from parallel.schedule.schedule import Schedule
 
 
 def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0, stride=0):

@@ -10,12 +10,13 @@ import torch
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.objectives.causal_lm import LossSum
-from parallel.layout import SequenceLayout
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import OptimizerOptions, ZeroEngine, check_zero
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.options import OptimizerOptions, check_zero
 from tests.helpers import run_distributed
 from tests.oracles import Curve, packed_batch, train_alone
 

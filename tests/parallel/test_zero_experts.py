@@ -16,7 +16,7 @@ import torch.distributed as dist
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.model.experts import is_expert_weight
+from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model, check_experts
 from tests.helpers import run_distributed

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.conversion.safetensors_file import DTYPES
+from longctx.conversion.weights.safetensors_file import DTYPES
 from longctx.errors import CheckpointError
 
 _MAPPED_BYTES = 64 * 2**20

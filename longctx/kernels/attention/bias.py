@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

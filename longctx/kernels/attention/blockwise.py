@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.kernels.bias import (
+from longctx.kernels.attention.bias import (
     check_scores,
     distance_bias,
     gather_diagonals,
@@ -26,8 +26,9 @@ from longctx.kernels.bias import (
     table_gradient,
     tile_distances,
 )
-from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
-from longctx.kernels.tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.dtypes import accumulate_dtype
 
 _TILE = 512
 """Most rows and keys of a tile; a narrow band's has fewer rows and up to twice as many keys."""

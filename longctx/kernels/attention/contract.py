@@ -177,11 +177,6 @@ class AttentionKernel(Protocol):
         ...
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of partial results for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
 

@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import has_native_bfloat16
-from longctx.kernels.tiles import RowBlock, Tile, centred, fold_, row_blocks
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import Gradients, Pair, RelativeBias, Scores, accumulate_dtype
-from longctx.kernels.select import KERNELS
+from longctx.kernels.attention.contract import Gradients, Pair, RelativeBias, Scores
+from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.dtypes import accumulate_dtype
 
 OPEN = 2**62
 """Stands for a band's missing bound in a table of pairs."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.kernels.bias import buckets, check_scores, distance_bias, soft_cap
-from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
+from longctx.kernels.attention.bias import buckets, check_scores, distance_bias, soft_cap
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.dtypes import accumulate_dtype
 
 _ROWS = 512
 """Query rows whose scores exist at once."""

@@ -8,15 +8,15 @@ from functools import lru_cache
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.blockwise import BlockwiseKernel
-from longctx.kernels.contract import AttentionKernel, KernelRequest, Scores
-from longctx.kernels.cpu_flash import CpuFlashKernel
-from longctx.kernels.cuda_flash import CudaFlashKernel
-from longctx.kernels.flash2 import Flash2Kernel
-from longctx.kernels.flash3 import Flash3Kernel
-from longctx.kernels.flash4 import Flash4Kernel
-from longctx.kernels.flex import FlexKernel
-from longctx.kernels.reference import ReferenceKernel
+from longctx.kernels.attention.blockwise import BlockwiseKernel
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
+from longctx.kernels.attention.flash.flash2 import Flash2Kernel
+from longctx.kernels.attention.flash.flash3 import Flash3Kernel
+from longctx.kernels.attention.flash.flash4 import Flash4Kernel
+from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 

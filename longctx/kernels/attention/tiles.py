@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import Pair
+from longctx.kernels.attention.contract import Pair
 
 _NARROW = 64
 """Fewest query rows of a block under a narrow window: fewer would leave more calls than work."""

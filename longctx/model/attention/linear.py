@@ -1,13 +1,14 @@
-"""The core of linear layers in one process: states in place of scores (``longctx/kernels/linear.py``)."""
+"""The core of linear layers in one process: states in place of scores (``longctx/kernels/linear_attention.py``)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from longctx.kernels.contract import Scores
-from longctx.kernels.linear import Segments, linear_attention
-from longctx.model.cores import AttentionMask, KVCache
-from longctx.model.stash import Stash
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.linear_attention import Segments, linear_attention
+from longctx.model.attention.core import KVCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.recompute import Stash
 
 
 class LocalLinearAttention:

@@ -7,170 +7,29 @@ lives outside this package; a layer cannot tell which one it was given.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
-from longctx.kernels import ops
-from longctx.kernels.contract import KernelRequest, Pair, Scores
-from longctx.kernels.select import choose_kernel
-from longctx.kernels.sinks import apply_sinks, sinks_gradient
-from longctx.model.sparse import (
+from longctx.kernels.attention import ops
+from longctx.kernels.attention.contract import KernelRequest, Pair, Scores
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.model.attention.core import KVCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.strided import (
     Piece,
     Strided,
     add_strided_gradients,
     attend_strided_,
     continuation,
     strided_work,
-    whole_documents,
 )
-from longctx.model.stash import Stash
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """Which keys a query may see: those of its own document, earlier ones alone if ``causal``, near ones if windowed.
-
-    ``cu_seqlens`` are the global boundaries of the (flattened) sequence, also when this process holds only a part.
-    """
-
-    cu_seqlens: tuple[int, ...]
-    causal: bool = True
-    window: int | None = None
-    """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
-    sink_tokens: int = 0
-    """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
-    stride: int = 0
-    """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509); 0 for none."""
-    num_tokens: int = field(init=False, compare=False, repr=False)
-    """Length of the whole sequence."""
-    num_documents: int = field(init=False, compare=False, repr=False)
-    """Documents of the sequence, empty ones too."""
-    longest: int = field(init=False, compare=False, repr=False)
-    """Tokens of the longest document."""
-    pair_table: Tensor = field(init=False, compare=False, repr=False)
-    """The work of a process that holds the whole sequence: ``document_pairs`` as a tensor.
-
-    Formed here, once, as the counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
-    """
-
-    def __post_init__(self) -> None:
-        if self.cu_seqlens[:1] != (0,) or any(b < a for a, b in pairwise(self.cu_seqlens)):
-            raise ConfigError(f"cu_seqlens {_shown(self.cu_seqlens)} must start at 0 and never descend.")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
-        if self.sink_tokens < 0:
-            raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
-        self._check_stride()
-        object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
-        object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
-        object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
-        object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
-
-    @cached_property
-    def strided(self) -> Strided | None:
-        """The rest of that work: what the stride lets queries see before their windows.
-
-        Formed when it is first asked for, which should not be in a compiled layer; ranks that hold a part of the
-        sequence have no use for it.
-        """
-        return _strided(self, whole_documents(self.cu_seqlens))
-
-    def _check_stride(self) -> None:
-        if self.stride < 0:
-            raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
-        if self.stride and (self.window is None or self.sink_tokens or not self.causal):
-            raise ConfigError(
-                f"stride={self.stride} needs a window and goes with neither sink tokens nor bidirectional attention; "
-                f"got window={self.window}, sink_tokens={self.sink_tokens}, causal={self.causal}."
-            )
-
-
-def _shown(cu_seqlens: tuple[int, ...]) -> str:
-    """The boundaries around the first that is out of order."""
-    wrong = next((i for i, (a, b) in enumerate(pairwise(cu_seqlens)) if b < a), 0)
-    return f"[… {', '.join(map(str, cu_seqlens[wrong : wrong + 2]))} …]"
-
-
-class KVCache(Protocol):
-    """Keys and values of the tokens already seen, layer by layer, for one sequence that grows."""
-
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new rows; return all rows of the layer so far, [B, s, K, D] and [B, s, K, V]."""
-        ...
-
-    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
-        """Add to what a linear layer knows of the tokens so far."""
-        ...
-
-    def state(self, layer: int) -> Tensor | None:
-        """The sum of what was added, None before anything was."""
-        ...
-
-
-class AttentionCore(Protocol):
-    """Exact softmax attention of this process's queries over every key of the sequence that the mask lets them see."""
-
-    def __call__(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
-    ) -> Tensor:
-        """Output [B, t, H, V] in q's dtype.
-
-        ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a
-        key without value that every query sees (GPT-OSS). A ``stash`` keeps the result of a layer that backward will
-        recompute, so that the core's work and communication are not done again.
-        """
-        ...
-
-
-class LocalKVCache:
-    """All keys and values in this process's memory, in buffers that double when they are full."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[int, int] = {}
-        self._states: dict[int, Tensor] = {}
-
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        start = self._lengths.get(layer, 0)
-        stop = start + k_BtKD.shape[1]
-        if layer not in self._buffers or self._buffers[layer][0].shape[1] < stop:
-            self._grow(layer, (k_BtKD, v_BtKV), start, stop)
-        keys, values = self._buffers[layer]
-        keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKV
-        self._lengths[layer] = stop
-        return keys[:, :stop], values[:, :stop]
-
-    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
-        known = self._states.get(layer)
-        self._states[layer] = state_sBKDW if known is None else known + state_sBKDW
-
-    def state(self, layer: int) -> Tensor | None:
-        return self._states.get(layer)
-
-    def _grow(self, layer: int, like: tuple[Tensor, Tensor], start: int, stop: int) -> None:
-        rows = max(2 * start, stop, 64)
-        keys, values = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in like)
-        if layer in self._buffers:
-            for new, old in zip((keys, values), self._buffers[layer], strict=True):
-                new[:, :start] = old[:, :start]
-        self._buffers[layer] = (keys, values)
+from longctx.model.recompute import Stash
 
 
 class LocalAttention:
@@ -232,10 +91,10 @@ def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> 
 @torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
 def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Tensor, Strided | None]:
     table = ops.pair_table(continuation_pairs(mask, num_queries, num_keys))
-    return table, _strided(mask, continuation(num_queries, num_keys))
+    return table, strided_beyond(mask, continuation(num_queries, num_keys))
 
 
-def _strided(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
+def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
     """What the stride adds to these pieces' windows, as operators take it."""
     if not mask.stride or mask.window is None:
         return None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
-from longctx.model.layers import Linear, Weight
-from longctx.model.norms import RMSNorm, build_norm
+from longctx.model.layers.linear import Linear, Weight
+from longctx.model.layers.norms import RMSNorm, build_norm
 from longctx.model.positions import apply_rotary
 
 Table = tuple[Tensor, Tensor]

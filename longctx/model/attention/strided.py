@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import Gradients, Pair, merge_
+from longctx.kernels.attention.contract import Gradients, Pair, merge_
 
 
 class Strided(NamedTuple):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longctx.model.moe import MixtureOfExperts
-from longctx.model.router import RouterStats
+from longctx.model.experts.layer import MixtureOfExperts
+from longctx.model.experts.router import RouterStats
 
 if TYPE_CHECKING:
     from longctx.model.decoder import Decoder

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
-from longctx.model.router import NOWHERE
+from longctx.model.experts.router import NOWHERE
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.memory import fresh, mapped
-from longctx.model.activations import gated, gated_backward
-from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.layers.activations import gated, gated_backward
 
 BLOCK_ROWS = 1024
 """Most rows of a block: enough for products at full speed, few enough for the cache."""

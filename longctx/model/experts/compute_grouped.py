@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import (
     batched_outer,
     batched_rows,
@@ -20,8 +20,8 @@ from longctx.kernels.grouped import (
     sort_by_expert,
     sum_by_expert,
 )
-from longctx.model.activations import gated, gated_backward
-from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.layers.activations import gated, gated_backward
 
 
 class _Sorted:

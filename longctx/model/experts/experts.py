@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import accumulate_dtype
-from longctx.model.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
-from longctx.model.expert_blocks import backward_blocks, forward_blocks
-from longctx.model.expert_parts import Needs, Tokens, Weights, WeightSums, kept_widths
-from longctx.model.expert_rows import backward_rows, forward_rows
-from longctx.model.stash import Stash
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
+from longctx.model.experts.compute_grouped import backward_rows, forward_rows
+from longctx.model.experts.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
+from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
+from longctx.model.recompute import Stash
 
 T = TypeVar("T")
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.model.capacity import Capacity
-from longctx.model.dispatch import ExpertRun, LocalDispatcher
-from longctx.model.dropout import Jitter
-from longctx.model.experts import Experts
-from longctx.model.layers import Linear
-from longctx.model.mlp import FeedForward
-from longctx.model.replay import RoutingReplay
-from longctx.model.router import Router, RouterStats, Routing, expert_choice, no_stats, route, router_stats
-from longctx.model.stash import Stash
+from longctx.model.experts.capacity import Capacity
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import Router, RouterStats, Routing, expert_choice, no_stats, route, router_stats
+from longctx.model.layers.dropout import Jitter
+from longctx.model.layers.linear import Linear
+from longctx.model.layers.mlp import FeedForward
+from longctx.model.recompute import Stash
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 
 NOWHERE = -1
 """Id in place of an expert's where a choice leads to none: no row travels, and its gate is 0."""

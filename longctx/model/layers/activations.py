@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiply, multiply_backward, sum_rows
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")

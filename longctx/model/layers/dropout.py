@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 
 _CHUNK_VALUES = 1 << 21
 """Values whose random bits exist at a time: 8 MB of them, beside tensors that are hundreds of times as large."""

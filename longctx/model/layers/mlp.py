@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
-from longctx.config_rules import GATED
-from longctx.model.activations import PLAIN, gated_linear
-from longctx.model.layers import Linear
+from longctx.model.layers.activations import PLAIN, gated_linear
+from longctx.model.layers.linear import Linear
 
 
 class GatedLinear(Linear):

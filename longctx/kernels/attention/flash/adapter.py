@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.kernels.bias import check_scores
-from longctx.kernels.contract import Gradients, KernelRequest, Pair, Scores, accumulate_dtype, merge_
-from longctx.kernels.varlen import Rows, VarlenCall, translate
+from longctx.kernels.attention.bias import check_scores
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
+from longctx.kernels.dtypes import accumulate_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 """What flash kernels compute in."""

@@ -33,7 +33,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from longctx.kernels.contract import Pair
+from longctx.kernels.attention.contract import Pair
 
 OPEN = -1
 """A window's side without a bound."""

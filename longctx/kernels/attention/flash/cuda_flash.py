@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.contract import KernelRequest, Scores
-from longctx.kernels.flash2 import window_of
-from longctx.kernels.varlen_kernel import (
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import (
     Sequences,
     VarlenKernel,
     equal_head_size,
@@ -26,6 +25,7 @@ from longctx.kernels.varlen_kernel import (
     refusal,
     to_heads,
 )
+from longctx.kernels.attention.flash.flash2 import window_of
 
 
 class CudaFlashKernel(VarlenKernel):

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Scores
-from longctx.kernels.varlen import OPEN
-from longctx.kernels.varlen_kernel import (
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import (
     Sequences,
     VarlenKernel,
     equal_head_size,
@@ -34,6 +33,7 @@ from longctx.kernels.varlen_kernel import (
     refusal,
     to_heads,
 )
+from longctx.kernels.attention.flash.calls import OPEN
 
 
 class Flash2Kernel(VarlenKernel):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Scores
-from longctx.kernels.varlen_kernel import (
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import (
     Sequences,
     VarlenKernel,
     equal_head_size,

@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.contract import KernelRequest, Scores
-from longctx.kernels.varlen import OPEN
-from longctx.kernels.varlen_kernel import (
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import (
     Sequences,
     VarlenKernel,
     equal_head_size,
@@ -28,6 +27,7 @@ from longctx.kernels.varlen_kernel import (
     refusal,
     to_heads,
 )
+from longctx.kernels.attention.flash.calls import OPEN
 
 
 class Flash4Kernel(VarlenKernel):

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from longctx.kernels.bias import buckets
-from longctx.kernels.contract import KernelRequest, Pair, Scores
-from longctx.kernels.varlen import OPEN, VarlenCall, translate
-from longctx.kernels.varlen_kernel import Sequences, VarlenKernel, padded
+from longctx.kernels.attention.bias import buckets
+from longctx.kernels.attention.contract import KernelRequest, Pair, Scores
+from longctx.kernels.attention.flash.adapter import Sequences, VarlenKernel, padded
+from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
 
 _BLOCK = 128
 """Rows and keys of a block of the mask."""
