@@ -17,9 +17,9 @@ from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.conversion import export_checkpoint, load_hf
 from longctx.errors import CheckpointError
 from tests.helpers import run_distributed
+from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 from tests.longctx.samples import tiny_config
-from tests.longctx.tiny_tokenizer import train_tokenizer
-from tests.parallel.expert_cases import CONFIG, RanksRun, Spread, fixed_routing, gather_whole
+from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread, fixed_routing, gather_whole
 
 SAVED, MORE = 2, 2
 """Steps before the checkpoint and after it."""

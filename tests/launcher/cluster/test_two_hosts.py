@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.launcher.cluster import missing_programs, two_hosts
+from tests.launcher.cluster.cluster import missing_programs, two_hosts
 from tests.launcher.runs import flags, pretrain
 from tests.launcher.workers import rows, run, train
 

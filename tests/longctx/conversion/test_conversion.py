@@ -19,8 +19,8 @@ from longctx.generation.load import load_model
 from longctx.generation.loop import generate
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
+from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 from tests.longctx.samples import dense_config, randomize, tiny_config
-from tests.longctx.tiny_tokenizer import train_tokenizer
 
 MOE = tiny_config(tie_embeddings=False)
 MODELS = {

@@ -16,8 +16,8 @@ from longctx.conversion import check_tokenizer, export_checkpoint, export_tokeni
 from longctx.conversion.tokenizer import NASTY_TEXTS, SPACE_MARK, sentencepiece_ids
 from longctx.errors import ConfigError, DataError
 from longctx.model.decoder import Decoder
+from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
 from tests.longctx.samples import dense_config
-from tests.longctx.tiny_tokenizer import corpus, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from longctx.conversion.casts import export_dtypes, lossy_casts, read_master
 from longctx.conversion.verify import Fingerprints, compare_logits, distance, judge_logits, why_no_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
-from tests.longctx import hf_models
+from tests.longctx.families import hf_models
 from tests.longctx.samples import dense_config, randomize, tiny_config
 
 CONFIG = dense_config(qkv_bias=False, tie_embeddings=False, num_layers=1)

@@ -17,8 +17,8 @@ from longctx.errors import ConfigError
 from longctx.families import FAMILIES, config_to_hf, effective, family_of
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
-from tests.longctx.hf_models import CASES
-from tests.longctx.hub_configs import HUB, PARAMETERS
+from tests.longctx.families.hf_models import CASES
+from tests.longctx.families.hub_configs import HUB, PARAMETERS
 from tests.longctx.samples import dense_config, tiny_config
 
 CONFIGS = {

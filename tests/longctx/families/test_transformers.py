@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader, load_hf, save_hf
 from longctx.errors import CheckpointError
-from tests.longctx import hf_models
-from tests.longctx.hf_models import CASES
+from tests.longctx.families import hf_models
+from tests.longctx.families.hf_models import CASES
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

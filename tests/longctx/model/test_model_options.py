@@ -12,9 +12,9 @@ from longctx.model.decoder import Decoder
 from longctx.model.layers.norms import LayerNorm, RMSNorm, build_norm
 from longctx.model.positions import sinusoidal_embedding
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.plain_decoder import PlainDecoder
+from tests.longctx.model.plain_decoder import PlainDecoder
+from tests.longctx.model.test_positions import check_against_definition, odd_config
 from tests.longctx.samples import dense_config, packed_batch, randomize, tiny_config
-from tests.longctx.test_positions import check_against_definition, odd_config
 
 OPTIONS = {
     "post": {"norm_order": "post"},

@@ -19,8 +19,8 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.projections import RelativePositions
 from longctx.model.decoder import Decoder
 from longctx.model.positions import check_learned, sinusoidal_embedding
-from tests.longctx import plain_decoder
-from tests.longctx.plain_decoder import PlainDecoder
+from tests.longctx.model import plain_decoder
+from tests.longctx.model.plain_decoder import PlainDecoder
 from tests.longctx.samples import documents_of, gradients, one_document, packed_batch, randomize
 
 EXACT = {"atol": 1e-12, "rtol": 1e-10}

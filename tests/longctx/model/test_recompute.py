@@ -28,8 +28,7 @@ from longctx.model.experts.layer import MixtureOfExperts
 from longctx.model.recompute import Stash, recomputed
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-
-from .samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
+from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
 
 
 class CountingKernel(CpuFlashKernel):

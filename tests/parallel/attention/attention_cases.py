@@ -12,7 +12,7 @@ from parallel.attention.softmax import attend
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
-from tests.parallel.test_schedule import full_mask
+from tests.parallel.schedule.test_schedule import full_mask
 
 DOCUMENTS = {
     "one": lambda T: [0, T],

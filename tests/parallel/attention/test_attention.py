@@ -18,7 +18,7 @@ from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 from parallel.transport.select import TRANSPORTS
 from tests.helpers import run_distributed
-from tests.parallel.attention_cases import DOCUMENTS, MASKS, Case, check_case, spread
+from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case, spread
 
 EXACT = 1e-13
 """float64 throughout: nothing but the order of additions."""

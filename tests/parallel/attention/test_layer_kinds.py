@@ -29,10 +29,10 @@ from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 from tests.helpers import run_distributed
 from tests.oracles import packed_batch
-from tests.parallel.attention_cases import DOCUMENTS, MASKS, Case, check_case
-from tests.parallel.test_attention import EXACT, ways
-from tests.parallel.test_recompute import SENDING
-from tests.parallel.test_schedule import full_mask
+from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case
+from tests.parallel.attention.test_attention import EXACT, ways
+from tests.parallel.attention.test_recompute import SENDING
+from tests.parallel.schedule.test_schedule import full_mask
 
 # --- what a stride's schedule names ---------------------------------------------------------------------------------
 

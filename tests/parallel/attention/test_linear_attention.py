@@ -14,7 +14,7 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan, bytes_received
 from tests.helpers import run_distributed
-from tests.longctx.test_linear import closed_form, inputs, relative_errors
+from tests.longctx.kernels.test_linear_attention import closed_form, inputs, relative_errors
 
 DOCUMENTS = {
     "one": lambda T: [0, T],

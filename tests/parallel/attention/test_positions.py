@@ -13,8 +13,8 @@ from parallel.attention.core import ContextParallelAttention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
+from tests.longctx.model.test_positions import POSITIONS, odd_config
 from tests.longctx.samples import packed_batch, randomize
-from tests.longctx.test_positions import POSITIONS, odd_config
 
 EXACT = {"atol": 1e-11, "rtol": 1e-9}
 """float64: nothing but the order of additions."""

@@ -15,7 +15,7 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed
 from tests.oracles import packed_batch
-from tests.parallel.test_attention import ways
+from tests.parallel.attention.test_attention import ways
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48)
 SENDING = ("batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single", "all_gather")

@@ -19,7 +19,7 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
-from tests.parallel.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
+from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 
 DENSE = replace(CONFIG, num_experts=0, selection_bias=False, num_layers=2, dense_layers=())
 WAYS = [way for way in product(range(4), (torch.float32, torch.bfloat16)) if way != (0, torch.bfloat16)]

@@ -20,7 +20,7 @@ from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model, check_experts
 from tests.helpers import run_distributed
-from tests.parallel.expert_cases import (
+from tests.parallel.experts.expert_cases import (
     BETAS,
     CLIP,
     CONFIG,

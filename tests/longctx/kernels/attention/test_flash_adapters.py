@@ -22,7 +22,7 @@ from longctx.kernels.attention.flash.flash3 import head_sizes as head_sizes3
 from longctx.kernels.attention.flash.flash4 import Flash4Kernel
 from longctx.kernels.attention.flash.flash4 import head_sizes as head_sizes4
 from longctx.kernels.attention.flash.flex import FlexKernel
-from tests.longctx import flash_stand_in
+from tests.longctx.kernels.attention import flash_stand_in
 
 HOPPER = (9, 0)
 T, S, H, SCALE = 30, 30, 4, 0.3

@@ -19,7 +19,7 @@ from longctx.kernels.attention.tiles import row_blocks
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention, document_pairs
 from longctx.model.attention.mask import AttentionMask
-from tests.longctx.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
+from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
 
 
 @st.composite

@@ -19,7 +19,7 @@ from longctx.kernels.attention.bias import (
 from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
 from longctx.kernels.attention.reference import ReferenceKernel
-from tests.longctx.kernel_cases import plain_bucket, rules, tensors
+from tests.longctx.kernels.attention.kernel_cases import plain_bucket, rules, tensors
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

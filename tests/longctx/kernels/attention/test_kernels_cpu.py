@@ -15,7 +15,7 @@ from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import Pair, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
-from tests.longctx.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
+from tests.longctx.kernels.attention.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
 
 NAMES = ("out", "dq", "dk", "dv")
 BANDS = {  # several tiles a row

@@ -15,7 +15,14 @@ from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import kernel_request
 from longctx.kernels.dtypes import accumulate_dtype
-from tests.longctx.kernel_cases import PAIRS, band_matrix, distance_matrix, plain_attention, rules, tensors
+from tests.longctx.kernels.attention.kernel_cases import (
+    PAIRS,
+    band_matrix,
+    distance_matrix,
+    plain_attention,
+    rules,
+    tensors,
+)
 
 KERNELS = {
     "reference": ReferenceKernel(),

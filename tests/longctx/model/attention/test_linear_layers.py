@@ -11,10 +11,17 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-
-from .samples import dense_config, documents_of, gradients, one_document, packed_batch, randomize, tiny_config
-from .test_cores import by_definition
-from .test_linear import closed_form, inputs
+from tests.longctx.kernels.test_linear_attention import closed_form, inputs
+from tests.longctx.model.attention.test_local import by_definition
+from tests.longctx.samples import (
+    dense_config,
+    documents_of,
+    gradients,
+    one_document,
+    packed_batch,
+    randomize,
+    tiny_config,
+)
 
 LAYERS = ("linear", "full")
 

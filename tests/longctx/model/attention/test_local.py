@@ -21,8 +21,7 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention, continuation_pairs, document_pairs
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-
-from .samples import dense_config, gradients, packed_batch, randomize
+from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
 
 BUCKETS, FARTHEST = 6, 9
 MASKS = [

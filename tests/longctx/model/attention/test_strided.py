@@ -19,10 +19,9 @@ from longctx.model.attention.local import LocalAttention, document_pairs
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
-
-from .samples import dense_config, documents_of, gradients, packed_batch, randomize
-from .test_cores import BUCKETS, FARTHEST, leaves, rules
-from .test_flash_adapters import KERNELS, check
+from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
+from tests.longctx.model.attention.test_local import BUCKETS, FARTHEST, leaves, rules
+from tests.longctx.samples import dense_config, documents_of, gradients, packed_batch, randomize
 
 RULES = [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 8), (8, 4), (7, 7), (2, 11), (40, 3), (3, 40)]
 """(window, stride): one, equal, multiples and primes of each other, larger than any document."""
