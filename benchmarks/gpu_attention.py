@@ -11,8 +11,8 @@ Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Four
    ``slowest`` is whole / (ranks × slowest rank), which counts imbalance too.
 3. Relative (Frobenius) errors in bfloat16 against float64.
 4. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
-   bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients on the wire, 8/5 with
-   bfloat16, for two-byte keys and values and blocks of which half is computed.
+   bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients between ranks,
+   8/5 with bfloat16, for two-byte keys and values and blocks of which half is computed.
 
 ``--device cpu --smoke`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
 """
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import RESULTS, machine
-from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionKernel, AttentionSlice, KernelRequest, Scores, merge_
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.dtypes import accumulate_dtype
@@ -83,7 +83,7 @@ class Setting:
         shapes = ((1, tokens, h, self.head_dim) for h in heads)
         return [torch.randn(s, generator=g, device=self.device).to(self.dtype) for s in shapes]
 
-    def flops(self, pairs: Sequence[Pair]) -> float:
+    def flops(self, pairs: Sequence[AttentionSlice]) -> float:
         """Floating-point operations forward; backward takes 2.5 times that."""
         return 4.0 * self.num_heads * self.head_dim * sum(area(pair) for pair in pairs)
 
@@ -141,11 +141,13 @@ def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]
                 if time.monotonic() > deadline:
                     print(f"out of time before {name} at {tokens} tokens", file=sys.stderr)
                     return
-                pairs = (Pair(0, tokens, 0, tokens, lo),)
+                pairs = (AttentionSlice(0, tokens, 0, tokens, lo),)
                 yield {"kernel": name, "tokens": tokens, "mask": mask, **measure_block(setting, kernel, pairs)}
 
 
-def measure_block(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...]) -> dict[str, float | None]:
+def measure_block(
+    setting: Setting, kernel: AttentionKernel, pairs: tuple[AttentionSlice, ...]
+) -> dict[str, float | None]:
     """TFLOP/s and MiB of one kernel on one set of pairs, forward and backward."""
     q, k, v, dout = setting.tensors(pairs[-1].q_stop)
     out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
@@ -218,7 +220,7 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
     tokens = setting.ring_tokens
     cases = {"one document": [0, tokens], "packed": packed_documents(tokens, tokens // 16)}
     for documents, bounds in cases.items():
-        pairs = tuple(Pair(a, b, a, b, 0) for a, b in pairwise(bounds))
+        pairs = tuple(AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
         q, k, v, dout = setting.tensors(tokens)
         out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
         whole = [q, k, v, dout, out.to(q.dtype), lse]
@@ -234,7 +236,7 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
                 yield row | {"calls": _most_hops(schedule)} | ratios(alone, found)
 
 
-def _whole_runs(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...], whole: list[Tensor]):
+def _whole_runs(setting: Setting, kernel: AttentionKernel, pairs: tuple[AttentionSlice, ...], whole: list[Tensor]):
     q, k, v, dout, out, lse = whole
     yield lambda: kernel.forward(q, k, v, pairs, scores=setting.scores)[0].to(q.dtype)
     yield lambda: kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)
@@ -273,7 +275,7 @@ def ratios(alone: Sequence[float], ranks: Sequence[tuple[float, float]]) -> dict
 def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
     """Relative Frobenius errors of each kernel against float64 on the same inputs."""
     tokens = setting.error_tokens
-    pairs = (Pair(0, tokens, 0, tokens, 0),)
+    pairs = (AttentionSlice(0, tokens, 0, tokens, 0),)
     q, k, v, dout = setting.tensors(tokens)
     inputs = (q.double(), k.double(), v.double(), dout.double())
     exact = _attention(ReferenceKernel(), *inputs, pairs, setting.scores)
@@ -285,7 +287,13 @@ def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _attention(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pairs: Sequence[Pair], scores: Scores
+    kernel: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    pairs: Sequence[AttentionSlice],
+    scores: Scores,
 ) -> list[Tensor]:
     """Output and gradients."""
     out, lse = kernel.forward(q, k, v, pairs, scores=scores)

@@ -43,6 +43,6 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
         tokens=torch.from_numpy(tokens.reshape(shape)),
         targets=torch.from_numpy(targets.reshape(shape)),
         positions=torch.from_numpy(positions.reshape(shape)),
-        documents=torch.from_numpy(np.repeat(segments, sizes).reshape(shape)),
+        document_ids=torch.from_numpy(np.repeat(segments, sizes).reshape(shape)),
         cu_seqlens=torch.from_numpy(cu_seqlens),
     )

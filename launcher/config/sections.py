@@ -130,7 +130,7 @@ class ParallelSection:
     transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
     """How keys and values travel: p2p straight from their owner, two_level once to each node and round inside it (auto
     does so where a ring spans nodes), all_gather all at once, for more memory."""
-    gradient_wire: Literal["float32", "bfloat16"] = "float32"
+    communication_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of key and value gradients between ranks; bfloat16 halves the bytes and rounds each rank's part."""
     kernel: str = "auto"
     """Attention kernel of one device; auto takes the fastest that can serve the run and says which."""

@@ -303,7 +303,9 @@ class Trainer:
             layout=parallel.layout,
             kernel=parallel.kernel,
             transport=parallel.transport,
-            wire=None if parallel.gradient_wire == "float32" else getattr(torch, parallel.gradient_wire),
+            communication_dtype=None
+            if parallel.communication_dtype == "float32"
+            else getattr(torch, parallel.communication_dtype),
             deterministic=parallel.deterministic,
             recompute=train.recompute,
             z_loss=train.z_loss,

@@ -175,26 +175,25 @@ class Decoder(nn.Module):
         positions_Bt: Tensor,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         *,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         row_tokens: int = 0,
         return_stats: bool = False,
         cache: KVCache | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
-        ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``documents`` [B, t] tells
-        which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
-        whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
+        ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
+        tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
+        are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. With a ``cache`` the tokens continue the sequence that
-        filled it.
-        """
+        filled it."""
         masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         mask = next(iter(masks.values()))
         if self.config.position == "learned":
             check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
-        if return_stats and documents is None:
-            documents = _whole_documents(mask, tokens_Bt)
-        places_Bt = self._places(mask, tokens_Bt, positions_Bt, documents)
+        if return_stats and document_ids is None:
+            document_ids = _whole_documents(mask, tokens_Bt)
+        places_Bt = self._places(mask, tokens_Bt, positions_Bt, document_ids)
         if self.replay is not None:
             self.replay.check(self.config, tokens_Bt.numel())
         hidden_BtM, stats = self.model(
@@ -206,7 +205,7 @@ class Decoder(nn.Module):
             cache=cache,
             dropout=self._dropout(places_Bt),
             recompute=self.recompute,
-            experts=self._expert_call(mask, places_Bt, documents if return_stats else None, row_tokens),
+            experts=self._expert_call(mask, places_Bt, document_ids if return_stats else None, row_tokens),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 

@@ -1,4 +1,4 @@
-"""``Stash``: what a layer computed once, kept through recomputation."""
+"""``RecomputeCache``: what a layer computed once, kept through recomputation."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from longctx.errors import ConfigError
 
 
-class Stash:
+class RecomputeCache:
     """What one layer computed or received, from its first run to its second: attention's output and log-sum-exp,
     tokens' experts and what these gave.
 
-    Activation checkpointing runs a layer's forward a second time. Each part asks ``recall`` first: in the second run it
+    Activation checkpointing runs a layer's forward a second time. Each part asks ``load`` first: in the second run it
     returns what the first run kept, and neither kernel nor communication is needed again.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Tensor, ...]] = {}
-        self.replaying = False
+        self.recomputing = False
         """Whether the layer is being recomputed."""
 
-    def recall(self, of: str = "attention") -> tuple[Tensor, ...] | None:
+    def load(self, of: str = "attention") -> tuple[Tensor, ...] | None:
         """What the first run kept of a part of the layer, then the caller's alone; None in the first run itself.
 
         ConfigError when it was recalled before: the graph is differentiated a second time.
         """
-        if not self.replaying:
+        if not self.recomputing:
             return None
         if of not in self._kept:
             raise ConfigError(
@@ -41,7 +41,7 @@ class Stash:
             )
         return self._kept.pop(of)
 
-    def keep(self, *tensors: Tensor, of: str = "attention") -> None:
+    def save(self, *tensors: Tensor, of: str = "attention") -> None:
         """Keep these of a part of the layer for the second run, without their history."""
         self._kept[of] = tuple(x.detach() for x in tensors)
 
@@ -51,27 +51,35 @@ class Stash:
 
 
 class _Replaying(AbstractContextManager):
-    """Marks a stash's second run. May be entered again, so that a second backward meets ``recall``'s own message."""
+    """Marks a cache's second run. May be entered again, so that a second backward meets ``load``'s own message."""
 
-    def __init__(self, stash: Stash) -> None:
-        self._stash = stash
+    def __init__(self, recompute_cache: RecomputeCache) -> None:
+        self._cache = recompute_cache
 
     def __enter__(self) -> None:
-        self._stash.replaying = True
+        self._cache.recomputing = True
 
     def __exit__(self, *_: object) -> None:
-        self._stash.replaying = False  # also when checkpoint cuts the run short, which it does by an exception
+        self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
-@torch.compiler.disable(reason="a stash is filled and emptied outside of any graph")
+@torch.compiler.disable(reason="a recompute_cache is filled and emptied outside of any graph")
 def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    """``function(*args, stash)``, of which only the arguments and what the stash keeps survive until backward.
+    """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
+    until backward.
 
     Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
     """
-    stash = Stash()
+    recompute_cache = RecomputeCache()
     # A layer draws no random numbers, so there is no generator state to carry to the second run.
-    return checkpoint(function, *args, stash, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts)
+    return checkpoint(
+        function,
+        *args,
+        recompute_cache,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=recompute_cache.contexts,
+    )
 
 
 def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:

@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
             batch.tokens,
             batch.positions,
             batch.cu_seqlens,
-            documents=batch.documents,
+            document_ids=batch.document_ids,
             row_tokens=batch.row_tokens,
             return_stats=return_stats,
         )

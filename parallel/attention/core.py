@@ -13,7 +13,7 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 from parallel.attention.softmax import attend
 from parallel.layout.cached import cached_layout
 from parallel.mesh import Mesh
@@ -28,7 +28,7 @@ class ContextParallelAttention:
     layout: str
     kernel: str = "auto"
     transport: str = "auto"
-    wire: torch.dtype | None = None
+    communication_dtype: torch.dtype | None = None
     deterministic: bool = False
 
     @outside_graphs
@@ -43,7 +43,7 @@ class ContextParallelAttention:
         cache: KVCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         if cache is not None:
             raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
@@ -57,9 +57,9 @@ class ContextParallelAttention:
             scores=scores,
             sinks_H=sinks_H,
             transport=self.transport,
-            wire=self.wire,
+            communication_dtype=self.communication_dtype,
             deterministic=self.deterministic,
-            stash=stash,
+            recompute_cache=recompute_cache,
             agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
         )
 

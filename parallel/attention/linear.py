@@ -23,12 +23,12 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, StateExchange, check_tensors, linear_attention
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 from parallel.layout.cached import cached_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.runtime.agreement import agree
-from parallel.runtime.communicate import guarded
+from parallel.runtime.communicate import named_collective
 from parallel.schedule.states import Open, StatePlan
 
 
@@ -43,7 +43,7 @@ def linear_attend(
     mesh: Mesh,
     causal: bool = True,
     chunk: int = CHUNK,
-    stash: Stash | None = None,
+    recompute_cache: RecomputeCache | None = None,
     agree_again: bool = False,
 ) -> Tensor:
     """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
@@ -52,23 +52,22 @@ def linear_attend(
     flattened rows, or B stacked sequences of the same documents. ``cu_seqlens`` are global (default: one document).
     Returns [B, t, H, V] in q's dtype, equal to one process's result but for rounding, the same bits every time. Every
     rank of the context group must call it alike; with the first use of a layout and documents (or ``agree_again``) they
-    compare what they were given. A ``stash`` keeps the states that entered this rank's segments: recomputing the layer
-    sends nothing. ConfigError when the layout deals single tokens (striped) or shapes do not fit it; ClusterError when
-    a rank differs, dies or is too late.
-    """
+    compare what they were given. A ``recompute_cache`` keeps the states that entered this rank's segments: recomputing
+    the layer sends nothing. ConfigError when the layout deals single tokens (striped) or shapes do not fit it;
+    ClusterError when a rank differs, dies or is too late."""
     B, t = q_BtHD.shape[:2]
     share = layout.num_local(mesh.context_rank)
     plan = StatePlan.build(layout, cu_seqlens, causal=causal)
     if t != share and B * t == share:  # rows of a flattened micro-batch
         q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-    if stash is None or not stash.replaying:  # a layer that is computed again has agreed already
+    if recompute_cache is None or not recompute_cache.recomputing:  # a layer that is computed again has agreed already
         words = (
             f"linear attention, {q_BtHD.shape[0]} × {tuple(k_BtKD.shape[2:])} and {v_BtKV.shape[-1]}, {q_BtHD.dtype}"
         )
         agree(plan, mesh, words, _problem(q_BtHD, k_BtKD, v_BtKV, share, mesh), again=agree_again)
     exchange: StateExchange | None = _AllGather(mesh, plan) if plan.num_given else None
-    if exchange is not None and stash is not None:
-        exchange = _Stashed(exchange, stash)
+    if exchange is not None and recompute_cache is not None:
+        exchange = _Stashed(exchange, recompute_cache)
     segments = plan.segments(mesh.context_rank)
     out, _ = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, causal=causal, exchange=exchange, chunk=chunk)
     return out.view(B, t, *out.shape[2:])
@@ -97,7 +96,7 @@ class ContextParallelLinearAttention:
         cache: KVCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
         if cache is not None:
@@ -110,7 +109,7 @@ class ContextParallelLinearAttention:
             cu_seqlens=mask.cu_seqlens,
             mesh=self.mesh,
             causal=mask.causal,
-            stash=stash,
+            recompute_cache=recompute_cache,
             agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
         )
 
@@ -167,11 +166,13 @@ class _AllGather:
         padded = torch.cat((mine_sBKDW, mine_sBKDW.new_zeros(slots - len(mine_sBKDW), *state)))
         everything = padded.new_empty(self.mesh.context * slots, *state)
         group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
-        work = guarded(lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described)
+        work = named_collective(
+            lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described
+        )
         own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
-            guarded(work.wait, described)
+            named_collective(work.wait, described)
             by_rank = everything.view(self.mesh.context, slots, *state)
             sums = padded.new_zeros(len(own), *state)  # which also kept the outgoing states alive until here
             if before:
@@ -188,17 +189,17 @@ class _Stashed:
     """An exchange whose first result is kept, and is the result when the layer is computed again."""
 
     exchange: StateExchange
-    stash: Stash
+    recompute_cache: RecomputeCache
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        known = self.stash.recall()
+        known = self.recompute_cache.load()
         if known is not None:
             return lambda: known[0]
         arriving = self.exchange.carry(given_sBKDW)
 
         def finish() -> Tensor:
             taken = arriving()
-            self.stash.keep(taken)
+            self.recompute_cache.save(taken)
             return taken
 
         return finish

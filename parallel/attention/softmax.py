@@ -2,8 +2,8 @@
 
 Axes: B batch, t this rank's tokens, n the tokens of its ring index (all ranks that share rows together), H query heads,
 K key/value heads, h and k this rank's share of them, D query/key head size, V value head size. Partial results, and the
-gradients on the wire, are float32 (float64 for float64 inputs): rounding does not grow with the number of ranks.
-"""
+gradients between ranks, are float32 (float64 for float64 inputs): rounding does not grow with the number
+of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.strided import add_strided_gradients, attend_strided_
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 from parallel.mesh import Mesh
 from parallel.runtime.agreement import agree
 from parallel.schedule.heads import HeadSplit
@@ -44,9 +44,9 @@ def attend(
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
     transport: str = "auto",
-    wire: torch.dtype | None = None,
+    communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
-    stash: Stash | None = None,
+    recompute_cache: RecomputeCache | None = None,
     agree_again: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries over every key of the sequence that the schedule's mask lets them see.
@@ -57,11 +57,10 @@ def attend(
     were given before the first byte travels.
 
     ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
-    are learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto. ``wire`` is the
-    dtype of gradients under way (default: float32, float64 for float64 inputs). ``deterministic`` asks for kernels
-    whose backward repeats to the bit.
-    ConfigError for what a kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late.
-    """
+    are learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto.
+    ``communication_dtype`` is the dtype of gradients under way (default: float32, float64 for float64 inputs).
+    ``deterministic`` asks for kernels whose backward repeats to the bit. ConfigError for what a kernel, layout or mesh
+    cannot do; ClusterError when a rank differs, dies or is too late."""
     B, t = q_BtHD.shape[:2]
     share = schedule.layout.num_local(mesh.context_rank)
     options: dict[str, Any] = {
@@ -72,20 +71,34 @@ def attend(
         "scores": scores,
         "sinks_H": sinks_H,
         "transport": transport,
-        "wire": wire,
+        "communication_dtype": communication_dtype,
         "deterministic": deterministic,
-        "stash": stash,
+        "recompute_cache": recompute_cache,
         "agree_again": agree_again,
     }
     if t != share and B * t == share:  # rows of a flattened micro-batch
         q, k, v = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
         return attend(q, k, v, **options).unflatten(1, (B, t)).squeeze(0)
     scores = _check_scores(scores, scale, q_BtHD.shape[-1])
-    if stash is None or not stash.replaying:  # a layer that is computed again has agreed already, and sends nothing
-        words = _words(q_BtHD, k_BtKD, v_BtKV, scores, transport, wire)
+    if (
+        recompute_cache is None or not recompute_cache.recomputing
+    ):  # a layer that is computed again has agreed already, and sends nothing
+        words = _words(q_BtHD, k_BtKD, v_BtKV, scores, transport, communication_dtype)
         problem = _problem(q_BtHD, k_BtKD, v_BtKV, sinks_H, schedule, mesh)
         agree(schedule, mesh, words, problem, again=agree_again)
-    call = _build_call(q_BtHD, k_BtKD, v_BtKV, schedule, mesh, kernel, scores, transport, wire, deterministic, stash)
+    call = _build_call(
+        q_BtHD,
+        k_BtKD,
+        v_BtKV,
+        schedule,
+        mesh,
+        kernel,
+        scores,
+        transport,
+        communication_dtype,
+        deterministic,
+        recompute_cache,
+    )
     table = None if scores.relative_bias is None else scores.relative_bias.table_NH
     return _Attention.apply(q_BtHD, k_BtKD, v_BtKV, table, sinks_H, call)
 
@@ -102,7 +115,7 @@ class _Call:
     heads: HeadSplit
     num_heads: int
     num_kv_heads: int
-    stash: Stash | None
+    recompute_cache: RecomputeCache | None
 
     @property
     def query_heads(self) -> slice:
@@ -140,16 +153,16 @@ class _Call:
 class _Attention(torch.autograd.Function):
     """Rows to heads, the visits, heads to rows; and the way back.
 
-    Without a stash what the kernel saw is kept for backward. With one (the layer is recomputed) q, k and v come as the
-    recomputation makes them and are traded for heads again in backward, so that recomputing sends nothing.
+    Without a recompute_cache what the kernel saw is kept for backward. With one (the layer is recomputed) q, k and v
+    come as the recomputation makes them and are traded for heads again in backward, so that recomputing sends nothing.
     """
 
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sinks: Tensor | None, call: _Call
     ) -> Tensor:
-        ctx.call, ctx.lean = call, call.stash is not None
-        known = None if call.stash is None else call.stash.recall()
+        ctx.call, ctx.lean = call, call.recompute_cache is not None
+        known = None if call.recompute_cache is None else call.recompute_cache.load()
         if known is not None:
             out, lse = known
             ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -160,8 +173,8 @@ class _Attention(torch.autograd.Function):
             out_heads, lse = apply_sinks(out_heads, lse, sinks[call.query_heads])
         out_heads = out_heads.to(q.dtype)
         out = call.to_rows(out_heads)
-        if call.stash is not None:
-            call.stash.keep(out.detach(), lse)
+        if call.recompute_cache is not None:
+            call.recompute_cache.save(out.detach(), lse)
             ctx.save_for_backward(q, k, v, out, lse, sinks)
         else:
             ctx.save_for_backward(*heads, out_heads, lse, sinks)
@@ -251,9 +264,9 @@ def _build_call(
     kernel: str,
     scores: Scores,
     transport: str,
-    wire: torch.dtype | None,
+    communication_dtype: torch.dtype | None,
     deterministic: bool,
-    stash: Stash | None,
+    recompute_cache: RecomputeCache | None,
 ) -> _Call:
     H, K = q.shape[2], k.shape[2]
     heads = HeadSplit.build(H, K, mesh.ulysses)
@@ -275,14 +288,14 @@ def _build_call(
     if scores.needs_distances:
         schedule = schedule.with_distances()
     return _Call(
-        transport=build_transport(transport, schedule, mesh, wire=wire),
+        transport=build_transport(transport, schedule, mesh, communication_dtype=communication_dtype),
         kernel=choose_kernel(kernel, request),
         scores=scores.of_heads(start, stop),
         mesh=mesh,
         heads=heads,
         num_heads=H,
         num_kv_heads=K,
-        stash=stash,
+        recompute_cache=recompute_cache,
     )
 
 
@@ -292,12 +305,14 @@ def _check_scores(scores: Scores | None, scale: float | None, head_dim: int) -> 
     return Scores(scale=head_dim**-0.5 if scale is None else scale) if scores is None else scores
 
 
-def _words(q: Tensor, k: Tensor, v: Tensor, scores: Scores, transport: str, wire: torch.dtype | None) -> str:
+def _words(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, transport: str, communication_dtype: torch.dtype | None
+) -> str:
     """What every rank must have been given alike, besides the schedule."""
     B, _, H, D = q.shape
     return (
         f"{B} × {H}/{k.shape[2]} heads of {D} (values {v.shape[3]}), {q.dtype}, scale {scores.scale:.6g}, soft cap "
-        f"{scores.softcap}, transport {transport}, gradients as {wire or accumulate_dtype(q.dtype)}"
+        f"{scores.softcap}, transport {transport}, gradients as {communication_dtype or accumulate_dtype(q.dtype)}"
     )
 
 

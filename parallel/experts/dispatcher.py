@@ -22,10 +22,10 @@ from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import Arrival, LocalDispatcher, Trip
 from parallel.mesh import Mesh
-from parallel.runtime.communicate import guarded
+from parallel.runtime.communicate import named_collective
 
 _IDS = torch.int16
-"""On the wire: which of a rank's experts."""
+"""As it is sent: which of a rank's experts."""
 
 
 class Planned(NamedTuple):
@@ -73,7 +73,9 @@ class AllToAllDispatcher:
         sent_pt2 = counts_tp2.transpose(0, 1).contiguous()
         received_pt2 = torch.empty_like(sent_pt2)
         described = f"{self._who} telling how many tokens it sends to experts"
-        guarded(lambda: dist.all_to_all_single(received_pt2, sent_pt2, group=self.mesh.expert_group), described)
+        named_collective(
+            lambda: dist.all_to_all_single(received_pt2, sent_pt2, group=self.mesh.expert_group), described
+        )
         assert (p, e) == (len(sent_pt2), len(range(self.share.start, self.share.stop)))
         sent, received = torch.stack((sent_pt2, received_pt2)).transpose(1, 2).tolist()
         return [
@@ -122,7 +124,7 @@ class AllToAllDispatcher:
         packed = outgoing_UX.contiguous().view(torch.uint8)
         arriving = packed.new_empty(sum(sizes_from), *packed.shape[1:])
         described = f"{self._who} {what}"
-        work = guarded(
+        work = named_collective(
             lambda: dist.all_to_all_single(
                 arriving, packed, list(sizes_from), list(sizes_to), group=self.mesh.expert_group, async_op=True
             ),
@@ -143,7 +145,7 @@ class _Coming:
 
     def wait(self) -> Tensor:
         """The rows. ClusterError when a rank is gone or too late."""
-        guarded(self.work.wait, self.described)
+        named_collective(self.work.wait, self.described)
         self.outgoing = None
         return self.arriving.view(self.dtype)
 
@@ -197,8 +199,8 @@ class _Trip:
     def num_rows(self) -> int | None:
         return self.planned.choices
 
-    def dispatch(self, of_tokens_nX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
-        rows_UX = of_tokens_nX.to(wire).index_select(0, self.token_U)
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
+        rows_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
         return self.by.start(rows_UX, self.planned.rows_to, self.planned.rows_from, "sending tokens to experts")
 
     def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
@@ -210,9 +212,9 @@ class _Trip:
         coming = self.by.start(both, self.planned.rows_to, self.planned.rows_from, "sending choices to experts")
         return _ChoicesComing(coming, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
 
-    def combine(self, of_tokens_SX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
         planned, what = self.planned, "returning what experts made of tokens"
-        coming = self.by.start(of_tokens_SX.to(wire), planned.rows_from, planned.rows_to, what)
+        coming = self.by.start(of_tokens_SX.to(communication_dtype), planned.rows_from, planned.rows_to, what)
         return _SumsComing(coming, self.token_U, planned.rows_to, len(self.experts_nk))
 
     def bytes_sent(self, bytes_per_token: int) -> int:
@@ -225,7 +227,7 @@ def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
         return values_NX
     values = values_NX.contiguous()
     everyone = values.new_empty(mesh.context * len(values), *values.shape[1:])
-    guarded(
+    named_collective(
         lambda: dist.all_gather_into_tensor(everyone, values, group=mesh.context_group),
         f"rank {mesh.rank} gathering choices of experts",
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from longctx.errors import ClusterError
 
 
-def guarded(action: Callable, described: str):
+def named_collective(action: Callable, described: str):
     """What ``action`` returns; a ClusterError that says what was under way where communication fails."""
     try:
         return action()

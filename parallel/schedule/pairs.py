@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 from parallel.layout.sequence import Run
 
 
@@ -103,7 +103,7 @@ class Rows:
         return np.stack((document, start + step * local, edges[document + 1] - local, local))
 
 
-def own_pairs(rows: Rows, causal: bool) -> list[Pair]:
+def own_pairs(rows: Rows, causal: bool) -> list[AttentionSlice]:
     """A rank's rows among themselves without a window: one pair a document.
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
@@ -112,21 +112,21 @@ def own_pairs(rows: Rows, causal: bool) -> list[Pair]:
     if rows.has_one_run:
         _, _, count, local = rows.columns
         first, last = local.tolist(), (local + count).tolist()
-        return [Pair(a, b, a, b, lo) for a, b in zip(first, last, strict=True)]
+        return [AttentionSlice(a, b, a, b, lo) for a, b in zip(first, last, strict=True)]
     found = []
     for segments in rows.of_document.values():
         first, last = segments[0].local, segments[-1].local + segments[-1].count
-        found.append(Pair(first, last, first, last, lo))
+        found.append(AttentionSlice(first, last, first, last, lo))
     return found
 
 
-def whole_pairs(queries: Rows, keys: Rows, causal: bool) -> list[Pair]:
+def whole_pairs(queries: Rows, keys: Rows, causal: bool) -> list[AttentionSlice]:
     """Pairs between two ranks' runs of neighbouring tokens, without a window: full rectangles only.
 
     Ranges of two ranks never overlap, so what a query segment sees of a document on the other rank is the rows before
     it: a prefix of that document's rows there, which are neighbours.
     """
-    found: list[Pair] = []
+    found: list[AttentionSlice] = []
     for q in queries.segments:
         theirs = keys.of_document.get(q.document)
         if theirs is None:
@@ -135,7 +135,7 @@ def whole_pairs(queries: Rows, keys: Rows, causal: bool) -> list[Pair]:
         if not num_seen:
             continue
         first, last = theirs[0], theirs[num_seen - 1]
-        pair = Pair(q.local, q.local + q.count, first.local, last.local + last.count)
+        pair = AttentionSlice(q.local, q.local + q.count, first.local, last.local + last.count)
         before = found[-1] if found else None
         if before and (before.q_stop, before.k_start, before.k_stop) == (pair.q_start, pair.k_start, pair.k_stop):
             found[-1] = before._replace(q_stop=pair.q_stop)
@@ -144,7 +144,9 @@ def whole_pairs(queries: Rows, keys: Rows, causal: bool) -> list[Pair]:
     return found
 
 
-def band_pairs(queries: Rows, keys: Rows, bounds: Bounds, cu_seqlens: Sequence[int], sink_tokens: int) -> list[Pair]:
+def band_pairs(
+    queries: Rows, keys: Rows, bounds: Bounds, cu_seqlens: Sequence[int], sink_tokens: int
+) -> list[AttentionSlice]:
     """Pairs between two ranks' segments, one for each two that meet, with their exact distances.
 
     Where the two step differently (a key layout of its own) i − j is no measure of distance; there each query row is a
@@ -179,12 +181,12 @@ def _first_tokens(k: Segment, end: int, step: int) -> Segment:
     return k._replace(count=max(0, min(k.count, -((k.start - end) // step))))
 
 
-def _between(q: Segment, k: Segment, step: int, bounds: Bounds) -> Pair:
+def _between(q: Segment, k: Segment, step: int, bounds: Bounds) -> AttentionSlice:
     """Two segments under the bounds, before anything is trimmed."""
     offset = (q.start - step * q.local) - (k.start - step * k.local)
     lo = None if bounds.least is None else -((offset - bounds.least) // step)
     hi = None if bounds.most is None else (bounds.most - offset) // step
-    return Pair(q.local, q.local + q.count, k.local, k.local + k.count, lo, hi, step, offset)
+    return AttentionSlice(q.local, q.local + q.count, k.local, k.local + k.count, lo, hi, step, offset)
 
 
 class Bands:
@@ -206,7 +208,7 @@ class Bands:
         last = np.append(first[1:], len(start)) - 1
         return tuple(zip(start[first].tolist(), reach[last].tolist(), strict=True))
 
-    def pairs(self, rows: Sequence[tuple[int, int]] | None = None, first_query: int = 0) -> list[Pair]:
+    def pairs(self, rows: Sequence[tuple[int, int]] | None = None, first_query: int = 0) -> list[AttentionSlice]:
         """The pairs; with ``rows`` key rows are counted in these, packed, and query rows from ``first_query``."""
         k0 = self.columns[2]
         keys = np.zeros_like(k0)
@@ -252,16 +254,16 @@ def meet(
     return np.stack((q0, q1, k0, k1, lo, hi, offset))[:, some]
 
 
-def column_pairs(columns: np.ndarray, queries: np.ndarray | int, keys: np.ndarray, step: int) -> list[Pair]:
+def column_pairs(columns: np.ndarray, queries: np.ndarray | int, keys: np.ndarray, step: int) -> list[AttentionSlice]:
     """What ``meet`` returned as pairs, query rows counted ``queries`` and key rows ``keys`` further on."""
     q0, q1, k0, k1, lo, hi, offset = columns
     by = queries - keys
     moved = (x.tolist() for x in (q0 + queries, q1 + queries, k0 + keys, k1 + keys))
     bounds = (_shifted(bound, by) for bound in (lo, hi))
-    return list(map(Pair._make, zip(*moved, *bounds, repeat(step), (offset - step * by).tolist())))
+    return list(map(AttentionSlice._make, zip(*moved, *bounds, repeat(step), (offset - step * by).tolist())))
 
 
-def trim(pair: Pair) -> Pair | None:
+def trim(pair: AttentionSlice) -> AttentionSlice | None:
     """The same work without rows that see nothing, keys that nobody sees and bounds that hold anyway; None if empty."""
     q0, q1, k0, k1, lo, hi = pair.q_start, pair.q_stop, pair.k_start, pair.k_stop, pair.lo, pair.hi
     if lo is not None:
@@ -274,10 +276,10 @@ def trim(pair: Pair) -> Pair | None:
         lo = None
     if hi is not None and hi >= (q1 - 1) - k0:
         hi = None
-    return Pair(q0, q1, k0, k1, lo, hi, pair.step, pair.offset)
+    return AttentionSlice(q0, q1, k0, k1, lo, hi, pair.step, pair.offset)
 
 
-def area(pair: Pair) -> int:
+def area(pair: AttentionSlice) -> int:
     """Pairs of rows inside the band: a causal pair of n rows has n(n+1)/2."""
     n, m, first = pair.q_stop - pair.q_start, pair.k_stop - pair.k_start, pair.q_start - pair.k_start
     most = n * m if pair.hi is None else _at_most(n, m, pair.hi - first)

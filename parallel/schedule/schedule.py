@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 from longctx.model.attention.strided import Strided, reach
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.heads import AttentionShape, HeadSplit
@@ -40,7 +40,7 @@ class Hop:
     """The owner's local rows that travel, in ascending order; the receiver sees them packed together."""
     queries: tuple[int, int]
     """Hull [start, stop) of the local query rows with work."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[AttentionSlice, ...]
     """The work; query rows count from ``queries[0]``, key rows from the first packed row."""
     strided: Strided | None = None
     """What a stride adds to it, rows counted likewise."""
@@ -140,14 +140,14 @@ class Schedule:
         """The work of ring index ``receiver`` with the keys of ring index ``owner``."""
         return self.cached((receiver, owner), lambda: self._build_hop(receiver, owner))
 
-    def pairs(self, rank: int) -> tuple[tuple[Pair, ...], ...]:
+    def pairs(self, rank: int) -> tuple[tuple[AttentionSlice, ...], ...]:
         """For each hop its pairs, query rows counted in the ring index's rows and key rows as they arrive.
 
         A stride's work is not in them: it counts rows in another order, see ``Hop.strided``.
         """
         return tuple(tuple(p.shifted(queries=hop.queries[0]) for p in hop.pairs) for hop in self.hops(rank))
 
-    def pairs_in_place(self, receiver: int, owner: int) -> list[Pair]:
+    def pairs_in_place(self, receiver: int, owner: int) -> list[AttentionSlice]:
         """The work with both rows counted in the ring indices' own rows, as when all of the owner's rows are there."""
         if owner == receiver and self._plain and self.key_layout is self.layout:
             return own_pairs(self._rows(owner), self.causal)
@@ -185,7 +185,9 @@ class Schedule:
 
     def work(self, rank: int) -> int:
         """Query-key pairs of tokens that a rank's ring index computes, for each head."""
-        strided = [cast(tuple[Pair, ...], hop.strided.pairs) for hop in self.hops(rank) if hop.strided is not None]
+        strided = [
+            cast(tuple[AttentionSlice, ...], hop.strided.pairs) for hop in self.hops(rank) if hop.strided is not None
+        ]
         return sum(area(pair) for pairs in (*self.pairs(rank), *strided) for pair in pairs)
 
     def imbalance(self) -> float:
@@ -318,7 +320,7 @@ def check_stride(stride: int, window: int | None, sink_tokens: int, causal: bool
         )
 
 
-def _packed(pairs: Sequence[Pair], rows: Ranges, by_queries: int) -> list[Pair]:
+def _packed(pairs: Sequence[AttentionSlice], rows: Ranges, by_queries: int) -> list[AttentionSlice]:
     """The pairs with key rows counted in the packed rows that travel."""
     starts = [start for start, _ in rows]
     shifts = [packed - start for (start, _), (packed, _) in zip(rows, locate(rows, rows), strict=True)]

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 from longctx.model.attention.strided import Strided
 from parallel.mesh import Mesh
-from parallel.runtime.communicate import guarded
+from parallel.runtime.communicate import named_collective
 from parallel.schedule.schedule import Schedule
 from parallel.transport.visit import Visit
 
@@ -23,8 +23,8 @@ class AllGather:
     float32 gradients in backward). Gradients go home in one all-to-all and are added in the order of the ring.
     """
 
-    def __init__(self, schedule: Schedule, mesh: Mesh, wire: torch.dtype | None) -> None:
-        self.schedule, self.mesh, self.wire = schedule, mesh, wire
+    def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
+        self.schedule, self.mesh, self.communication_dtype = schedule, mesh, communication_dtype
 
     def run(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[Visit], None]) -> None:
         gathering = [self._gather(x) for x in (k_BnKD, v_BnKV)]
@@ -51,7 +51,7 @@ class AllGather:
         rows = slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank))
         return Visit(keys, values, rows, self._pairs(), self._strided())
 
-    def _pairs(self) -> tuple[Pair, ...]:
+    def _pairs(self) -> tuple[AttentionSlice, ...]:
         """The work with all other ranks, key rows counted in the gathered rows."""
         schedule, me = self.schedule, self.mesh.ring_rank
         return schedule.cached(
@@ -84,7 +84,7 @@ class AllGather:
         x = x.contiguous()
         got = x.new_empty(self.mesh.ring_degree, *x.shape)
         described = f"rank {self.mesh.rank} gathering keys and values"
-        work = guarded(
+        work = named_collective(
             lambda: dist.all_gather_into_tensor(
                 got.view(-1, *x.shape[1:]), x, group=self.mesh.ring_group, async_op=True
             ),
@@ -94,14 +94,19 @@ class AllGather:
 
     def _gathered(self, got: Tensor, _outgoing: Tensor, works: list) -> Tensor:
         """[B, ring · n, …] once it is there."""
-        guarded(lambda: [work.wait() for work in works], f"rank {self.mesh.rank} gathering keys and values")
+        named_collective(lambda: [work.wait() for work in works], f"rank {self.mesh.rank} gathering keys and values")
         return got[:, 0].flatten(0, 1).unsqueeze(0) if got.shape[1] == 1 else got.transpose(0, 1).flatten(1, 2)
 
     def _add_home(self, total_BnKD: Tensor, grad_BsKD: Tensor) -> None:
         ring, (B, n, *rest) = self.mesh.ring_degree, total_BnKD.shape
-        parts = grad_BsKD.view(B, ring, n, *rest).transpose(0, 1).to(self.wire or grad_BsKD.dtype).contiguous()
+        parts = (
+            grad_BsKD.view(B, ring, n, *rest)
+            .transpose(0, 1)
+            .to(self.communication_dtype or grad_BsKD.dtype)
+            .contiguous()
+        )
         got = torch.empty_like(parts)
-        guarded(
+        named_collective(
             lambda: dist.all_to_all_single(got, parts, group=self.mesh.ring_group),
             f"rank {self.mesh.rank} returning gradients of gathered keys and values",
         )

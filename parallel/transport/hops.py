@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
-from parallel.runtime.communicate import guarded
+from parallel.runtime.communicate import named_collective
 from parallel.schedule.rows import Ranges, locate, num_rows
 from parallel.schedule.schedule import Schedule
 from parallel.transport.visit import Visit
@@ -43,7 +43,7 @@ class _Coming:
 
     def wait(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that arrived; None when nothing was to come. ClusterError when the peer is gone or too late."""
-        guarded(lambda: [work.wait() for work in self.works], self.described)
+        named_collective(lambda: [work.wait() for work in self.works], self.described)
         self.outgoing = ()
         return self.tensors
 
@@ -63,8 +63,8 @@ class Hops:
     ring indices in one "node" there is no outer step: every rank receives straight from the owner.
     """
 
-    def __init__(self, schedule: Schedule, mesh: Mesh, places: int, wire: torch.dtype | None) -> None:
-        self.schedule, self.mesh, self.places, self.wire = schedule, mesh, places, wire
+    def __init__(self, schedule: Schedule, mesh: Mesh, places: int, communication_dtype: torch.dtype | None) -> None:
+        self.schedule, self.mesh, self.places, self.communication_dtype = schedule, mesh, places, communication_dtype
         self.me = mesh.ring_rank
         self.node, self.place = divmod(self.me, places)
         self.num_nodes = mesh.ring_degree // places
@@ -201,10 +201,10 @@ class Hops:
         return self._exchange(outgoing, self._counterpart(-m), incoming, self._counterpart(m), _HOME, rows)
 
     def _to_wire(self, grads: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-        return () if grads is None else tuple(g.to(self.wire or g.dtype).contiguous() for g in grads)
+        return () if grads is None else tuple(g.to(self.communication_dtype or g.dtype).contiguous() for g in grads)
 
     def _empty_gradients(self, like: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor] | None:
-        return _empty(like, rows, self.wire or accumulate_dtype(like[0].dtype))
+        return _empty(like, rows, self.communication_dtype or accumulate_dtype(like[0].dtype))
 
     def _exchange(
         self,
@@ -224,7 +224,7 @@ class Hops:
 
 
 def _started(ops: list, described: str) -> list:
-    return guarded(lambda: dist.batch_isend_irecv(ops), described) if ops else []
+    return named_collective(lambda: dist.batch_isend_irecv(ops), described) if ops else []
 
 
 def _take(tensors: tuple[Tensor, Tensor], rows: Ranges) -> tuple[Tensor, Tensor]:

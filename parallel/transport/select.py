@@ -20,15 +20,17 @@ from parallel.transport.visit import Transport
 TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
 
 
-def build_transport(name: str, schedule: Schedule, mesh: Mesh, *, wire: torch.dtype | None = None) -> Transport:
-    """The transport called ``name``, or the one that ``auto`` stands for; gradients travel in ``wire``.
+def build_transport(
+    name: str, schedule: Schedule, mesh: Mesh, *, communication_dtype: torch.dtype | None = None
+) -> Transport:
+    """The transport called ``name``, or the one that ``auto`` stands for; gradients travel in ``communication_dtype``.
 
-    Without ``wire`` that is float32, float64 for float64 inputs. ConfigError for an unknown name.
+    Without ``communication_dtype`` that is float32, float64 for float64 inputs. ConfigError for an unknown name.
     """
     name = resolve_transport(name, mesh)
     if name == "all_gather":
-        return AllGather(schedule, mesh, wire)
-    return Hops(schedule, mesh, mesh.ring_degree if name == "p2p" else mesh.ring_places, wire)
+        return AllGather(schedule, mesh, communication_dtype)
+    return Hops(schedule, mesh, mesh.ring_degree if name == "p2p" else mesh.ring_places, communication_dtype)
 
 
 def resolve_transport(name: str, mesh: Mesh) -> str:

@@ -35,7 +35,7 @@ def test_a_ring_on_one_device_is_exact():
     _, kernel = next(iter(setting.kernels().items()))
     bounds = benchmark.packed_documents(512, 60)
     assert bounds[-1] == 512
-    pairs = tuple(benchmark.Pair(a, b, a, b, 0) for a, b in pairwise(bounds))
+    pairs = tuple(benchmark.AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
     q, k, v, dout = setting.tensors(512)
     out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
     dq = kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)[0]

@@ -84,6 +84,6 @@ def whole_batch(tokens_BT: torch.Tensor) -> Batch:
         tokens=tokens_BT.reshape(1, -1),
         targets=targets.reshape(1, -1),
         positions=torch.arange(length).repeat(rows)[None],
-        documents=torch.arange(rows).repeat_interleave(length)[None],
+        document_ids=torch.arange(rows).repeat_interleave(length)[None],
         cu_seqlens=torch.arange(rows + 1) * length,
     )

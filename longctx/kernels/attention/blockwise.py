@@ -26,7 +26,7 @@ from longctx.kernels.attention.bias import (
     table_gradient,
     tile_distances,
 )
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -49,7 +49,7 @@ class BlockwiseKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         partial = accumulate_dtype(q_BtHD.dtype)
@@ -71,7 +71,7 @@ class BlockwiseKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AttentionSlice],
         *,
         scores: Scores,
     ) -> Gradients:
@@ -100,7 +100,7 @@ class BlockwiseKernel:
 class _Work(NamedTuple):
     """One tile, and what its scores depend on."""
 
-    pair: Pair
+    pair: AttentionSlice
     q: slice
     tile: Tile
     scores: Scores
@@ -139,7 +139,7 @@ def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pair: Pair, block: RowBlock, scores: Scores
+    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pair: AttentionSlice, block: RowBlock, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
     found: tuple[Tensor, Tensor] | None = None

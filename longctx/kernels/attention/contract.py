@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Pair(NamedTuple):
+class AttentionSlice(NamedTuple):
     """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
 
     i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
@@ -32,11 +32,11 @@ class Pair(NamedTuple):
     step: int = 1
     offset: int = 0
 
-    def shifted(self, *, queries: int = 0, keys: int = 0) -> Pair:
+    def shifted(self, *, queries: int = 0, keys: int = 0) -> AttentionSlice:
         """The same work with query rows counted ``queries``, key rows ``keys`` further on."""
         by = queries - keys
         lo, hi = (None if bound is None else bound + by for bound in (self.lo, self.hi))
-        return Pair(
+        return AttentionSlice(
             self.q_start + queries,
             self.q_stop + queries,
             self.k_start + keys,
@@ -152,7 +152,7 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
         ...
@@ -165,7 +165,7 @@ class AttentionKernel(Protocol):
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AttentionSlice],
         *,
         scores: Scores,
     ) -> Gradients:

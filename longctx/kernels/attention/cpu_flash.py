@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import has_native_bfloat16
@@ -77,7 +77,7 @@ class CpuFlashKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
         shape = (*q_BtHD.shape[:-1], v_BsKV.shape[-1])
@@ -104,7 +104,7 @@ class CpuFlashKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AttentionSlice],
         *,
         scores: Scores,
     ) -> Gradients:
@@ -129,7 +129,7 @@ class CpuFlashKernel:
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
 
 
-def _blocks(pairs: Sequence[Pair], size: int) -> Iterator[RowBlock]:
+def _blocks(pairs: Sequence[AttentionSlice], size: int) -> Iterator[RowBlock]:
     return (block for pair in pairs for block in row_blocks(pair, rows=size, keys=size))
 
 

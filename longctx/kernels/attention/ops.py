@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, RelativeBias, Scores
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -41,11 +41,12 @@ def forward(
     q_BtHD: Tensor,
     k_BsKD: Tensor,
     v_BsKV: Tensor,
-    pairs: Sequence[Pair] | Tensor,
+    pairs: Sequence[AttentionSlice] | Tensor,
     *,
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """What the ``forward`` of the kernel of that name returns, through the operator; ``pairs`` may be a ``pair_table``.
+    """What the ``forward`` of the kernel of that name returns, through the operator; ``pairs`` may be a
+    ``slice_table``.
 
     Autograd sees nothing of this: call it inside an ``autograd.Function``.
     """
@@ -60,7 +61,7 @@ def backward(
     v_BsKV: Tensor,
     out_BtHV: Tensor,
     lse_BtH: Tensor,
-    pairs: Sequence[Pair] | Tensor,
+    pairs: Sequence[AttentionSlice] | Tensor,
     *,
     scores: Scores,
 ) -> Gradients:
@@ -71,22 +72,23 @@ def backward(
 
 
 @lru_cache(maxsize=1024)
-def pair_table(pairs: tuple[Pair, ...]) -> Tensor:
-    """The pairs as rows [P, 8] of an int64 tensor on the CPU, fields in ``Pair``'s order, ``OPEN`` for None."""
+def slice_table(pairs: tuple[AttentionSlice, ...]) -> Tensor:
+    """The pairs as rows [P, 8] of an int64 tensor on the CPU, fields in ``AttentionSlice``'s order, ``OPEN`` for
+    None."""
     rows = [(p.q_start, p.q_stop, p.k_start, p.k_stop, _bound(p.lo), _bound(p.hi), p.step, p.offset) for p in pairs]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 8)
 
 
-def table_pairs(table_P8: Tensor) -> tuple[Pair, ...]:
-    """The inverse of ``pair_table``; rows of equal content give the same object again."""
+def table_slices(table_P8: Tensor) -> tuple[AttentionSlice, ...]:
+    """The inverse of ``slice_table``; rows of equal content give the same object again."""
     return _pairs_of_bytes(table_P8.numpy().tobytes())
 
 
 @lru_cache(maxsize=1024)
-def _pairs_of_bytes(content: bytes) -> tuple[Pair, ...]:
+def _pairs_of_bytes(content: bytes) -> tuple[AttentionSlice, ...]:
     rows = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, 8).tolist() if content else []
     return tuple(
-        Pair(q0, q1, k0, k1, None if lo == OPEN else lo, None if hi == OPEN else hi, step, offset)
+        AttentionSlice(q0, q1, k0, k1, None if lo == OPEN else lo, None if hi == OPEN else hi, step, offset)
         for q0, q1, k0, k1, lo, hi, step, offset in rows
     )
 
@@ -95,9 +97,9 @@ def _bound(value: int | None) -> int:
     return OPEN if value is None else value
 
 
-def _plain(pairs: Sequence[Pair] | Tensor, kernel: str, scores: Scores) -> tuple:
+def _plain(pairs: Sequence[AttentionSlice] | Tensor, kernel: str, scores: Scores) -> tuple:
     """The arguments that follow the operators' tensors."""
-    table = pairs if isinstance(pairs, Tensor) else pair_table(tuple(pairs))
+    table = pairs if isinstance(pairs, Tensor) else slice_table(tuple(pairs))
     bias = scores.relative_bias
     return (
         table,
@@ -124,7 +126,7 @@ def _scores(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, kernel: str, *scores: Any) -> tuple[Tensor, Tensor]:
-    out, lse = KERNELS[kernel].forward(q, k, v, table_pairs(pairs), scores=_scores(*scores))
+    out, lse = KERNELS[kernel].forward(q, k, v, table_slices(pairs), scores=_scores(*scores))
     return out.contiguous(), lse.contiguous()  # the strides that the fake implementation promises
 
 
@@ -139,7 +141,7 @@ def _backward(
     kernel: str,
     *scores: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, table_pairs(pairs), scores=_scores(*scores))
+    grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, table_slices(pairs), scores=_scores(*scores))
     dtable = q.new_empty(0) if grads.dtable_NH is None else grads.dtable_NH.to(accumulate_dtype(q.dtype))
     return grads.dq_BtHD.contiguous(), grads.dk_BsKD.contiguous(), grads.dv_BsKV.contiguous(), dtable.contiguous()
 

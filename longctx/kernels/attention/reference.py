@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.bias import buckets, check_scores, distance_bias, soft_cap
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.dtypes import accumulate_dtype
 
 _ROWS = 512
@@ -26,7 +26,7 @@ class ReferenceKernel:
         return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
@@ -47,7 +47,7 @@ class ReferenceKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AttentionSlice],
         *,
         scores: Scores,
     ) -> Gradients:
@@ -84,19 +84,19 @@ def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
-def _row_blocks(pairs: Sequence[Pair]) -> Iterator[Pair]:
+def _row_blocks(pairs: Sequence[AttentionSlice]) -> Iterator[AttentionSlice]:
     for p in pairs:
         for start in range(p.q_start, p.q_stop, _ROWS):
-            yield Pair(start, min(start + _ROWS, p.q_stop), p.k_start, p.k_stop, p.lo, p.hi, p.step, p.offset)
+            yield AttentionSlice(start, min(start + _ROWS, p.q_stop), p.k_start, p.k_stop, p.lo, p.hi, p.step, p.offset)
 
 
-def _apart(pair: Pair, device: torch.device) -> Tensor:
+def _apart(pair: AttentionSlice, device: torch.device) -> Tensor:
     """i − j of every query row and key row of the pair."""
     i = torch.arange(pair.q_start, pair.q_stop, device=device)[:, None]
     return i - torch.arange(pair.k_start, pair.k_stop, device=device)
 
 
-def _distances(pair: Pair, device: torch.device) -> Tensor:
+def _distances(pair: AttentionSlice, device: torch.device) -> Tensor:
     return pair.step * _apart(pair, device) + pair.offset
 
 
@@ -106,7 +106,7 @@ def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     return products if scores.softcap is None else soft_cap(products, scores.softcap)
 
 
-def _scores(products: Tensor, pair: Pair, scores: Scores) -> Tensor:
+def _scores(products: Tensor, pair: AttentionSlice, scores: Scores) -> Tensor:
     """The products with their biases, −inf outside the pair's band."""
     if scores.needs_distances:
         products = products + distance_bias(scores, _distances(pair, products.device))

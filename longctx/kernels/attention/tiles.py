@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 
 _NARROW = 64
 """Fewest query rows of a block under a narrow window: fewer would leave more calls than work."""
@@ -38,7 +38,7 @@ class RowBlock(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-def row_blocks(pair: Pair, *, rows: int, keys: int) -> Iterator[RowBlock]:
+def row_blocks(pair: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
     """The pair cut into blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
 
     Rows that see no key are left out. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks of about
@@ -62,7 +62,7 @@ def row_blocks(pair: Pair, *, rows: int, keys: int) -> Iterator[RowBlock]:
         yield RowBlock(block, tuple(_tiles(block, pair, lo, hi, keys, narrow)))
 
 
-def _tiles(q: slice, pair: Pair, lo: int | None, hi: int | None, keys: int, narrow: bool) -> Iterator[Tile]:
+def _tiles(q: slice, pair: AttentionSlice, lo: int | None, hi: int | None, keys: int, narrow: bool) -> Iterator[Tile]:
     """The tiles of one block: what ``hi`` cuts, what every row sees whole, what ``lo`` cuts."""
     begin = pair.k_start if hi is None else max(pair.k_start, q.start - hi)
     end = pair.k_stop if lo is None else min(pair.k_stop, q.stop - lo)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 
 
 class KVCache(Protocol):
@@ -41,12 +41,11 @@ class AttentionCore(Protocol):
         cache: KVCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V] in q's dtype.
 
         ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a
-        key without value that every query sees (GPT-OSS). A ``stash`` keeps the result of a layer that backward will
-        recompute, so that the core's work and communication are not done again.
-        """
+        key without value that every query sees (GPT-OSS). A ``recompute_cache`` keeps the result of a layer that
+        backward will recompute, so that the core's work and communication are not done again."""
         ...

@@ -8,7 +8,7 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 
 
 class LocalLinearAttention:
@@ -30,9 +30,10 @@ class LocalLinearAttention:
         cache: KVCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax, and there is nothing to stash."""
+        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax, and there is nothing to
+        recompute_cache."""
         B, T = q_BtHD.shape[:2]
         if cache is not None:
             carried = cache.state(layer)

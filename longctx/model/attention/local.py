@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import KernelRequest, Pair, Scores
+from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.model.attention.core import KVCache
@@ -29,7 +29,7 @@ from longctx.model.attention.strided import (
     continuation,
     strided_work,
 )
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 
 
 class LocalAttention:
@@ -52,7 +52,7 @@ class LocalAttention:
         cache: KVCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         B, T, H, D = q_BtHD.shape
         if sinks_H is not None and sinks_H.shape != (H,):
@@ -69,19 +69,21 @@ class LocalAttention:
         elif mask.num_tokens != B * T:
             raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
         else:
-            table, strided = mask.pair_table, mask.strided if mask.stride else None
+            table, strided = mask.slice_table, mask.strided if mask.stride else None
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
         bias_table = None if scores.relative_bias is None else scores.relative_bias.table_NH
-        out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, strided, kernel, scores, stash)
+        out = _Attention.apply(
+            q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, strided, kernel, scores, recompute_cache
+        )
         return out.view(B, T, H, V)
 
 
-def document_pairs(mask: AttentionMask) -> tuple[Pair, ...]:
+def document_pairs(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     """The pairs of every non-empty document of a mask whose whole sequence lies in this process."""
     return tuple(pair for a, b in pairwise(mask.cu_seqlens) for pair in _visible(a, b, mask))
 
 
-def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Pair, ...]:
+def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
     """The newest ``num_queries`` tokens of one document against all of its ``num_keys``, under the mask's rules."""
     before = num_keys - num_queries
     newest = (p._replace(q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
@@ -90,7 +92,7 @@ def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> 
 
 @torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
 def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Tensor, Strided | None]:
-    table = ops.pair_table(continuation_pairs(mask, num_queries, num_keys))
+    table = ops.slice_table(continuation_pairs(mask, num_queries, num_keys))
     return table, strided_beyond(mask, continuation(num_queries, num_keys))
 
 
@@ -99,23 +101,23 @@ def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
     if not mask.stride or mask.window is None:
         return None
     work = strided_work(pieces, mask.window, mask.stride)
-    return None if work is None else work._replace(pairs=ops.pair_table(work.pairs))
+    return None if work is None else work._replace(pairs=ops.slice_table(work.pairs))
 
 
-def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[Pair]:
+def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:
     """What the queries of a document at rows [start, stop) see: the band of the window, then sink tokens beyond it."""
     if stop <= start:
         return
     window = mask.window
     if window is None or window >= stop - start:  # the window is wider than the document
-        yield Pair(start, stop, start, stop, lo=0 if mask.causal else None)
+        yield AttentionSlice(start, stop, start, stop, lo=0 if mask.causal else None)
         return
-    yield Pair(start, stop, start, stop, lo=0 if mask.causal else 1 - window, hi=window - 1)
+    yield AttentionSlice(start, stop, start, stop, lo=0 if mask.causal else 1 - window, hi=window - 1)
     sinks = min(start + mask.sink_tokens, stop)
     if mask.sink_tokens:
-        yield Pair(start + window, stop, start, sinks, lo=window)
+        yield AttentionSlice(start + window, stop, start, sinks, lo=window)
     if sinks > start + window and not mask.causal:  # sink tokens further ahead than the window reaches
-        yield Pair(start, sinks - window, start + window, sinks, hi=-window)
+        yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
 def _wishes(scores: Scores) -> tuple[bool, bool, bool]:
@@ -165,11 +167,11 @@ class _Attention(torch.autograd.Function):
         strided: Strided | None,
         kernel: str,
         scores: Scores,
-        stash: Stash | None,
+        recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         """``bias_table`` is the one in ``scores``, named here for autograd."""
         ctx.pairs, ctx.strided, ctx.kernel, ctx.scores = pairs, strided, kernel, scores
-        known = None if stash is None else stash.recall()
+        known = None if recompute_cache is None else recompute_cache.load()
         if known is None:
             forward = partial(ops.forward, kernel, scores=scores)
             out, lse = forward(q, k, v, pairs)
@@ -178,8 +180,8 @@ class _Attention(torch.autograd.Function):
             if sinks is not None:
                 out, lse = apply_sinks(out, lse, sinks)
             out = out.to(q.dtype)
-            if stash is not None:
-                stash.keep(out, lse)
+            if recompute_cache is not None:
+                recompute_cache.save(out, lse)
         else:
             out, lse = known
         ctx.save_for_backward(q, k, v, out, lse, sinks)

@@ -33,7 +33,7 @@ class AttentionMask:
     """Documents of the sequence, empty ones too."""
     longest: int = field(init=False, compare=False, repr=False)
     """Tokens of the longest document."""
-    pair_table: Tensor = field(init=False, compare=False, repr=False)
+    slice_table: Tensor = field(init=False, compare=False, repr=False)
     """The work of a process that holds the whole sequence: ``document_pairs`` as a tensor.
 
     Formed here, once, as the counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
@@ -53,7 +53,7 @@ class AttentionMask:
         object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
         object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
         object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
-        object.__setattr__(self, "pair_table", ops.pair_table(document_pairs(self)))
+        object.__setattr__(self, "slice_table", ops.slice_table(document_pairs(self)))
 
     @cached_property
     def strided(self) -> Strided | None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, Pair, merge_
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, merge_
 
 
 class Strided(NamedTuple):
@@ -28,8 +28,8 @@ class Strided(NamedTuple):
     """Query rows (int64), each at most once, in the order in which the pairs count them."""
     keys_m: Tensor
     """Key rows likewise."""
-    pairs: tuple[Pair, ...] | Tensor
-    """The work; a tensor is a ``pair_table``."""
+    pairs: tuple[AttentionSlice, ...] | Tensor
+    """The work; a tensor is a ``slice_table``."""
 
 
 class Piece(NamedTuple):
@@ -80,10 +80,10 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Strided |
     return Strided(torch.cat(queries), torch.cat(keys), tuple(pairs)) if pairs else None
 
 
-def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> Pair:
+def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
     """The newest queries of a class and its keys; the last of each are ``back`` tokens apart."""
     apart = q_stop - k_stop
-    return Pair(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)
+    return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)
 
 
 def attend_strided_(

@@ -35,8 +35,8 @@ class Trip(Protocol):
         """Choices among those that arrive for which this process has the expert; None where only the device knows."""
         ...
 
-    def dispatch(self, of_tokens_nX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
-        """Send something of every token to its experts, as ``wire``; [S, …] arrive. Collective."""
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
+        """Send something of every token to its experts, as ``communication_dtype``; [S, …] arrive. Collective."""
         ...
 
     def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
@@ -46,8 +46,8 @@ class Trip(Protocol):
         """
         ...
 
-    def combine(self, of_tokens_SX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
-        """Send what was made of every token back, as ``wire``. Collective.
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
+        """Send what was made of every token back, as ``communication_dtype``. Collective.
 
         Its sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
         """
@@ -120,13 +120,13 @@ class _NoTrip:
     experts_nk: Tensor
     num_rows: int | None = None
 
-    def dispatch(self, of_tokens_nX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
         return Here(of_tokens_nX)
 
     def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
         return Here((gates_nk, self.experts_nk))
 
-    def combine(self, of_tokens_SX: Tensor, wire: torch.dtype) -> Arrival[Tensor]:
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
         return Here(of_tokens_SX)
 
     def bytes_sent(self, bytes_per_token: int) -> int:

@@ -22,7 +22,7 @@ from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
 from longctx.model.experts.compute_grouped import backward_rows, forward_rows
 from longctx.model.experts.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
 from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 
 T = TypeVar("T")
 
@@ -53,15 +53,15 @@ class Experts(nn.Module):
         gates_Nk: Tensor,
         experts_Nk: Tensor,
         run: ExpertRun | None = None,
-        stash: Stash | None = None,
+        recompute_cache: RecomputeCache | None = None,
         capacity: int | None = None,
     ) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
         An id of −1 leads nowhere: nothing is added, and x and gate get a gradient of exactly 0 through it. ``capacity``
         is the most tokens that one expert is sent of all that share a sequence with this process; where the model pads,
-        experts compute as many rows in any case. With a ``stash`` the result is kept for recomputation, which then
-        computes and sends nothing; backward gets by with x, gates and ids. Collective where experts are spread.
+        experts compute as many rows in any case. With a ``recompute_cache`` the result is kept for recomputation, which
+        then computes and sends nothing; backward gets by with x, gates and ids. Collective where experts are spread.
         """
         run = ExpertRun(LocalDispatcher()) if run is None else run
         dispatcher = run.dispatcher
@@ -69,12 +69,12 @@ class Experts(nn.Module):
         weights = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
         wants = (x_NM, gates_Nk, *(w for w in weights if w is not None))
         is_trained = torch.is_grad_enabled() and any(of.requires_grad for of in wants)
-        keep = run.recompute if stash is None and is_trained else "all"
+        keep = run.recompute if recompute_cache is None and is_trained else "all"
         slots = 0
         if self.pads and capacity is not None:
             slots = dispatcher.most_rows(capacity, run.tile_tokens or len(x_NM))
         how = (self.activation, run.tile_tokens, keep, slots)
-        given = (x_NM, gates_Nk, experts_Nk, *weights, *how, dispatcher, stash)
+        given = (x_NM, gates_Nk, experts_Nk, *weights, *how, dispatcher, recompute_cache)
         return _outside_graphs(*given) if dispatcher.travels else _Experts.apply(*given)
 
 
@@ -110,12 +110,12 @@ class _Experts(torch.autograd.Function):
         keep: str,
         slots: int,
         dispatcher: TokenDispatcher,
-        stash: Stash | None,
+        recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
         how = _How(activation, tile_tokens, keep, slots)
         ctx.how, ctx.dispatcher, ctx.planned, ctx.num_kept = tuple(how), dispatcher, None, []
-        known = None if stash is None else stash.recall(of="experts")
+        known = None if recompute_cache is None else recompute_cache.load(of="experts")
         if known is not None:
             ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights)
             return known[0]
@@ -126,8 +126,8 @@ class _Experts(torch.autograd.Function):
             out_NM, of_tiles, ctx.planned = _forward(x_NM, gates_Nk, experts_Nk, weights, how, dispatcher)
             kept = [tensor for of_tile in of_tiles for tensor in of_tile]
             ctx.num_kept = [len(of_tile) for of_tile in of_tiles]
-        if stash is not None:
-            stash.keep(out_NM, of="experts")
+        if recompute_cache is not None:
+            recompute_cache.save(out_NM, of="experts")
         ctx.save_for_backward(x_NM, gates_Nk, experts_Nk, *weights, *kept)
         return out_NM
 

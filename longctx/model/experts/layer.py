@@ -21,7 +21,7 @@ from longctx.model.experts.router import Router, RouterStats, Routing, expert_ch
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import FeedForward
-from longctx.model.recompute import Stash
+from longctx.model.recompute import RecomputeCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,29 +60,32 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_gate:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, x_BtM: Tensor, call: ExpertCall | None = None, stash: Stash | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x_BtM: Tensor, call: ExpertCall | None = None, recompute_cache: RecomputeCache | None = None
+    ) -> tuple[Tensor, ...]:
         """Output [B, t, M], and the fields of the layer's ``RouterStats`` (S = 0 where the call wants none).
 
-        A ``stash`` keeps the choices of a layer that backward will recompute; the second run weighs them anew, chooses
-        nothing and counts nothing.
-        """
+        A ``recompute_cache`` keeps the choices of a layer that backward will recompute; the second run weighs them
+        anew, chooses nothing and counts nothing."""
         call = ExpertCall() if call is None else call
         x_NM = x_BtM.flatten(0, 1)
         logits_NE = self.gate(x_NM if call.jitter is None else call.jitter(x_BtM, self.layer).flatten(0, 1))
-        routing, chosen_Nk = self._route(logits_NE, call, stash)
+        routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
         capacity = None if call.capacity is None else call.capacity.rows_of_one_expert
-        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, stash, capacity)
+        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache, capacity)
         if self.has_shared_expert:
             shared_NM = self.shared_expert(x_NM)
             if self.has_shared_gate:
                 shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
             out_NM = out_NM + shared_NM
-        counting = stash is None or not stash.replaying
+        counting = recompute_cache is None or not recompute_cache.recomputing
         return out_NM.to(x_BtM.dtype).view_as(x_BtM), *self._stats(logits_NE, routing, chosen_Nk, call, counting)
 
-    def _route(self, logits_NE: Tensor, call: ExpertCall, stash: Stash | None) -> tuple[Routing, Tensor]:
+    def _route(
+        self, logits_NE: Tensor, call: ExpertCall, recompute_cache: RecomputeCache | None
+    ) -> tuple[Routing, Tensor]:
         """Where tokens go, and what was chosen, of which a capacity may have refused some. Decided once."""
-        known = None if stash is None else stash.recall(of="routing")
+        known = None if recompute_cache is None else recompute_cache.load(of="routing")
         if known is not None:
             chosen_Nk, experts_Nk = known
             routing = self._choose(logits_NE, call, chosen_Nk)
@@ -94,8 +97,8 @@ class MixtureOfExperts(nn.Module):
                 experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
             if call.replay is not None:
                 call.replay.record(self.layer, chosen_Nk)
-            if stash is not None:
-                stash.keep(chosen_Nk, experts_Nk, of="routing")
+            if recompute_cache is not None:
+                recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
         if call.capacity is not None:  # the other gates stay as they are: what was refused is missing
             gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)

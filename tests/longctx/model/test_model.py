@@ -168,7 +168,7 @@ def test_decoding_with_a_cache_equals_one_forward(name):
 
 def test_documents_may_be_left_out_when_the_tokens_are_the_whole():
     batch, decoder = packed_batch([[4, 6], [10]]), Decoder(tiny_config())
-    given = decoder(batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents, return_stats=True)
+    given = decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, return_stats=True)
     inferred = decoder(batch.tokens, batch.positions, batch.cu_seqlens.tolist(), return_stats=True)
     torch.testing.assert_close(inferred, given, rtol=0, atol=0)
     assert len(given[1]) == 2

@@ -25,7 +25,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import LocalDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.layer import MixtureOfExperts
-from longctx.model.recompute import Stash, recomputed
+from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
@@ -59,11 +59,20 @@ class SinksEverywhere(LocalAttention):
 
     sinks_H = torch.nn.Parameter(torch.tensor([0.3, -0.2, 1.0, 0.0]))
 
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, stash=None):
+    def __call__(
+        self, q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None
+    ):
         mask = AttentionMask(mask.cu_seqlens, window=6, sink_tokens=2)
         scores = Scores(scale=0.3)
         return super().__call__(
-            q_BtHD, k_BtKD, v_BtKV, mask=mask, layer=layer, scores=scores, sinks_H=self.sinks_H, stash=stash
+            q_BtHD,
+            k_BtKD,
+            v_BtKV,
+            mask=mask,
+            layer=layer,
+            scores=scores,
+            sinks_H=self.sinks_H,
+            recompute_cache=recompute_cache,
         )
 
 
@@ -131,7 +140,7 @@ def test_a_recomputed_layer_keeps_its_input_and_attentions_result():
 
 
 def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
-    monkeypatch.setattr(Stash, "keep", lambda *_: pytest.fail("kept for a backward that cannot come"))
+    monkeypatch.setattr(RecomputeCache, "save", lambda *_: pytest.fail("kept for a backward that cannot come"))
     decoder, batch = Decoder(dense_config()), one_document(1, 16)
     decoder.recompute = True
     with torch.no_grad():
@@ -150,42 +159,42 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_an_abandoned_graph_frees_the_stash(monkeypatch):
+def test_an_abandoned_graph_frees_the_recompute_cache(monkeypatch):
     made = []
-    keep = Stash.keep
-    monkeypatch.setattr(Stash, "keep", lambda self, *x: (made.append(weakref.ref(self)), keep(self, *x)))
+    save = RecomputeCache.save
+    monkeypatch.setattr(RecomputeCache, "save", lambda self, *x: (made.append(weakref.ref(self)), save(self, *x)))
     decoder, batch = Decoder(dense_config()), one_document(1, 16)
     decoder.recompute = True
     hidden = decoder(batch.tokens, batch.positions)
-    assert [stash() is not None for stash in made] == [True, True]
+    assert [recompute_cache() is not None for recompute_cache in made] == [True, True]
     del hidden
     gc.collect()
-    assert [stash() for stash in made] == [None, None]
+    assert [recompute_cache() for recompute_cache in made] == [None, None]
 
 
-def test_a_run_that_fails_leaves_no_stash_replaying():
-    stashes, weight = [], torch.ones(3, requires_grad=True)
+def test_a_run_that_fails_leaves_no_cache_recomputing():
+    caches, weight = [], torch.ones(3, requires_grad=True)
 
-    def layer(x, stash):
-        stashes.append(stash)
-        known = stash.recall()
+    def layer(x, recompute_cache):
+        caches.append(recompute_cache)
+        known = recompute_cache.load()
         if known is not None:
             raise RuntimeError("a device failed")
-        stash.keep(x.detach() * 2)
+        recompute_cache.save(x.detach() * 2)
         return (x * weight).exp()
 
     out = recomputed(layer, torch.ones(3))
     with pytest.raises(RuntimeError, match="a device failed"):
         out.sum().backward()
-    assert [stash.replaying for stash in stashes] == [False, False]
+    assert [recompute_cache.recomputing for recompute_cache in caches] == [False, False]
 
 
 def test_what_is_kept_has_no_history():
-    stash, x = Stash(), torch.ones(2, requires_grad=True)
-    assert stash.recall() is None
-    stash.keep(x * 2)
-    with stash.contexts()[1]:
-        known = stash.recall()
+    recompute_cache, x = RecomputeCache(), torch.ones(2, requires_grad=True)
+    assert recompute_cache.load() is None
+    recompute_cache.save(x * 2)
+    with recompute_cache.contexts()[1]:
+        known = recompute_cache.load()
     assert known is not None
     assert not known[0].requires_grad
 
@@ -221,14 +230,14 @@ class Watched(LocalDispatcher):
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
-        self.replaying = False
+        self.recomputing = False
 
     def plan(self, *args):
-        self.asked.append(("plan", self.replaying))
+        self.asked.append(("plan", self.recomputing))
         return super().plan(*args)
 
     def gather(self, values_NX):
-        self.asked.append(("gather", self.replaying))
+        self.asked.append(("gather", self.recomputing))
         return super().gather(values_NX)
 
 
@@ -241,10 +250,10 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
         dispatcher = lm.decoder.dispatcher = Watched()
         forward = MixtureOfExperts.forward
 
-        def watched(self, x, call, stash, *, forward=forward, dispatcher=dispatcher):
-            dispatcher.replaying = stash is not None and stash.replaying
-            out = forward(self, x, call, stash)
-            dispatcher.replaying = False
+        def watched(self, x, call, recompute_cache, *, forward=forward, dispatcher=dispatcher):
+            dispatcher.recomputing = recompute_cache is not None and recompute_cache.recomputing
+            out = forward(self, x, call, recompute_cache)
+            dispatcher.recomputing = False
             return out
 
         monkeypatch.setattr(MixtureOfExperts, "forward", watched)
@@ -256,7 +265,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
         assert ran["aten::topk"] == 2, "one a layer"
         assert ran["longctx::attention_forward"] == 2
         assert dispatcher.asked.count(("gather", False)) == 2
-        assert not [what for what, replaying in dispatcher.asked if replaying]
+        assert not [what for what, recomputing in dispatcher.asked if recomputing]
         results[recompute] = (*loss, *gradients(lm).values())
     torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
 
@@ -289,7 +298,8 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
 
 @pytest.mark.slow
 def test_a_compiled_layer_keeps_its_choices_too():
-    """Inside a graph there is no stash; recomputation finds the ids, and attention's result, by their operators."""
+    """Inside a graph there is no recompute_cache; recomputation finds the ids, and attention's result, by their
+    operators."""
     lm = of_experts(num_layers=1)
     lm.decoder.recompute = True
     torch.compiler.reset()

@@ -35,9 +35,11 @@ def mean_balance(stats, documents) -> torch.Tensor:
 
 def test_balance_sum_is_the_documents_weighted_mean():
     lm = model()
-    stats = lm.decoder(BATCH.tokens, BATCH.positions, BATCH.cu_seqlens, documents=BATCH.documents, return_stats=True)[1]
+    stats = lm.decoder(
+        BATCH.tokens, BATCH.positions, BATCH.cu_seqlens, document_ids=BATCH.document_ids, return_stats=True
+    )[1]
     loss = LossSum(*lm(BATCH))
-    torch.testing.assert_close(loss.balance_sum, mean_balance(stats, BATCH.documents))
+    torch.testing.assert_close(loss.balance_sum, mean_balance(stats, BATCH.document_ids))
     assert loss.counts_LE.sum(1).tolist() == [2 * 36, 2 * 36]  # k choices a token, padding in none
     total = loss.objective_sum + 0.25 * loss.balance_sum + 0.5 * loss.z_sum
     torch.testing.assert_close(loss.total(0.25, 0.5), total)
@@ -51,7 +53,7 @@ def test_balanced_experts_score_one_a_token():
 
 
 def test_padding_tokens_change_nothing():
-    other = replace(BATCH, tokens=torch.where(BATCH.documents < 0, (BATCH.tokens + 1) % 97, BATCH.tokens))
+    other = replace(BATCH, tokens=torch.where(BATCH.document_ids < 0, (BATCH.tokens + 1) % 97, BATCH.tokens))
     results = []
     for batch in (BATCH, other):
         lm = model(tiny_config(router_z_loss_weight=0.1))

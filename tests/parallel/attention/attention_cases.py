@@ -50,7 +50,7 @@ class Case:
     scores: dict = field(default_factory=dict)
     """softcap, alibi, relative: what the scores have besides the dot product."""
     sinks: bool = False
-    wire: torch.dtype | None = None
+    communication_dtype: torch.dtype | None = None
     batch: int = 1
 
     def inputs(self) -> list[Tensor]:
@@ -90,7 +90,7 @@ class Case:
         return DOCUMENTS[self.documents](self.tokens)
 
 
-SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "wire"}
+SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "communication_dtype"}
 """What of a case does not change its result."""
 _found: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
@@ -173,7 +173,7 @@ def spread(case: Case, mesh: Mesh) -> tuple[SequenceLayout, dict[str, Tensor]]:
         scores=case.build_scores(leaves.get("table")),
         sinks_H=leaves.get("sinks"),
         transport=case.transport,
-        wire=case.wire,
+        communication_dtype=case.communication_dtype,
     )
     assert out.dtype == case.dtype
     out.backward(dout)

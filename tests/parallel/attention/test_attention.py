@@ -54,7 +54,7 @@ def check_every_way():
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
         for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS):
-            check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
+            check_case(Case(layout=layout, document_ids=documents, mask=mask, **way), mesh, EXACT)
 
 
 def test_six_ranks_of_two_nodes_and_eight_that_split_heads():
@@ -136,9 +136,9 @@ def check_wire():
     mesh = build_mesh(Case())
     for transport in ("p2p", "all_gather"):
         case = Case(transport=transport, dtype=torch.float32, kernel="cpu_flash")
-        check_case(replace(case, wire=torch.bfloat16), mesh, 5e-3)
+        check_case(replace(case, communication_dtype=torch.bfloat16), mesh, 5e-3)
         with pytest.raises(AssertionError, match="dk"):
-            check_case(replace(case, wire=torch.bfloat16), mesh, 1e-6)
+            check_case(replace(case, communication_dtype=torch.bfloat16), mesh, 1e-6)
 
 
 def test_repetition_gives_equal_bits():
@@ -205,7 +205,7 @@ def check_bad_input():
     refused("one logit for each of 4 query heads", sinks_H=torch.zeros(3))
     refused("given different attention", ClusterError, schedule=Schedule.build(layout, [0, 3 + mesh.rank, 16]))
     refused("given different attention", ClusterError, schedule=Schedule.build(layout, causal=mesh.rank == 0))
-    refused("gradients as torch.bfloat16", ClusterError, wire=torch.bfloat16 if mesh.rank else None)
+    refused("gradients as torch.bfloat16", ClusterError, communication_dtype=torch.bfloat16 if mesh.rank else None)
     refused("transport='smoke' is unknown", transport="smoke")
     refused("is unknown. Try one of", kernel="fast")
     refused("given twice", scale=1.0, scores=Case().build_scores(None))

@@ -38,7 +38,7 @@ def build(name: str, mesh: Mesh | None, layout: str = "", **changes) -> Decoder:
 
 def differentiate(decoder: Decoder, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, dict]:
     """Hidden states and all gradients of their weighted sum."""
-    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents)
+    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids)
     (hidden * weights).sum().backward()
     return hidden.detach(), {name: p.grad for name, p in decoder.model.named_parameters()}
 

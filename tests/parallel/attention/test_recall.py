@@ -58,7 +58,7 @@ def recall_rows(length: int, seed: int) -> Batch:
     positions = torch.arange(length).expand(rows, length).contiguous()
     documents = torch.zeros_like(tokens)
     bounds = torch.tensor([0, length])
-    return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, cu_seqlens=bounds)
+    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=bounds)
 
 
 def learn(context: int) -> None:

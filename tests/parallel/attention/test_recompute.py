@@ -49,10 +49,10 @@ def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[
 
         return call
 
-    def watched(*args, stash=None, **kwargs):
-        before, replaying = sent[0], stash is not None and stash.replaying
-        out = attend(*args, stash=stash, **kwargs)
-        if replaying:
+    def watched(*args, recompute_cache=None, **kwargs):
+        before, recomputing = sent[0], recompute_cache is not None and recompute_cache.recomputing
+        out = attend(*args, recompute_cache=recompute_cache, **kwargs)
+        if recomputing:
             replayed.append(sent[0] - before)
         return out
 

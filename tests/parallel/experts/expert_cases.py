@@ -130,7 +130,7 @@ def train_by_definition(config: ModelConfig, steps: int, routing: Routing | None
 def _sums(decoder: Decoder, row: Batch, share_LE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Σ nll, Σ balance loss in the config's scope, Σ squared log-sum-exp of the logits, tokens by layer and expert."""
     config = decoder.config
-    hidden, stats = decoder(row.tokens, row.positions, row.cu_seqlens, documents=row.documents, return_stats=True)
+    hidden, stats = decoder(row.tokens, row.positions, row.cu_seqlens, document_ids=row.document_ids, return_stats=True)
     logits, targets = decoder.logits(hidden).flatten(0, 1), row.targets.flatten()
     nll = functional.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
     balance = torch.zeros(())

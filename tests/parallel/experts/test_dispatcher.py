@@ -57,8 +57,8 @@ def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False, capaci
     """Output and gradients of x, gates and every weight."""
     x, gates = x.detach().clone().requires_grad_(), gates.detach().clone().requires_grad_()
 
-    def layer(x, gates, stash=None):
-        return (module(x, gates, ids, run, stash, capacity),)
+    def layer(x, gates, recompute_cache=None):
+        return (module(x, gates, ids, run, recompute_cache, capacity),)
 
     out = (recomputed(layer, x, gates) if layer_again else layer(x, gates))[0]
     return [out.detach(), *torch.autograd.grad(out, [x, gates, *module.parameters()], dout.to(out.dtype))]
@@ -155,7 +155,7 @@ def check_messages():
     module = share_of(whole, dispatcher)
     x, gates, ids, _ = (of[mesh.rank] for of in tokens_of(2, "plain"))
     x.requires_grad_()
-    out = recomputed(lambda x, stash: (module(x, gates, ids, ExpertRun(dispatcher), stash),), x)[0]
+    out = recomputed(lambda x, recompute_cache: (module(x, gates, ids, ExpertRun(dispatcher), recompute_cache),), x)[0]
     assert sent == [torch.int64, torch.uint8, torch.uint8, torch.uint8]  # how much; tokens, choices; results
     out.sum().backward()
     assert sent[4:] == [torch.uint8] * 5  # tokens, choices and gradients; gradients of tokens and gates

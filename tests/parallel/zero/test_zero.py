@@ -50,7 +50,7 @@ def row_of(batch: Batch, row: int) -> Batch:
     cut = batch.map_tokens(lambda x: x[row : row + 1])
     documents = torch.where(cut.documents < 0, cut.documents, cut.documents - first)
     return Batch(
-        tokens=cut.tokens, targets=cut.targets, positions=cut.positions, documents=documents, cu_seqlens=inside
+        tokens=cut.tokens, targets=cut.targets, positions=cut.positions, document_ids=documents, cu_seqlens=inside
     )
 
 

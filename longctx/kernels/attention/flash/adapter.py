@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.kernels.attention.bias import check_scores
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -92,7 +92,7 @@ class VarlenKernel(ABC):
         """The compute capability to go by; None without a CUDA device."""
         return compute_capability() if self.capability is None else self.capability
 
-    def plan(self, pairs: Sequence[Pair], scores: Scores) -> tuple[VarlenCall, ...]:
+    def plan(self, pairs: Sequence[AttentionSlice], scores: Scores) -> tuple[VarlenCall, ...]:
         """The calls for these pairs."""
         return translate(pairs, alibi=scores.alibi_slopes_H is not None)
 
@@ -103,7 +103,7 @@ class VarlenKernel(ABC):
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[Pair], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         B, t, H, _ = q_BtHD.shape
         check_scores(scores, H)
@@ -133,7 +133,7 @@ class VarlenKernel(ABC):
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AttentionSlice],
         *,
         scores: Scores,
     ) -> Gradients:

@@ -33,7 +33,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 
 OPEN = -1
 """A window's side without a bound."""
@@ -75,7 +75,9 @@ class VarlenCall:
     """For ALiBi: (the slope times) what the kernel's log-sum-exps are too large by, by sequence."""
 
 
-def translate(pairs: Sequence[Pair], *, distances: bool = False, alibi: bool = False) -> tuple[VarlenCall, ...]:
+def translate(
+    pairs: Sequence[AttentionSlice], *, distances: bool = False, alibi: bool = False
+) -> tuple[VarlenCall, ...]:
     """The calls that together compute every pair exactly once, those with most query rows first.
 
     ``distances`` keeps pairs of different distances apart; ``alibi`` does so too, and cuts them such that a kernel
@@ -95,12 +97,12 @@ def translate(pairs: Sequence[Pair], *, distances: bool = False, alibi: bool = F
 
 
 _MAX_RECENT = 512
-_RECENT: OrderedDict[tuple[int, bool, bool], tuple[tuple[Pair, ...], tuple[VarlenCall, ...]]] = OrderedDict()
+_RECENT: OrderedDict[tuple[int, bool, bool], tuple[tuple[AttentionSlice, ...], tuple[VarlenCall, ...]]] = OrderedDict()
 """Plans by the identity of their pairs: to hash thousands of pairs takes longer than a kernel's launch."""
 
 
 @lru_cache(maxsize=512)
-def _translate(pairs: tuple[Pair, ...], distances: bool, alibi: bool) -> tuple[VarlenCall, ...]:
+def _translate(pairs: tuple[AttentionSlice, ...], distances: bool, alibi: bool) -> tuple[VarlenCall, ...]:
     work = _trimmed(_table(pairs))
     if not len(work):
         return ()
@@ -117,7 +119,7 @@ def _translate(pairs: tuple[Pair, ...], distances: bool, alibi: bool) -> tuple[V
 # --- pairs as a table ---------------------------------------------------------------------------------------------
 
 
-def _table(pairs: Sequence[Pair]) -> ndarray:
+def _table(pairs: Sequence[AttentionSlice]) -> ndarray:
     """A row of eight integers for each pair."""
     rows = [
         (

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from longctx.kernels.attention.bias import buckets
-from longctx.kernels.attention.contract import KernelRequest, Pair, Scores
+from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import Sequences, VarlenKernel, padded
 from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
 
@@ -62,7 +62,7 @@ class FlexKernel(VarlenKernel):
             return "it needs a CUDA device of compute capability 8.0 or newer"
         return None
 
-    def plan(self, pairs: Sequence[Pair], scores: Scores) -> tuple[VarlenCall, ...]:
+    def plan(self, pairs: Sequence[AttentionSlice], scores: Scores) -> tuple[VarlenCall, ...]:
         return translate(pairs, distances=scores.needs_distances)
 
     def call_forward(

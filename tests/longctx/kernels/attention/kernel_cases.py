@@ -7,29 +7,41 @@ import math
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, Gradients, RelativeBias, Scores
 
 SCALE = 0.3
 
 PAIRS = {
-    "causal": [Pair(0, 20, 0, 20, lo=0)],
-    "documents": [Pair(0, 7, 0, 7, lo=0), Pair(7, 8, 7, 8, lo=0), Pair(8, 20, 8, 20, lo=0)],
-    "rectangle": [Pair(0, 20, 0, 20)],
-    "strict": [Pair(0, 20, 0, 20, lo=1)],
-    "later queries": [Pair(5, 20, 0, 13, lo=-3, offset=5)],
-    "same rows twice": [Pair(0, 20, 0, 6), Pair(4, 20, 6, 20, lo=0)],
-    "some rows before": [Pair(8, 14, 0, 5), Pair(0, 20, 5, 20)],
-    "blind rows": [Pair(3, 9, 0, 5), Pair(12, 15, 5, 8, lo=6), Pair(16, 16, 0, 20), Pair(17, 20, 4, 4)],
+    "causal": [AttentionSlice(0, 20, 0, 20, lo=0)],
+    "documents": [
+        AttentionSlice(0, 7, 0, 7, lo=0),
+        AttentionSlice(7, 8, 7, 8, lo=0),
+        AttentionSlice(8, 20, 8, 20, lo=0),
+    ],
+    "rectangle": [AttentionSlice(0, 20, 0, 20)],
+    "strict": [AttentionSlice(0, 20, 0, 20, lo=1)],
+    "later queries": [AttentionSlice(5, 20, 0, 13, lo=-3, offset=5)],
+    "same rows twice": [AttentionSlice(0, 20, 0, 6), AttentionSlice(4, 20, 6, 20, lo=0)],
+    "some rows before": [AttentionSlice(8, 14, 0, 5), AttentionSlice(0, 20, 5, 20)],
+    "blind rows": [
+        AttentionSlice(3, 9, 0, 5),
+        AttentionSlice(12, 15, 5, 8, lo=6),
+        AttentionSlice(16, 16, 0, 20),
+        AttentionSlice(17, 20, 4, 4),
+    ],
     "none": [],
-    "nothing in the band": [Pair(0, 20, 0, 20, lo=3, hi=2), Pair(0, 5, 10, 20, lo=0)],
-    "window": [Pair(0, 20, 0, 20, lo=0, hi=4)],
-    "window of itself": [Pair(0, 20, 0, 20, lo=0, hi=0)],
-    "wide window": [Pair(0, 20, 0, 20, lo=0, hi=12)],
-    "window, later half": [Pair(0, 20, 0, 9, lo=-7, hi=5, offset=7)],
-    "window on both sides": [Pair(0, 20, 0, 20, lo=-5, hi=3)],
-    "upper bound alone": [Pair(2, 20, 1, 20, hi=2)],
-    "striped, with window": [Pair(0, 10, 0, 20, lo=-1, hi=6, step=3, offset=-1), Pair(10, 20, 0, 20, lo=2, step=3)],
-    "sinks and window": [Pair(0, 20, 0, 20, lo=0, hi=5), Pair(0, 20, 0, 2, lo=6)],
+    "nothing in the band": [AttentionSlice(0, 20, 0, 20, lo=3, hi=2), AttentionSlice(0, 5, 10, 20, lo=0)],
+    "window": [AttentionSlice(0, 20, 0, 20, lo=0, hi=4)],
+    "window of itself": [AttentionSlice(0, 20, 0, 20, lo=0, hi=0)],
+    "wide window": [AttentionSlice(0, 20, 0, 20, lo=0, hi=12)],
+    "window, later half": [AttentionSlice(0, 20, 0, 9, lo=-7, hi=5, offset=7)],
+    "window on both sides": [AttentionSlice(0, 20, 0, 20, lo=-5, hi=3)],
+    "upper bound alone": [AttentionSlice(2, 20, 1, 20, hi=2)],
+    "striped, with window": [
+        AttentionSlice(0, 10, 0, 20, lo=-1, hi=6, step=3, offset=-1),
+        AttentionSlice(10, 20, 0, 20, lo=2, step=3),
+    ],
+    "sinks and window": [AttentionSlice(0, 20, 0, 20, lo=0, hi=5), AttentionSlice(0, 20, 0, 2, lo=6)],
 }
 
 
@@ -61,7 +73,7 @@ def tensors(
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def _named(pair: Pair, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
+def _named(pair: AttentionSlice, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
     """Whether the pair names each (query row, key row), and i − j."""
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
     inside = (i >= pair.q_start) & (i < pair.q_stop) & (j >= pair.k_start) & (j < pair.k_stop)
@@ -72,13 +84,13 @@ def _named(pair: Pair, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]
     return inside, i - j
 
 
-def band_matrix(pairs: list[Pair], num_queries: int, num_keys: int) -> Tensor:
+def band_matrix(pairs: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
     """How often each (query row, key row) is named, by the definition of a pair."""
     none = torch.zeros(num_queries, num_keys, dtype=torch.int64)
     return sum((_named(p, num_queries, num_keys)[0].long() for p in pairs), none)
 
 
-def distance_matrix(pairs: list[Pair], num_queries: int, num_keys: int) -> Tensor:
+def distance_matrix(pairs: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
     """Tokens between each query and each key that a pair names."""
     found = torch.zeros(num_queries, num_keys, dtype=torch.int64)
     for p in pairs:
@@ -138,7 +150,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def forward_backward(kernel, tensors: list[Tensor], dout: Tensor, pairs: list[Pair], scores: Scores) -> list[Tensor]:
+def forward_backward(
+    kernel, tensors: list[Tensor], dout: Tensor, pairs: list[AttentionSlice], scores: Scores
+) -> list[Tensor]:
     """[out, dq, dk, dv] of one kernel; the output is rounded to the inputs' dtype before backward, as a layer does."""
     q, k, v = tensors
     out, lse = kernel.forward(q, k, v, pairs, scores=scores)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.kernels.attention.contract import Pair
+from longctx.kernels.attention.contract import AttentionSlice
 from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
 
 ROWS = 14
@@ -75,7 +75,9 @@ def pair_lists(draw):
     def one():
         (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, ROWS), min_size=2, max_size=2))) for _ in range(2))
         bound = st.none() | st.integers(-ROWS, ROWS)
-        return Pair(q0, q1, k0, k1, draw(bound), draw(bound), draw(st.integers(1, 3)), draw(st.integers(-20, 20)))
+        return AttentionSlice(
+            q0, q1, k0, k1, draw(bound), draw(bound), draw(st.integers(1, 3)), draw(st.integers(-20, 20))
+        )
 
     return [one() for _ in range(draw(st.integers(0, 6)))]
 
@@ -114,7 +116,7 @@ def test_distances_follow_the_rows(pairs):
 
 def documents(*lengths, hi=None):
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    return tuple(Pair(a, b, a, b, 0, hi) for a, b in pairwise(starts))
+    return tuple(AttentionSlice(a, b, a, b, 0, hi) for a, b in pairwise(starts))
 
 
 def test_documents_are_one_call_on_slices():
@@ -127,7 +129,7 @@ def test_documents_are_one_call_on_slices():
 
 
 def test_gaps_are_gathered():
-    (call,) = translate((Pair(0, 3, 4, 6), Pair(5, 6, 9, 12)))
+    (call,) = translate((AttentionSlice(0, 3, 4, 6), AttentionSlice(5, 6, 9, 12)))
     assert rows_of(call.queries, 20).tolist() == [0, 1, 2, 5]
     assert rows_of(call.keys, 20).tolist() == [4, 5, 9, 10, 11]
 
@@ -138,7 +140,7 @@ def test_a_staircase_takes_logarithmically_many_calls(steps):
     pairs = []
     for document in range(2):
         q, k = document * steps * 3, document * steps * 2
-        pairs += [Pair(q + 3 * n, q + 3 * n + 3, k, k + 2 * n + 2) for n in range(steps)]
+        pairs += [AttentionSlice(q + 3 * n, q + 3 * n + 3, k, k + 2 * n + 2) for n in range(steps)]
     calls = translate(pairs)
     assert len(calls) <= (steps - 1).bit_length() + 1
     if steps <= 50:
@@ -155,7 +157,9 @@ def test_windows_over_chunks_take_few_calls(chunk):
         q, start = n * chunk, 2 * n * chunk + chunk  # every other chunk of the document is here, the rest there
         for m in range(n + 1):
             offset = (start - q) - (2 * m * chunk - m * chunk)
-            pairs.append(Pair(q, q + chunk, m * chunk, m * chunk + chunk, -offset, window - 1 - offset, 1, offset))
+            pairs.append(
+                AttentionSlice(q, q + chunk, m * chunk, m * chunk + chunk, -offset, window - 1 - offset, 1, offset)
+            )
     calls = translate(pairs)
     assert torch.equal(covered(calls, total), cells(pairs, total, total))
     assert len(calls) <= 8
@@ -163,7 +167,7 @@ def test_windows_over_chunks_take_few_calls(chunk):
 
 def test_many_kinds_of_windows_are_few_calls():
     """Twenty off-diagonal corners of different sizes need no call each."""
-    pairs = [Pair(20 * n, 20 * n + 10, 20 * n, 20 * n + 18, None, n - 6) for n in range(20)]
+    pairs = [AttentionSlice(20 * n, 20 * n + 10, 20 * n, 20 * n + 18, None, n - 6) for n in range(20)]
     assert len(translate(pairs)) <= 4
     assert torch.equal(covered(translate(pairs), 420), cells(pairs, 420, 420))
 
@@ -184,4 +188,9 @@ def test_translation_is_quick_and_cached():
 
 def test_nothing_to_do():
     assert translate(()) == ()
-    assert translate((Pair(0, 0, 0, 4), Pair(3, 5, 7, 9, lo=0), Pair(0, 4, 0, 4, lo=2, hi=1))) == ()
+    assert (
+        translate(
+            (AttentionSlice(0, 0, 0, 4), AttentionSlice(3, 5, 7, 9, lo=0), AttentionSlice(0, 4, 0, 4, lo=2, hi=1))
+        )
+        == ()
+    )

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from longctx.errors import ConfigError
 from longctx.kernels.attention import ops, select
 from longctx.kernels.attention.bias import distance_bias
-from longctx.kernels.attention.contract import KernelRequest, Pair, RelativeBias, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, RelativeBias, Scores, merge_
 from longctx.kernels.attention.flash.adapter import VarlenKernel
 from longctx.kernels.attention.flash.calls import translate
 from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
@@ -38,28 +38,28 @@ KERNELS = {
 
 def packed(*lengths, hi=None):
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    return [Pair(a, b, a, b, 0, hi) for a, b in pairwise(starts)]
+    return [AttentionSlice(a, b, a, b, 0, hi) for a, b in pairwise(starts)]
 
 
-STAIRCASE = [Pair(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)]
+STAIRCASE = [AttentionSlice(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)]
 PAIRS = {
     "causal": packed(30),
-    "full": [Pair(0, 30, 0, 30)],
+    "full": [AttentionSlice(0, 30, 0, 30)],
     "window": packed(30, hi=4),
     "packed": packed(1, 11, 7, 1, 10),
     "packed window": packed(1, 11, 7, 1, 10, hi=5),
-    "both sides": [Pair(0, 30, 0, 30, -3, 6)],
-    "later queries": [Pair(5, 30, 0, 13, -3, None, 1, 7)],
-    "tall triangle": [Pair(0, 30, 0, 4, 0)],
-    "tall upper triangle": [Pair(0, 30, 2, 6, None, 1)],
-    "corner of a window": [Pair(0, 12, 3, 30, None, -10, 1, 27)],
-    "blind rows": [Pair(3, 9, 0, 5), Pair(12, 15, 5, 8, 6)],
-    "same rows twice": [Pair(0, 20, 0, 6, None, None, 1, 14), Pair(4, 20, 6, 20, 0)],
+    "both sides": [AttentionSlice(0, 30, 0, 30, -3, 6)],
+    "later queries": [AttentionSlice(5, 30, 0, 13, -3, None, 1, 7)],
+    "tall triangle": [AttentionSlice(0, 30, 0, 4, 0)],
+    "tall upper triangle": [AttentionSlice(0, 30, 2, 6, None, 1)],
+    "corner of a window": [AttentionSlice(0, 12, 3, 30, None, -10, 1, 27)],
+    "blind rows": [AttentionSlice(3, 9, 0, 5), AttentionSlice(12, 15, 5, 8, 6)],
+    "same rows twice": [AttentionSlice(0, 20, 0, 6, None, None, 1, 14), AttentionSlice(4, 20, 6, 20, 0)],
     "staircase": STAIRCASE,
-    "striped": [Pair(0, 30, 0, 30, 1, None, 4, -2)],
-    "striped window": [Pair(0, 30, 0, 30, 0, 3, 4, 2)],
+    "striped": [AttentionSlice(0, 30, 0, 30, 1, None, 4, -2)],
+    "striped window": [AttentionSlice(0, 30, 0, 30, 0, 3, 4, 2)],
     "window over chunks": [
-        Pair(q, q + 5, k, k + 5, -o, 6 - o, 1, o)
+        AttentionSlice(q, q + 5, k, k + 5, -o, 6 - o, 1, o)
         for q in range(0, 30, 5)
         for k in range(0, q + 1, 5)
         for o in [2 * (q - k) + 5 - (q - k)]
@@ -165,8 +165,8 @@ def test_heads_and_sizes(name):
 def test_half_precision_comes_back_in_float32(name):
     kernel, g = KERNELS[name](), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 12, h, 8, generator=g).bfloat16() for h in (4, 2, 2))
-    out, lse = kernel.forward(q, k, v, (Pair(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
-    grads = kernel.backward(out, q, k, v, out, lse, (Pair(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
+    out, lse = kernel.forward(q, k, v, (AttentionSlice(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
+    grads = kernel.backward(out, q, k, v, out, lse, (AttentionSlice(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
     assert {x.dtype for x in (out, *grads[:3])} == {torch.float32}
     assert lse.dtype == torch.float64
 
@@ -183,14 +183,14 @@ def test_deterministic_is_passed_on():
         library = flash_stand_in.Flash2()
         kernel = Flash2Kernel(library, deterministic=wanted)
         q = torch.randn(1, 4, 1, 8)
-        kernel.backward(q, q, q, q, q, torch.zeros(1, 4, 1), [Pair(0, 4, 0, 4)], scores=Scores(scale=1.0))
+        kernel.backward(q, q, q, q, q, torch.zeros(1, 4, 1), [AttentionSlice(0, 4, 0, 4)], scores=Scores(scale=1.0))
         assert library.deterministic == wanted
         assert kernel.name == ("flash2_deterministic" if wanted else "flash2")
 
 
 def test_flex_mask_blocks_over_long_rows():
     """Several 128-row blocks: whole ones inside, partial ones at the edges, none outside."""
-    pairs, g = (*packed(300, 84, hi=150), Pair(384, 500, 384, 500)), torch.Generator().manual_seed(0)
+    pairs, g = (*packed(300, 84, hi=150), AttentionSlice(384, 500, 384, 500)), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 500, 1, 16, generator=g, dtype=torch.float64) for _ in range(3))
     kernel = KERNELS["flex"]()
     out, _ = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
@@ -222,7 +222,7 @@ def test_flex_backward_runs_behind_an_operator(monkeypatch):
     monkeypatch.setitem(select.KERNELS, "flex", KERNELS["flex"]())
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 10, 2, 16, generator=g).requires_grad_() for _ in range(3)]
-    table, pairs = torch.randn(8, 2, generator=g).requires_grad_(), (Pair(0, 10, 0, 10, 0),)
+    table, pairs = torch.randn(8, 2, generator=g).requires_grad_(), (AttentionSlice(0, 10, 0, 10, 0),)
     scores = Scores(scale=SCALE, relative_bias=RelativeBias(table, max_distance=12))
     with torch.no_grad():  # as in an autograd.Function
         out, lse = ops.forward("flex", *inputs, pairs, scores=scores)
@@ -290,7 +290,7 @@ def test_without_libraries_and_device():
     q = torch.randn(1, 4, 1, 8)
     for kernel in (Flash2Kernel(), Flash3Kernel(), Flash4Kernel(capability=HOPPER)):
         with pytest.raises(ConfigError, match="not installed"):
-            kernel.forward(q, q, q, [Pair(0, 4, 0, 4)], scores=Scores(scale=1.0))
+            kernel.forward(q, q, q, [AttentionSlice(0, 4, 0, 4)], scores=Scores(scale=1.0))
 
 
 def test_a_staircase_merges_seldom():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import tiles
-from longctx.kernels.attention.contract import KernelRequest, Pair, Scores, merge_
+from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores, merge_
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel, kernel_request
 from longctx.kernels.attention.tiles import row_blocks
@@ -25,7 +25,9 @@ from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, pla
 @st.composite
 def banded_pairs(draw):
     (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, 14), min_size=2, max_size=2))) for _ in range(2))
-    return Pair(q0, q1, k0, k1, draw(st.none() | st.integers(-15, 15)), draw(st.none() | st.integers(-15, 15)))
+    return AttentionSlice(
+        q0, q1, k0, k1, draw(st.none() | st.integers(-15, 15)), draw(st.none() | st.integers(-15, 15))
+    )
 
 
 @given(pair=banded_pairs(), rows=st.integers(2, 6), keys=st.integers(3, 7), wide=st.integers(6, 9))
@@ -41,7 +43,7 @@ def test_tiles_cover_exactly_the_band(pair, rows, keys, wide):
             for tile in block.tiles:
                 num_keys = tile.k.stop - tile.k.start
                 assert 0 < num_keys < 2 * keys + num_rows
-                part = band_matrix([Pair(0, num_rows, 0, num_keys, tile.lo, tile.hi)], num_rows, num_keys)
+                part = band_matrix([AttentionSlice(0, num_rows, 0, num_keys, tile.lo, tile.hi)], num_rows, num_keys)
                 assert part.any(1).all(), "a row that sees no key would come back with lse 0"
                 assert (tile.lo, tile.hi) == (None, None) or not part.all(), "a bound that cuts nothing"
                 covered[block.q, tile.k] += part
@@ -69,7 +71,10 @@ def test_merging_parts_gives_the_whole(num_keys, cuts, blind):
 def test_gradients_over_visits_sum_to_the_whole():
     """What a ring does: backward part by part with the global out and lse."""
     kernel, (q, k, v) = CpuFlashKernel(), tensors(16, 16, torch.float64)
-    pairs, dout = [Pair(0, 16, 0, 6), Pair(0, 16, 6, 16, lo=0)], torch.ones(2, 16, 4, 8, dtype=torch.float64)
+    pairs, dout = (
+        [AttentionSlice(0, 16, 0, 6), AttentionSlice(0, 16, 6, 16, lo=0)],
+        torch.ones(2, 16, 4, 8, dtype=torch.float64),
+    )
     out, lse = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
     whole = kernel.backward(dout, q, k, v, out, lse, pairs, scores=Scores(scale=SCALE))[:3]
     parts = [kernel.backward(dout, q, k, v, out, lse, [p], scores=Scores(scale=SCALE))[:3] for p in pairs]
@@ -104,7 +109,10 @@ def test_requests_are_read_off_the_tensors():
 
 
 def test_document_pairs_skip_empty_segments():
-    assert document_pairs(AttentionMask((0, 3, 3, 8))) == (Pair(0, 3, 0, 3, lo=0), Pair(3, 8, 3, 8, lo=0))
+    assert document_pairs(AttentionMask((0, 3, 3, 8))) == (
+        AttentionSlice(0, 3, 0, 3, lo=0),
+        AttentionSlice(3, 8, 3, 8, lo=0),
+    )
 
 
 def test_local_attention_rows_and_documents_are_independent():

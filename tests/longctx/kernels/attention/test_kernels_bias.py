@@ -17,7 +17,7 @@ from longctx.kernels.attention.bias import (
     tile_distances,
 )
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
 from longctx.kernels.attention.reference import ReferenceKernel
 from tests.longctx.kernels.attention.kernel_cases import plain_bucket, rules, tensors
 
@@ -44,7 +44,7 @@ def test_alibi_slopes():
 
 @pytest.mark.parametrize(("q", "k"), [((3, 9), (2, 6)), ((0, 1), (5, 9)), ((4, 9), (7, 8))])
 def test_one_value_a_distance_spread_over_a_tile_and_back(q, k):
-    pair, scores = Pair(0, 20, 0, 20, step=2, offset=-3), rules(3)["all"]
+    pair, scores = AttentionSlice(0, 20, 0, 20, step=2, offset=-3), rules(3)["all"]
     apart = torch.arange(*q)[:, None] - torch.arange(*k)
     values_Hn = distance_bias(scores, tile_distances(pair, slice(*q), slice(*k), apart.device))
     whole = spread(values_Hn, k[1] - k[0])
@@ -80,5 +80,5 @@ def test_gradcheck_with_a_bias_table(kernel):
         x.requires_grad_()
         for x in (*tensors(6, 6, torch.float64, H=2, K=1, D=3, V=2, B=2), scores.relative_bias.table_NH)
     ]
-    pairs = [Pair(0, 6, 0, 4, lo=-2, offset=1), Pair(0, 6, 4, 6, hi=1)]
+    pairs = [AttentionSlice(0, 6, 0, 4, lo=-2, offset=1), AttentionSlice(0, 6, 4, 6, hi=1)]
     assert torch.autograd.gradcheck(lambda *x: _Attention.apply(*x, kernel, pairs, scores), leaves)

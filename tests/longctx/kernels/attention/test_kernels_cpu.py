@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx.errors import ConfigError
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import Pair, Scores
+from longctx.kernels.attention.contract import AttentionSlice, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from tests.longctx.kernels.attention.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
 
 NAMES = ("out", "dq", "dk", "dv")
 BANDS = {  # several tiles a row
-    "causal": Pair(0, 2300, 0, 2300, lo=0),
-    "later queries": Pair(0, 2300, 0, 2300, lo=-700),
-    "full": Pair(5, 2300, 1, 2000),
-    "window": Pair(0, 2300, 0, 2300, lo=0, hi=1023),
+    "causal": AttentionSlice(0, 2300, 0, 2300, lo=0),
+    "later queries": AttentionSlice(0, 2300, 0, 2300, lo=-700),
+    "full": AttentionSlice(5, 2300, 1, 2000),
+    "window": AttentionSlice(0, 2300, 0, 2300, lo=0, hi=1023),
 }
 
 
@@ -47,7 +47,7 @@ def test_bfloat16_is_more_exact_than_the_op():
     heads = [x.transpose(1, 2) for x in leaves]
     out = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
     plain = [out.transpose(1, 2), *torch.autograd.grad(out, leaves, dout.transpose(1, 2))]
-    work = [Pair(0, 1024, 0, 1024, lo=0)], Scores(scale=0.25)
+    work = [AttentionSlice(0, 1024, 0, 1024, lo=0)], Scores(scale=0.25)
     exact = forward_backward(ReferenceKernel(), [x.double() for x in (q, k, v)], dout.double(), *work)
     theirs = {n: relative_error(a, b) for n, a, b in zip(NAMES, plain, exact, strict=True)}
     for compute, share in (("float32", 0.4), ("native", 0.9)):
@@ -116,7 +116,10 @@ class _Largest(TorchDispatchMode):
 )
 def test_memory_does_not_grow_with_the_square(kernel, limit):
     """No tensor is larger than the documented tile, or than an input in partial precision, whatever the length."""
-    for S, pair in ((1700, Pair(0, 1700, 0, 1700, lo=0)), (2900, Pair(0, 2900, 0, 2900, lo=0, hi=1500))):
+    for S, pair in (
+        (1700, AttentionSlice(0, 1700, 0, 1700, lo=0)),
+        (2900, AttentionSlice(0, 2900, 0, 2900, lo=0, hi=1500)),
+    ):
         q, k, v = tensors(S, S, torch.bfloat16, H=2, K=1, D=4, B=1)
         scores = rules(2, torch.float32)["all"] if kernel.name == "blockwise" else Scores(scale=0.5)
         with _Largest() as largest:

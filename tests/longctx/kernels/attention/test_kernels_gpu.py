@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import KernelRequest, Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.flash.adapter import VarlenKernel
 from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
 from longctx.kernels.attention.flash.flash2 import Flash2Kernel
@@ -38,18 +38,23 @@ KERNELS: dict[str, VarlenKernel] = {
     )
 }
 PAIRS = {
-    "causal": (Pair(0, 700, 0, 700, 0),),
-    "full": (Pair(0, 700, 0, 700),),
-    "window": (Pair(0, 700, 0, 700, 0, 99),),
-    "both sides": (Pair(0, 700, 0, 700, -130, 250),),
-    "packed": (Pair(0, 1, 0, 1, 0), Pair(1, 300, 1, 300, 0), Pair(300, 429, 300, 429, 0), Pair(429, 700, 429, 700, 0)),
-    "tall triangle": (Pair(0, 700, 0, 90, 0),),
-    "tall upper triangle": (Pair(0, 700, 20, 60, None, 31),),
-    "corner of a window": (Pair(0, 300, 100, 700, None, -150, 1, 600),),
-    "blind rows": (Pair(3, 90, 0, 50), Pair(500, 601, 300, 480, 130)),
-    "same rows twice": (Pair(0, 500, 0, 160, None, None, 1, 340), Pair(100, 500, 160, 500, 0)),
-    "staircase": tuple(Pair(64 * n, 64 * n + 64, 0, 60 * n + 33, None, None, 1, 700 + n) for n in range(10)),
-    "striped": (Pair(0, 700, 0, 700, 1, None, 4, -2),),
+    "causal": (AttentionSlice(0, 700, 0, 700, 0),),
+    "full": (AttentionSlice(0, 700, 0, 700),),
+    "window": (AttentionSlice(0, 700, 0, 700, 0, 99),),
+    "both sides": (AttentionSlice(0, 700, 0, 700, -130, 250),),
+    "packed": (
+        AttentionSlice(0, 1, 0, 1, 0),
+        AttentionSlice(1, 300, 1, 300, 0),
+        AttentionSlice(300, 429, 300, 429, 0),
+        AttentionSlice(429, 700, 429, 700, 0),
+    ),
+    "tall triangle": (AttentionSlice(0, 700, 0, 90, 0),),
+    "tall upper triangle": (AttentionSlice(0, 700, 20, 60, None, 31),),
+    "corner of a window": (AttentionSlice(0, 300, 100, 700, None, -150, 1, 600),),
+    "blind rows": (AttentionSlice(3, 90, 0, 50), AttentionSlice(500, 601, 300, 480, 130)),
+    "same rows twice": (AttentionSlice(0, 500, 0, 160, None, None, 1, 340), AttentionSlice(100, 500, 160, 500, 0)),
+    "staircase": tuple(AttentionSlice(64 * n, 64 * n + 64, 0, 60 * n + 33, None, None, 1, 700 + n) for n in range(10)),
+    "striped": (AttentionSlice(0, 700, 0, 700, 1, None, 4, -2),),
 }
 SHAPES = {"GQA 8/2, 128": (8, 2, 128, 128), "MHA 3/3, 64": (3, 3, 64, 64), "MQA 4/1, MLA": (4, 1, 192, 128)}
 
@@ -155,8 +160,17 @@ def test_library_refuses_nothing_it_was_said_to_take():
     for kernel in KERNELS.values():
         for shape in ((4, 2, 40, 40), (4, 2, 100, 36), (2, 1, 256, 256)):
             if kernel.supports(request(shape, torch.bfloat16, deterministic=kernel.deterministic)) is None:
-                check(kernel, tensors(*shape, torch.bfloat16, rows=130), (Pair(0, 130, 0, 130, 0),), Scores(scale=0.1))
+                check(
+                    kernel,
+                    tensors(*shape, torch.bfloat16, rows=130),
+                    (AttentionSlice(0, 130, 0, 130, 0),),
+                    Scores(scale=0.1),
+                )
         shape = (4, 2, 64, 64)
         if kernel.supports(request(shape, torch.bfloat16, deterministic=kernel.deterministic)) is None:
-            for pairs in ((Pair(0, 1, 0, 1),), (Pair(5, 6, 0, 130),), (Pair(0, 130, 7, 8),)):
+            for pairs in (
+                (AttentionSlice(0, 1, 0, 1),),
+                (AttentionSlice(5, 6, 0, 130),),
+                (AttentionSlice(0, 130, 7, 8),),
+            ):
                 check(kernel, tensors(*shape, torch.bfloat16, rows=130), pairs, Scores(scale=0.1))

@@ -10,7 +10,7 @@ import torch
 from longctx.errors import ConfigError
 from longctx.kernels.attention import blockwise, cpu_flash, tiles
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import kernel_request
@@ -54,7 +54,9 @@ def tile_size(request, monkeypatch):
     return request.param
 
 
-def check(kernel, dtype: torch.dtype, pairs: list[Pair], scores: Scores, shape: tuple, *, sinks: bool = False) -> None:
+def check(
+    kernel, dtype: torch.dtype, pairs: list[AttentionSlice], scores: Scores, shape: tuple, *, sinks: bool = False
+) -> None:
     """Output, log-sum-exp and every gradient of a kernel against the definition's."""
     H, K, D, V, B = shape
     q, k, v = tensors(20, 20, dtype, H=H, K=K, D=D, V=V, B=B)
@@ -132,7 +134,7 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
     scores = rules(4)[rule]
     assert "it has no" in (KERNELS["cpu_flash"].supports(kernel_request(q, k, v, scores)) or "")
     with pytest.raises(ConfigError, match="blockwise"):
-        KERNELS["cpu_flash"].forward(q, k, v, [Pair(0, 3, 0, 3)], scores=scores)
+        KERNELS["cpu_flash"].forward(q, k, v, [AttentionSlice(0, 3, 0, 3)], scores=scores)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
@@ -150,7 +152,7 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
 def test_scores_that_make_no_sense(name, scores, message):
     q, k, v = tensors(3, 3)
     with pytest.raises(ConfigError, match=message):
-        KERNELS[name].forward(q, k, v, [Pair(0, 3, 0, 3)], scores=scores)
+        KERNELS[name].forward(q, k, v, [AttentionSlice(0, 3, 0, 3)], scores=scores)
 
 
 @pytest.mark.parametrize("D", [1, 7, 63, 65, 257])
@@ -165,7 +167,7 @@ def test_rows_of_strided_views_and_empty_tensors(name):
     kernel, scores = KERNELS[name], Scores(scale=0.3)
     qkv = torch.randn(1, 24, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k, v = qkv[:, 2:22, :4], qkv[:, 4:, 4:6], qkv[:, 4:, 6:]
-    pairs = [Pair(0, 20, 0, 20, lo=0, hi=7)]
+    pairs = [AttentionSlice(0, 20, 0, 20, lo=0, hi=7)]
     found = kernel.forward(q, k, v, pairs, scores=scores)
     torch.testing.assert_close(found, kernel.forward(q.clone(), k.clone(), v.clone(), pairs, scores=scores))
     out, lse = kernel.forward(q[:, :0], k, v, [], scores=scores)
@@ -175,7 +177,7 @@ def test_rows_of_strided_views_and_empty_tensors(name):
 
 @pytest.mark.parametrize("name", ["cpu_flash", "blockwise"])
 def test_equal_bits_on_repetition(name):
-    kernel, pairs, scores = KERNELS[name], [Pair(0, 700, 0, 700, lo=0)], Scores(scale=0.3)
+    kernel, pairs, scores = KERNELS[name], [AttentionSlice(0, 700, 0, 700, lo=0)], Scores(scale=0.3)
     if name == "blockwise":
         scores = rules(4, torch.float32)["all"]
     q, k, v = tensors(700, 700)
@@ -191,7 +193,7 @@ def test_keys_outside_the_band_weigh_exactly_nothing(name, dtype, tile_size):
     dout = torch.ones_like(q).index_fill(
         1, torch.arange(12, 20), 0
     )  # no row that sees those values asks for a gradient
-    pairs, scores = [Pair(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
+    pairs, scores = [AttentionSlice(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
     out, lse = KERNELS[name].forward(q, k, v, pairs, scores=scores)
     assert out[:, :12].abs().max() < 10
     grads = KERNELS[name].backward(dout, q, k, v, out, lse, pairs, scores=scores)

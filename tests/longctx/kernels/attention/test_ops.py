@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import Pair, RelativeBias, Scores
+from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
 from longctx.kernels.attention.select import KERNELS
 
-PAIRS = (Pair(0, 6, 0, 6, lo=0), Pair(6, 12, 6, 12, lo=0, hi=3), Pair(8, 12, 6, 8, lo=4, step=2, offset=-1))
+PAIRS = (
+    AttentionSlice(0, 6, 0, 6, lo=0),
+    AttentionSlice(6, 12, 6, 12, lo=0, hi=3),
+    AttentionSlice(8, 12, 6, 8, lo=4, step=2, offset=-1),
+)
 
 
 def arguments(kernel: str, *, dtype=torch.float32, V=8, scores=None):
@@ -55,7 +59,7 @@ def test_operators_return_what_the_kernels_return(case):
     scores, kernel = changes.get("scores", Scores(scale=0.3)), KERNELS[name]
     through = ops.forward(name, q, k, v, PAIRS, scores=scores)
     torch.testing.assert_close(through, kernel.forward(q, k, v, PAIRS, scores=scores), rtol=0, atol=0)
-    grads = ops.backward(name, dout, q, k, v, out, lse, ops.pair_table(PAIRS), scores=scores)
+    grads = ops.backward(name, dout, q, k, v, out, lse, ops.slice_table(PAIRS), scores=scores)
     wanted = kernel.backward(dout, q, k, v, out, lse, PAIRS, scores=scores)
     assert (grads.dtable_NH is None) == (scores.relative_bias is None)
     for got, want in zip(grads, wanted, strict=True):
@@ -64,12 +68,14 @@ def test_operators_return_what_the_kernels_return(case):
 
 
 bounds = st.none() | st.integers(-(2**40), 2**40)
-pairs = st.builds(Pair, *[st.integers(0, 2**40)] * 4, bounds, bounds, st.integers(1, 64), st.integers(-(2**40), 2**40))
+pairs = st.builds(
+    AttentionSlice, *[st.integers(0, 2**40)] * 4, bounds, bounds, st.integers(1, 64), st.integers(-(2**40), 2**40)
+)
 
 
 @given(st.lists(pairs, max_size=5).map(tuple))
 def test_a_table_holds_all_of_its_pairs(listed):
-    table = ops.pair_table(listed)
+    table = ops.slice_table(listed)
     assert table.shape == (len(listed), 8)
-    assert ops.table_pairs(table) == listed
-    assert ops.table_pairs(table.clone()) is ops.table_pairs(table)
+    assert ops.table_slices(table) == listed
+    assert ops.table_slices(table.clone()) is ops.table_slices(table)

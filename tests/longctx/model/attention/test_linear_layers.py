@@ -26,14 +26,14 @@ from tests.longctx.samples import (
 LAYERS = ("linear", "full")
 
 
-def by_closed_form(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, stash=None):
+def by_closed_form(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
     """A core: every weight of the flattened rows written out."""
     B, T = q_BtHD.shape[:2]
     q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
     return closed_form(q, k, v, mask.cu_seqlens, mask.causal).view(B, T, *q.shape[2:3], -1)
 
 
-def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, stash=None):
+def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     return by_definition(q_BtHD, k_BtKD, v_BtKV, mask, scores, sinks_H)
 

@@ -215,7 +215,7 @@ def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
     lm = model(scope)
     shares = [share for micro_batch in micro_batches for share in micro_batch]
     targets = sum(share.num_targets for share in shares)
-    tokens = sum(int((share.documents != PADDING_DOCUMENT).sum()) for share in shares)
+    tokens = sum(int((share.document_ids != PADDING_DOCUMENT).sum()) for share in shares)
     for micro_batch in micro_batches:
         local: list[Tensor] = []
         lm.reduce_counts = lambda counts, local=local: local.append(counts.clone()) or counts

@@ -156,7 +156,7 @@ def test_places_are_those_of_the_rows_and_padding_has_none():
     """Positions restart in every document, and whichever it is that padding follows."""
     recording = Recording()
     model(dispatcher=recording)(BATCH)
-    is_padding = BATCH.documents.flatten() < 0
+    is_padding = BATCH.document_ids.flatten() < 0
     for sent in recording.sent:
         assert torch.equal(sent[:, 0], torch.arange(40).where(~is_padding, -1).int())
 

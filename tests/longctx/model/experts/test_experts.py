@@ -18,7 +18,7 @@ from longctx.model.experts import dispatch, experts
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.parts import GradientSum
-from longctx.model.recompute import Stash, recomputed
+from longctx.model.recompute import RecomputeCache, recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
 
 N, M, E, K = 29, 32, 4, 2
@@ -220,13 +220,15 @@ def test_ways_to_recompute_and_repetition_give_equal_bits(dtype):
     module, given = build(dtype), routed(dtype)
     ways = [("activation", False), ("activation", False), ("all", False), ("none", False), ("activation", True)]
     results = []
-    for recompute, has_stash in ways[: None if dtype == torch.float32 else 3]:
+    for recompute, has_cache in ways[: None if dtype == torch.float32 else 3]:
         run = ExpertRun(LocalDispatcher(), 12, recompute)
 
-        def forward(x, gates, run=run, has_stash=has_stash):
-            if not has_stash:
+        def forward(x, gates, run=run, has_cache=has_cache):
+            if not has_cache:
                 return module(x, gates, given[2], run)
-            return recomputed(lambda x, gates, stash: (module(x, gates, given[2], run, stash),), x, gates)[0]
+            return recomputed(
+                lambda x, gates, recompute_cache: (module(x, gates, given[2], run, recompute_cache),), x, gates
+            )[0]
 
         results.append(outcome(forward, module, *given[:2]))
     for other in results[1:]:
@@ -240,9 +242,9 @@ def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
     module, (x, gates, choices) = build(), routed()
     kept = []
 
-    def layer(x, gates, stash: Stash):
-        kept.append(stash)
-        return (module(x, gates, choices, stash=stash).square(),)
+    def layer(x, gates, recompute_cache: RecomputeCache):
+        kept.append(recompute_cache)
+        return (module(x, gates, choices, recompute_cache=recompute_cache).square(),)
 
     out = recomputed(layer, x, gates)[0]
     assert runs == ["_forward"]
@@ -447,13 +449,13 @@ class Logged:
         self.log.append(f"send {what}")
         return Later(value, lambda: self.log.append(f"wait {what}"))
 
-    def dispatch(self, of_tokens_nX, wire):
-        return self._start("tokens", of_tokens_nX.to(wire))
+    def dispatch(self, of_tokens_nX, communication_dtype):
+        return self._start("tokens", of_tokens_nX.to(communication_dtype))
 
     def dispatch_choices(self, gates_nk):
         return Here((gates_nk, self.experts_nk))
 
-    def combine(self, of_tokens_SX, wire):
+    def combine(self, of_tokens_SX, communication_dtype):
         return self._start("results", of_tokens_SX) if of_tokens_SX.shape[1] == M else Here(of_tokens_SX)
 
 

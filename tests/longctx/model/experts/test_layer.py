@@ -86,7 +86,9 @@ def test_a_recomputed_layer_changes_no_bit(name):
         module, x = build(**LAYERS[name]), tokens()
         call = ExpertCall(documents_Bt=DOCUMENTS, num_documents=1)
         if again:
-            out, *stats = recomputed(lambda x, stash, module=module, call=call: module(x, call, stash), x)
+            out, *stats = recomputed(
+                lambda x, recompute_cache, module=module, call=call: module(x, call, recompute_cache), x
+            )
         else:
             out, *stats = module(x, call)
         (out.square().sum() + stats[1].square().sum() + stats[2]).backward()

@@ -260,7 +260,7 @@ def test_replayed_layers_are_numbered_among_those_with_experts():
     for swapped in (False, True):
         lm.decoder.replay = RoutingReplay(ids.flip(0) if swapped else ids)
         counts = lm(BATCH)[3]
-        is_real = BATCH.documents.flatten() >= 0
+        is_real = BATCH.document_ids.flatten() >= 0
         wanted = [torch.bincount(layer[is_real].flatten(), minlength=4) for layer in lm.decoder.replay.experts_LNk]
         assert torch.equal(counts, torch.stack(wanted))
 

@@ -155,7 +155,7 @@ def decoder_of(*, rate: float = 0.25, seed: int | None = 11, experts: bool = Fal
 
 
 def run(decoder: Decoder, batch, **more) -> Tensor:
-    return decoder(batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents, **more)
+    return decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, **more)
 
 
 def test_nothing_is_dropped_without_a_seed_or_a_rate():
