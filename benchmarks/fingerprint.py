@@ -108,7 +108,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--work", metavar="DIR", help="empty folder for runs and logs, kept (default: a temporary one)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, in half the time")
     parser.add_argument(
-        "--only", metavar="PREFIX", default="", help="jobs whose name begins so, and the data they need"
+        "--only",
+        metavar="PREFIX",
+        default="",
+        help="jobs whose name begins so (train/four, attend, ...), and those that they may need",
     )
     parser.add_argument("--compare", nargs=2, metavar=("A.txt", "B.txt"), help="print the lines that differ")
     return parser.parse_args()
@@ -151,8 +154,9 @@ def plan(*, quick: bool, only: str) -> list[Job]:
         *_model_jobs(cases, checks, quick=quick),
     ]
     wanted = [job for job in jobs if job.name.startswith(only)]
-    needs = {job.name for job in jobs if job.phase < max((w.phase for w in wanted), default=0)} if only else set()
-    return [data, *(job for job in jobs if job in wanted or job.name in needs)]
+    last = max((job.phase for job in wanted), default=0)
+    needed = [job for job in jobs if job.function is checks.train and job.phase < last]
+    return [data, *(job for job in jobs if job in wanted or job in needed)]
 
 
 def _training_jobs(cases: ModuleType, checks: ModuleType, *, quick: bool) -> Iterator[Job]:
