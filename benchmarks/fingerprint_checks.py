@@ -155,7 +155,8 @@ def load_batches(work: Path) -> list[Line]:
         )
         for number in range(5):
             batch = next(loader)
-            parts = [getattr(batch, n) for n in ("tokens", "targets", "positions", "documents", "cu_seqlens")]
+            ids = batch.document_ids if hasattr(batch, "document_ids") else batch.documents  # its older name
+            parts = [batch.tokens, batch.targets, batch.positions, ids, batch.cu_seqlens]
             value = f"{len(batch.cu_seqlens) - 1} segments, tokens {batch.tokens.flatten()[:6].tolist()}..."
             lines.append(Line(f"loader/rank{rank}/batch{number}", digest(*parts), value))
         lines.append(values_line(f"loader/rank{rank}/state", loader.state_dict()))
