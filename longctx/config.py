@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 _TRAINING_FIELDS = {
     *("init_std", "balance_loss_weight", "balance_scope", "max_positions", "residual_dropout", "router_z_loss_weight"),
-    *("selection_bias_rate", "router_jitter", "capacity_factor", "capacity_mode"),
+    *("selection_bias_rate", "router_jitter", "capacity_factor"),
 }
 _EXPERT_FIELDS = {
     *("experts_per_token", "expert_ffn_size", "shared_ffn_size", "shared_gate", "normalize_gates", "score_function"),
@@ -148,9 +148,6 @@ class ModelConfig:
     capacity_factor: float = 0.0
     """In training, most tokens of a row that one expert takes, over the mean load of the row's experts; the later
     tokens beyond it pass by. 0 is dropless."""
-    capacity_mode: str = "drop"
-    """With a capacity, experts compute the rows they got (drop), or always as many as they could get (pad): no sizes
-    then depend on the data."""
 
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""

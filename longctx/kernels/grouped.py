@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert with their experts' weights: one call for all experts.
 
 Axes: N tokens, k choices a token, R routed rows in the order of their experts, E experts, I and O the input and output
-width of one product, C rows that every expert is padded to.
+width of one product.
 """
 
 from __future__ import annotations
@@ -56,16 +56,6 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         return grad_EOI
     starts = [0, *ends_E.tolist()]
     return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b]) for a, b in pairwise(starts)])
-
-
-def batched_rows(x_ECI: Tensor, weight_EIO: Tensor) -> Tensor:
-    """``grouped_rows`` where every expert has C rows: sizes that no data decides, [E, C, O]."""
-    return _product(x_ECI, weight_EIO)
-
-
-def batched_outer(dy_ECO: Tensor, x_ECI: Tensor) -> Tensor:
-    """``grouped_outer`` where every expert has C rows."""
-    return _product(dy_ECO.mT, x_ECI)
 
 
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
