@@ -57,7 +57,7 @@ class _Sorted:
 
     def rows(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Every row times its expert's weight."""
-        return grouped_rows(x_RI, weight_eIO, self.ends_e, all_routed=True)
+        return grouped_rows(x_RI, weight_eIO, self.ends_e)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Every expert's sum of dyᵀ · x."""
