@@ -185,5 +185,5 @@ def _describe_experts(run: Run) -> str:
     if parallel.expert_tile_tokens:
         said += f", {parallel.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
-        said += f"; capacity {model.capacity_factor:g} ({model.capacity_mode})"
+        said += f"; capacity {model.capacity_factor:g}"
     return f"{said}."
