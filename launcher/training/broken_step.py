@@ -86,7 +86,7 @@ def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     said = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
     if seed or epoch:
         return f"{said} (run.seed {seed})"
-    return f"{said} (python -m launcher data inspect {data.train} --seq-len {data.seq_len} --row {row})"
+    return f"{said} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
