@@ -40,6 +40,7 @@ from longctx.checkpoint_format import TOKENIZER, hash_file, list_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, GradientError, TrainingError
 from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.loss_sum import LossSum
 from parallel.layout.cached import cached_layout
 from parallel.layout.sequence import SequenceLayout
@@ -75,6 +76,7 @@ class Trainer:
         self._expert_layers = expert_layers(self.model_config)
         self._dead_experts = DeadExpertWatch(self._expert_layers, self.model_config.num_experts)
         self._load_LE: Tensor | None = None
+        self._load_share_LE: Tensor | None = None
         self.engine = self._build_engine()
         self.step = 0
         self._resumed, self._started = resume_from is not None, start_from is not None
@@ -180,23 +182,23 @@ class Trainer:
 
     def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> StepSums:
         """Gradients of the step's loss; returns this rank's sums."""
-        sums, decoder = StepSums(), self.engine.model.decoder
+        sums = StepSums()
         for number, share in enumerate(shares):
-            decoder.replay = self._routing.replay(number)
-            self._seed(number)
-            loss = LossSum(*self.engine.forward(share))
+            loss = LossSum(*self.engine.forward(share, self._training_pass(number)))
             parts = (loss.objective_sum, loss.balance_sum, loss.z_sum)
             self.engine.backward(micro_batch_loss(*parts, counts, self.model_config))
             sums.add(loss)
-        decoder.training_seed = decoder.replay = None  # validation drops nothing and chooses by itself
         return sums
 
-    def _seed(self, micro_batch: int) -> None:
-        """Let what is random in training depend on the run's seed, the step, and where a row stands in it: on no
-        degree, no history."""
-        decoder = self.engine.model.decoder
-        decoder.training_seed = self.config.run.seed * 0x9E3779B1 + self.step
-        decoder.training_start = self._first_token(micro_batch)
+    def _training_pass(self, micro_batch: int) -> TrainingPass:
+        """What a micro-batch's forward pass depends on. What is random depends on the run's seed, the step and the
+        token's index in it, on no degree and no history."""
+        return TrainingPass(
+            seed=self.config.run.seed * 0x9E3779B1 + self.step,
+            first_token=self._first_token(micro_batch),
+            expert_load_LE=self._load_share_LE,
+            replay=self._routing.replay(micro_batch),
+        )
 
     def _balance(self, counts_LE: Tensor) -> None:
         """Let the step's loads move the selection bias, and serve the next step's balance loss."""
@@ -210,7 +212,7 @@ class Trainer:
 
     def _remember_load(self, counts_LE: Tensor) -> None:
         self._load_LE = counts_LE
-        self.engine.model.load_LE = load_share(counts_LE).to(self.device)
+        self._load_share_LE = load_share(counts_LE).to(self.device)
 
     def _record(
         self, totals: StepTotals, counts: StepCounts, *, lr: float, grad_norm: float, seconds: float, waited: float
@@ -307,13 +309,11 @@ class Trainer:
             if parallel.communication_dtype == "float32"
             else getattr(torch, parallel.communication_dtype),
             deterministic=parallel.deterministic,
-            recompute=train.recompute,
+            execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens),
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
             seed=self.config.run.seed,
         )
-        model.decoder.expert_tile_tokens = parallel.expert_tile_tokens
-        model.decoder.recompute_experts = train.recompute_experts
         options = OptimizerOptions(
             betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
         )

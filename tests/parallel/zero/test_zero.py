@@ -10,6 +10,7 @@ import torch
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.model.training_pass import Execution
 from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
@@ -48,7 +49,7 @@ def row_of(batch: Batch, row: int) -> Batch:
     first = int((cu < start).sum())
     inside = cu[(cu >= start) & (cu <= stop)] - start
     cut = batch.map_tokens(lambda x: x[row : row + 1])
-    documents = torch.where(cut.documents < 0, cut.documents, cut.documents - first)
+    documents = torch.where(cut.document_ids < 0, cut.document_ids, cut.document_ids - first)
     return Batch(
         tokens=cut.tokens, targets=cut.targets, positions=cut.positions, document_ids=documents, cu_seqlens=inside
     )
@@ -76,7 +77,7 @@ def train_together(
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
     mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
-    model = build_parallel_model(config, mesh, layout=layout, transport=transport, recompute=recompute)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
     options = OptimizerOptions(clip_norm=CLIP)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
