@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longctx.architecture.fields import Role, names_of_role
 from longctx.architecture.rope import ROPE_KINDS, Rope
 from longctx.architecture.rules import CHOICES
 from longctx.architecture.size import count_parameters
@@ -293,3 +295,9 @@ def test_every_field_is_drawn_or_of_no_consequence():
     drawn = {f for name in ANY_VALUES for f in TOGETHER.get(name, (name,))}
     others = {*SIZES, "num_experts", "window", "sparse_stride", "balance_loss_weight", "norm_eps"}
     assert {f.name for f in fields(ModelConfig)} == drawn | others
+
+
+def test_every_field_has_one_role():
+    roles = [names_of_role(role) for role in get_args(Role)]
+    assert sorted(name for names in roles for name in names) == sorted(f.name for f in fields(ModelConfig))
+    assert all(roles)
