@@ -206,7 +206,7 @@ RUNS: dict[str, Settings] = {
         "train": {"recompute": True},
     },
     "experts-pad-bfloat16": {
-        "model": {**EXPERTS, "capacity_factor": 1.25, "capacity_mode": "pad", "dense_layers": [0]},
+        "model": {**EXPERTS, "capacity_factor": 1.25, "dense_layers": [0]},
         "parallel": {"layout": "contiguous", "transport": "all_gather"},
         "train": {"dtype": "bfloat16", "micro_batch_rows": 2},
     },

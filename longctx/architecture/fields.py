@@ -184,9 +184,6 @@ class RouterTrainingFields:
     capacity_factor: float = _training(0.0)
     """In training, most tokens of a row that one expert takes, over the mean load of the row's experts; the later
     tokens beyond it pass by. 0 is dropless."""
-    capacity_mode: str = _training("drop")
-    """With a capacity, experts compute the rows they got (drop), or always as many as they could get (pad): no sizes
-    then depend on the data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "position": ("rope", "none", "learned", "sinusoidal", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
-    "capacity_mode": ("drop", "pad"),
 }
 """The words that a field may hold."""
 

@@ -191,7 +191,6 @@ ANY_VALUES = {
     "selection_bias_rate": st.sampled_from([0.0, 0.01]),
     "router_jitter": st.sampled_from([0.0, 0.1]),
     "capacity_factor": st.sampled_from([0.0, 1.0, 1.5]),
-    "capacity_mode": st.sampled_from(CHOICES["capacity_mode"]),
     "tie_embeddings": st.booleans(),
     "embedding_scale": st.sampled_from([1.0, 2.0]),
     "residual_scale": st.sampled_from([1.0, 0.5]),

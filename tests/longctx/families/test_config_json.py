@@ -413,7 +413,7 @@ class TestUnsaid:
     @pytest.mark.parametrize("name", sorted(names_of_role("training")))
     def test_what_training_alone_reads_stops_no_export(self, name, caplog):
         """It is left behind, which ``left_behind`` says where the family's config.json has no key for it."""
-        value = {"balance_scope": "global_batch", "capacity_mode": "pad", "capacity_factor": 1.25}.get(name, 0.5)
+        value = {"balance_scope": "global_batch", "capacity_factor": 1.25}.get(name, 0.5)
         usual = PRESETS["deepseek-v3"] if name == "selection_bias_rate" else tiny_config()
         config = dataclasses.replace(usual, **{name: value})
         hf = config.to_hf()

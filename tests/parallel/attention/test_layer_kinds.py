@@ -139,7 +139,7 @@ def check_sparse(how_many: int):
             mesh = Mesh.build(context=dist.get_world_size(), **axes)
             for n, (layout, documents, mask) in enumerate(random.Random(str(way)).sample(cases, how_many)):
                 rules = rich if n % 2 else {"kernel": "blockwise"}
-                check_case(Case(layout=layout, document_ids=documents, mask=mask, **rules, **way), mesh, EXACT)
+                check_case(Case(layout=layout, documents=documents, mask=mask, **rules, **way), mesh, EXACT)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
