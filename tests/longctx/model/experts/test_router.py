@@ -14,12 +14,8 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.experts import router as module
 from longctx.model.experts.replay import RoutingReplay
-<<<<<<< HEAD
-from longctx.model.experts.router import Router, expert_choice, route
-from longctx.model.training_pass import Execution, TrainingPass
-=======
 from longctx.model.experts.router import Router, route
->>>>>>> main
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
 
