@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.lint.style import (
-    EXCEPTIONS,
     LIMITS,
     REPOSITORY,
     Figures,
