@@ -30,6 +30,7 @@ from longctx.errors import GradientError
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from parallel.zero.experts import share_out_experts
 from parallel.zero.options import OptimizerOptions, check_zero, deepspeed_config, optimizer_groups, quiet_deepspeed
 
@@ -93,9 +94,9 @@ class ZeroEngine:
         """Shape of every parameter and buffer of the whole model, by name."""
         return {**self._shapes, **self._buffers}
 
-    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> Any:
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
-        return self._engine(batch, training_pass)
+        return LossSum(*self._engine(batch, training_pass))
 
     def backward(self, loss_share: Tensor) -> None:
         """Gradients of this rank's additive share of the step's loss; between micro-batches they add up."""
