@@ -18,7 +18,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
+from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import OwnedRange, ZeroEngine
@@ -199,14 +199,14 @@ class RanksRun:
             row.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
             for row, layout in zip(rows, layouts, strict=True)
         ]
-        counts = count_step(mine, torch.device("cpu"))
+        counts = count_step(mine)
         nll_sum, routed_LE = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for n, row, layout in zip(numbers, mine, layouts, strict=True):
             ids = layout.split(routing[number][n], mesh.context_rank, 1) if routing else None
             decoder.replay = None if ids is None else RoutingReplay(ids)
-            objective, balance, z, counts_LE, _, nll = self.engine.forward(row)
-            self.engine.backward(micro_batch_loss(objective, balance, z, counts, config))
-            nll_sum, routed_LE = nll_sum + nll.double(), routed_LE + counts_LE
+            loss = self.engine.forward(row)
+            self.engine.backward(counts.loss(loss, config))
+            nll_sum, routed_LE = nll_sum + loss.nll_sum.double(), routed_LE + loss.counts_LE
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:
