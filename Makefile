@@ -53,7 +53,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks.moe
 
 lint: setup
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell && $(BIN)/python -m tests.lint.style
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
