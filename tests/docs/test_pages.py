@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -119,6 +120,16 @@ def test_files_that_pages_name_are_there():
     for page in PAGES:
         for name in known.findall(page.read_text()):
             assert name in tracked, f"{page.relative_to(REPOSITORY)} names {name}"
+
+
+def test_functions_that_pages_name_are_there():
+    """``file.py:name`` in a page is a function or class of that file."""
+    known = re.compile(r"`((?:launcher|longctx|parallel|data_pipeline)/[\w/]+\.py):(\w+)`")
+    for page in PAGES:
+        for name, defined in known.findall(page.read_text()):
+            tree = ast.parse((REPOSITORY / name).read_text())
+            names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            assert defined in names, f"{page.relative_to(REPOSITORY)} names {name}:{defined}"
 
 
 def test_a_command_that_there_is_not_would_be_found(monkeypatch):

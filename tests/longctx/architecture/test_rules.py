@@ -59,9 +59,9 @@ REFUSED = {
     "half latent": ({"rope_head_dim": 4}, "rope_head_dim=4 belongs to latent attention; set model.kv_lora_rank"),
     "latent heads": ({**LATENT, "num_kv_heads": 2}, "num_kv_heads=2 must be model.num_heads=4"),
     "latent positions": ({**LATENT, "position": "alibi"}, "kv_lora_rank=6.*use model.position=rope"),
-    "latent turns": ({**LATENT, "rope_head_dim": 8}, "rope_head_dim=8 must lie above 0 and below .*Try 2"),
-    "latent odd turns": ({**LATENT, "rope_head_dim": 3}, "turns 3 channels.*even.*model.rope_head_dim"),
-    "odd turns": ({"rope": Rope(partial=0.4)}, "turns 3 channels of each head"),
+    "latent rotary channels": ({**LATENT, "rope_head_dim": 8}, "rope_head_dim=8 must lie above 0 and below .*Try 2"),
+    "latent odd rotary channels": ({**LATENT, "rope_head_dim": 3}, "3 rotary channels.*even.*model.rope_head_dim"),
+    "odd rotary channels": ({"rope": Rope(partial=0.4)}, "3 rotary channels in each head"),
     "longrope factors": (
         {"rope": Rope(kind="longrope", original_max_positions=8, short_factor=(1.0,))},
         "short_factor has 1 values; longrope needs 4",
