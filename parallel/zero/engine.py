@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longctx.batch import Batch
 from longctx.errors import GradientError
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from parallel.zero.experts import mark_experts
@@ -73,9 +74,9 @@ class ZeroEngine:
         """Shape of every parameter and buffer of the whole model, by name."""
         return self.tensors.shapes
 
-    def forward(self, batch: Batch) -> LossSum:
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
-        return LossSum(*self.partition.engine(batch))
+        return LossSum(*self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""

@@ -10,6 +10,7 @@ import torch
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
@@ -75,7 +76,7 @@ def train_together(
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
     mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
-    model = build_parallel_model(config, mesh, layout=layout, transport=transport, recompute=recompute)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
     options = OptimizerOptions(clip_norm=CLIP)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
