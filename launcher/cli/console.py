@@ -194,7 +194,7 @@ def warnings_on_stderr() -> Iterator[None]:
     What ``guard`` logs is left out: it has told the user already.
     """
     handler = _NoteHandler(logging.WARNING)
-    handler.addFilter(lambda record: record.name != "launcher.guard")
+    handler.addFilter(lambda record: record.name != "launcher.cluster.exit")
     root = logging.getLogger()
     root.addHandler(handler)
     try:

@@ -293,9 +293,7 @@ def call_signature(q: Tensor, k: Tensor, v: Tensor, scores: Scores, options: Att
     )
 
 
-def shape_error(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh
-) -> str | None:
+def shape_error(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh) -> str | None:
     """What is wrong with this rank's tensors; None when nothing is."""
     num_queries = schedule.layout.num_local(mesh.context_rank)
     num_keys = schedule.key_layout.num_local(mesh.context_rank)

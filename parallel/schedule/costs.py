@@ -13,9 +13,7 @@ def flops(work: int, shape: AttentionShape, ulysses: int, rank: int) -> int:
     return 2 * (stop - start) * shape.key_and_value_dim * work
 
 
-def bytes_received(
-    ring: RingWork, rank: int, shape: AttentionShape, transport: str, ranks_per_node: int | None
-) -> int:
+def bytes_received(ring: RingWork, rank: int, shape: AttentionShape, transport: str, ranks_per_node: int | None) -> int:
     """Bytes that a rank receives in a forward pass; see ``Schedule.bytes_received``."""
     ring_rank, ulysses_rank = divmod(rank, ring.layout.ulysses)
     split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ring.layout.ulysses)

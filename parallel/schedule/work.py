@@ -183,7 +183,7 @@ def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
 
 
 def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> tuple[Work, ...]:
-    """A rank's work with the keys of several owners side by side; (first key row, slices, strided) of each, in place."""
+    """A rank's work with the keys of several owners side by side; of each its first key row, and its work in place."""
     slices, strided = [NO_SLICES], []
     for first_row, owner_slices, owner_strided in parts:
         slices.append(shift_slices(owner_slices, keys=first_row))

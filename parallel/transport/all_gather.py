@@ -34,9 +34,7 @@ class AllGather:
     def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
         self.schedule, self.mesh, self.communication_dtype = schedule, mesh, communication_dtype
 
-    def forward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]
-    ) -> PartialResult:
+    def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
         gathering = self._gather(own)  # in flight while this rank computes with its own rows
         out, lse = compute(self._own_block(own))
@@ -45,9 +43,7 @@ class AllGather:
             merge_block_(out, lse, block, compute(block))
         return out, lse
 
-    def backward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]
-    ) -> KeysAndValues:
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
         gathering = self._gather(own)
         own_gradients = compute(self._own_block(own))

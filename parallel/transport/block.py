@@ -41,9 +41,7 @@ class Transport(Protocol):
         """Attention of this rank's queries over all blocks: ``compute`` of each, merged in order, its own first."""
         ...
 
-    def backward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]
-    ) -> KeysAndValues:
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         """dK and dV of this rank's own rows, summed in a fixed order; ``compute`` gives those of each block."""
         ...
 

@@ -51,9 +51,7 @@ class PointToPoint:
                 merge_block_(out, lse, block, compute(block))
         return out, lse
 
-    def backward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]
-    ) -> KeysAndValues:
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
         arriving, returning = self._fetch(own, hop=1), PendingGradients()
         own_gradients = compute(self._own_block(own))
@@ -75,9 +73,7 @@ class PointToPoint:
         rows = self.schedule.hop(self.rank, owner).num_rows
         return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS)
 
-    def _return_to_owner(
-        self, own: KeysAndValues, gradients: KeysAndValues | None, hop: int
-    ) -> PendingGradients:
+    def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the way back: gradients go to the rows' owner, those of this rank's own rows come here."""
         owner, receiver = self._owner(hop), self._receiver(hop)
         rows = self.schedule.rows_needed(receiver, self.rank)

@@ -56,17 +56,13 @@ class TwoLevel:
     sums of a step to the owner while the next step is. Additions are hop by hop and step by step: equal bits every run.
     """
 
-    def __init__(
-        self, schedule: Schedule, mesh: Mesh, node_size: int, communication_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, schedule: Schedule, mesh: Mesh, node_size: int, communication_dtype: torch.dtype | None) -> None:
         self.schedule, self.rank, self.node_size = schedule, mesh.ring_rank, node_size
         self.node, self.local_rank = divmod(mesh.ring_rank, node_size)
         self.num_nodes = mesh.ring_degree // node_size
         self.exchange = RingExchange(mesh, communication_dtype)
 
-    def forward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]
-    ) -> PartialResult:
+    def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         result: PartialResult | None = None
         for step, held in self._steps((k_BnKD, v_BnKV)):
             for block in self._hops(step, held):
@@ -80,9 +76,7 @@ class TwoLevel:
         assert result is not None
         return result
 
-    def backward(
-        self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]
-    ) -> KeysAndValues:
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
         own_gradients: KeysAndValues | None = None
         returning = PendingGradients()
@@ -142,20 +136,16 @@ class TwoLevel:
         owner, receiver = self._owner(step, 0), self._counterpart(step)
         outgoing = take_rows(own, self._rows_to_node(self.rank, self.node + step))
         rows = self._rows_to_node(owner, self.node).num_rows
-        return self.exchange.keys(
-            outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS_BETWEEN_NODES
-        )
+        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS_BETWEEN_NODES)
 
     def _hand_round(self, step: int, held: HeldRows, hop: int) -> PendingExchange:
-        """Start a hop's exchange inside the node: rows from the neighbour that holds them, held rows to who needs them."""
+        """Start a hop's exchange inside the node: rows from the neighbour that holds them, held rows to another."""
         if hop == self.node_size:
             return PendingExchange()
         receiver, holder = self._neighbour(hop), self._neighbour(-hop)
         outgoing = take_rows(held.tensors, self._needed_by(receiver, held))
         rows = self.schedule.hop(self.rank, self._owner(step, hop)).num_rows
-        return self.exchange.keys(
-            outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, tag=TAG_KEYS
-        )
+        return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, tag=TAG_KEYS)
 
     def _return_to_holder(self, held: HeldRows, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the way back of a hop's gradients to the neighbour that holds the rows."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.model.attention.work import Work
 
 
@@ -52,10 +52,10 @@ def continuation(num_queries: int, num_keys: int) -> list[Piece]:
 def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
     """What these queries see before their windows; None when that is nothing.
 
-    Only rows with work are named. A class whose queries are all there has as many queries as keys, a plain causal pair.
+    Only rows with work are named. A class whose queries are all there has as many queries as keys: plain causal.
     """
     back = reach(window, stride)
-    queries, keys, pairs = [], [], []
+    queries, keys, slices = [], [], []
     q, k = 0, 0
     for query_row, key_row, tokens, first_query in pieces:
         first = max(first_query, back)
@@ -64,9 +64,9 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
             theirs = range(place % stride, mine[-1] - back + 1, stride)
             queries.append(torch.arange(query_row + place, query_row + tokens, stride))
             keys.append(torch.arange(key_row + theirs.start, key_row + theirs.stop, stride))
-            pairs.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
+            slices.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
             q, k = q + len(mine), k + len(theirs)
-    return Work(torch.cat(queries), torch.cat(keys), tuple(pairs)) if pairs else None
+    return Work(torch.cat(queries), torch.cat(keys), slice_table(slices)) if slices else None
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:

@@ -105,7 +105,7 @@ def train_by_definition(config: ModelConfig, steps: int, routing: Routing | None
     for step in range(steps):
         rows = rows_of_step(step)
         targets = sum(row.num_targets for row in rows)
-        tokens = sum(int((row.documents != PADDING_DOCUMENT).sum()) for row in rows)
+        tokens = sum(int((row.document_ids != PADDING_DOCUMENT).sum()) for row in rows)
         nll_sum, loss, counts_LE = 0.0, torch.zeros(()), torch.zeros(EXPERT_LAYERS, config.num_experts)
         for number, row in enumerate(rows):
             decoder.replay = RoutingReplay(routing[step][number]) if routing else None

@@ -48,7 +48,7 @@ def row_of(batch: Batch, row: int) -> Batch:
     first = int((cu < start).sum())
     inside = cu[(cu >= start) & (cu <= stop)] - start
     cut = batch.map_tokens(lambda x: x[row : row + 1])
-    documents = torch.where(cut.documents < 0, cut.documents, cut.documents - first)
+    documents = torch.where(cut.document_ids < 0, cut.document_ids, cut.document_ids - first)
     return Batch(
         tokens=cut.tokens, targets=cut.targets, positions=cut.positions, document_ids=documents, cu_seqlens=inside
     )
