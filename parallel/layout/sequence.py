@@ -155,13 +155,15 @@ def check_documents(cu_seqlens: Sequence[int] | Tensor | None, num_tokens: int) 
     if cu_seqlens is None:
         return [0, num_tokens]
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    falls = any(b < a for a, b in pairwise(bounds))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tokens or falls:
-        raise ConfigError(
-            f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; "
-            f"got {bounds[:4]}…{bounds[-2:]} ({len(bounds)} entries)."
-        )
-    return bounds
+    descends = next((n for n, (a, b) in enumerate(pairwise(bounds), start=1) if b < a), None)
+    if len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == num_tokens and descends is None:
+        return bounds
+    shown = str(bounds) if len(bounds) <= 6 else f"{bounds[:4]}…{bounds[-2:]}"
+    message = f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; got {shown}"
+    message += f" ({len(bounds)} entries)."
+    if descends is not None:
+        message += f" Entry {descends} is {bounds[descends]}, after {bounds[descends - 1]}."
+    raise ConfigError(message)
 
 
 def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:

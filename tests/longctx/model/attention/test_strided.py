@@ -175,8 +175,8 @@ def test_cuda_adapters_take_a_strides_slices(name):
 def test_one_new_token_reads_its_class_alone():
     work = strided_work(continuation(1, 1000), 10, 100)
     assert work is not None
-    assert work.queries_n.tolist() == [0]
-    assert work.keys_m.tolist() == list(range(99, 900, 100))
+    assert work.query_rows.tolist() == [0]
+    assert work.key_rows.tolist() == list(range(99, 900, 100))
 
 
 def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, recompute: bool = False) -> Decoder:
