@@ -280,9 +280,7 @@ def _build_call(
         stop - start if heads.key_of_query(mesh.ulysses_rank) else last - first,
         value_dim=v.shape[3],
         window=schedule.window is not None,
-        softcap=scores.softcap is not None,
-        alibi=scores.alibi_slopes_H is not None,
-        relative_bias=scores.relative_bias is not None,
+        rules=scores.rules,
         deterministic=deterministic,
     )
     if scores.needs_distances:
