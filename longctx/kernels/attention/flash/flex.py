@@ -225,4 +225,5 @@ def _table(scores: Scores) -> Tensor | None:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    return torch.compile(flex_attention)
+    # one graph: past PyTorch's limit of recompilations it must fail, not fall back to forming whole scores
+    return torch.compile(flex_attention, fullgraph=True)
