@@ -23,6 +23,7 @@ from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.model.training_pass import Execution
 from parallel.layout.cached import cached_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -179,13 +180,11 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        recompute=train.recompute,
+        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=config.run.seed,
     )
-    causal_lm.decoder.expert_tile_tokens = parallel.expert_tile_tokens
-    causal_lm.decoder.recompute_experts = train.recompute_experts
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )

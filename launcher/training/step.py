@@ -21,6 +21,7 @@ from launcher.training.totals import StepSums, StepTotals
 from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.training_pass import TrainingPass
 from parallel.loss import StepCounts, count_step
 from parallel.runtime.device import device_name, peak_memory_bytes
 
@@ -85,18 +86,20 @@ class TrainStep:
 
     def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
         """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""
-        run, decoder, sums = self.run, self.run.engine.model.decoder, StepSums()
+        run, sums, load_LE = self.run, StepSums(), None
         if progress.expert_load_LE is not None:
-            run.engine.model.load_LE = load_share(progress.expert_load_LE).to(run.device)
+            load_LE = load_share(progress.expert_load_LE).to(run.device)
         for number, shard in enumerate(shards):
-            decoder.replay = run.routing.replay(number)
             # What is random depends on the run's seed, the step and a token's index in it: on no degree, no history.
-            decoder.training_seed = run.config.run.seed * 0x9E3779B1 + progress.step
-            decoder.training_start = run.first_token(number)
-            loss = run.engine.forward(shard.to(run.device))
+            training_pass = TrainingPass(
+                seed=run.config.run.seed * 0x9E3779B1 + progress.step,
+                first_token=run.first_token(number),
+                expert_load_LE=load_LE,
+                replay=run.routing.replay(number),
+            )
+            loss = run.engine.forward(shard.to(run.device), training_pass)
             run.engine.backward(counts.loss(loss, run.model))
             sums.add(loss)
-        decoder.training_seed = decoder.replay = None  # validation drops nothing and chooses by itself
         return sums
 
 

@@ -44,7 +44,6 @@ MARKDOWN_LIMIT = 1_000
 """Long lines of Markdown, all pages together."""
 
 EXCEPTIONS = {
-    "longctx/model/decoder.py:Decoder": "sets the state of a training pass; to be divided",
     "parallel/schedule/schedule.py:Schedule": "holds the work and its figures; to be divided",
     "parallel/transport/hops.py:Hops": "point to point and two levels; to be divided",
     "parallel/zero/engine.py:ZeroEngine": "all ZeRO stages; to be divided",

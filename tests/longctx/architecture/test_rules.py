@@ -18,6 +18,7 @@ from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from longctx.presets import PRESETS
@@ -253,10 +254,9 @@ def accepted(drawn: dict) -> ModelConfig | None:
 def check_runs(config: ModelConfig) -> None:
     """Loss and every gradient of a packed batch are finite and there; parameters are as many as arithmetic says."""
     model = CausalLM(Decoder(config))
-    model.decoder.training_seed = 1
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
-    loss = LossSum(*model(batch))
+    loss = LossSum(*model(batch, TrainingPass(seed=1)))
     loss.total(0.5, config.router_z_loss_weight).backward()
     assert loss.nll_sum.isfinite()
     assert 0.2 < loss.nll_sum.item() / batch.num_targets / math.log(13) < 5
