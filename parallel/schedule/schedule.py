@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import AttentionSlice, slice_table, table_slices
 from longctx.model.attention.strided import Strided, reach
@@ -77,7 +78,7 @@ class Schedule:
     def build(
         cls,
         layout: SequenceLayout,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
         causal: bool = True,
         window: int | None = None,
         sink_tokens: int = 0,
@@ -91,8 +92,7 @@ class Schedule:
         or, if causal, those any multiple of ``stride`` before it.
         ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
         """
-        bounds = [0, layout.num_tokens] if cu_seqlens is None else _as_list(cu_seqlens)
-        _check_boundaries(bounds, layout.num_tokens)
+        documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         check_window(window, sink_tokens)
         check_stride(stride, window, sink_tokens, causal)
         keys = layout if key_layout is None else key_layout
@@ -103,7 +103,7 @@ class Schedule:
             )
         if stride and keys != layout:
             raise ConfigError(f"stride={stride} wants queries and keys in one layout; leave key_layout out.")
-        return cls(layout, keys, tuple(bounds), causal, window, sink_tokens, stride)
+        return cls(layout, keys, documents.bounds, causal, window, sink_tokens, stride)
 
     def with_distances(self) -> Schedule:
         """The same schedule with each pair's distances, for scores that depend on them."""
@@ -336,19 +336,3 @@ def _packed_rows(strided: Strided, rows: Ranges, by_queries: int) -> Strided:
     shift = (stop - start).cumsum(0) - stop  # of a range: packed rows before it, less its start
     keys = strided.keys_m + shift[torch.bucketize(strided.keys_m, start, right=True) - 1]
     return strided._replace(queries_n=strided.queries_n + by_queries, keys_m=keys)
-
-
-def _as_list(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
-    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-
-
-def _check_boundaries(bounds: Sequence[int], num_tokens: int) -> None:
-    falls = next((n for n in range(1, len(bounds)) if bounds[n] < bounds[n - 1]), None)
-    if bounds and bounds[0] == 0 and bounds[-1] == num_tokens and falls is None:
-        return
-    where = "" if falls is None else f" Entry {falls} is {bounds[falls]}, after {bounds[falls - 1]}."
-    shown = list(bounds) if len(bounds) <= 6 else f"{list(bounds[:4])}…{list(bounds[-2:])}"
-    raise ConfigError(
-        f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; got {shown} ({len(bounds)} entries)."
-        f"{where}"
-    )
