@@ -78,8 +78,7 @@ class Run:
 
     def layout(self, batch: Batch) -> SequenceLayout:
         """Which token of a micro-batch, its rows laid end to end, lives on which context rank."""
-        bounds = tuple(batch.cu_seqlens.tolist())
-        return cached_layout(self.config.parallel.layout, self.mesh.context, self.mesh.ulysses, bounds)
+        return cached_layout(self.config.parallel.layout, self.mesh.context, self.mesh.ulysses, batch.documents)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch, where the batch is: on the CPU."""

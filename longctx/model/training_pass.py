@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
-from longctx.model.attention.mask import AttentionMask
+from longctx.documents import PackedDocuments
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.layers.dropout import Dropout, Jitter
@@ -86,19 +86,19 @@ def build_capacity(
 
 
 @torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
-def document_ids_of(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
+def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
-    if mask.num_tokens != tokens_Bt.numel():
+    if documents.num_tokens != tokens_Bt.numel():
         raise ValueError(
-            f"{tokens_Bt.numel()} tokens are not the {mask.num_tokens} of cu_seqlens; a shard of them needs "
+            f"{tokens_Bt.numel()} tokens are not the {documents.num_tokens} of cu_seqlens; a shard of them needs "
             "`document_ids`"
         )
-    lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
+    lengths = torch.tensor(documents.lengths, device=tokens_Bt.device)
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
 
 @torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
-def token_indices(mask: AttentionMask, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
+def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
-    starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)
+    starts = torch.tensor(documents.bounds, device=positions_Bt.device)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

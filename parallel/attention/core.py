@@ -67,5 +67,5 @@ class ContextParallelAttention:
 @lru_cache(maxsize=8)
 def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
     """The schedule of a mask, built once a batch and shared by all layers of that mask."""
-    layout = cached_layout(kind, degree, ulysses, mask.cu_seqlens)
-    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)
+    layout = cached_layout(kind, degree, ulysses, mask.documents)
+    return Schedule.build(layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)

@@ -61,8 +61,8 @@ class LocalAttention:
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             work = _continuation_work(mask, T, k_BtKD.shape[1])
-        elif mask.num_tokens != B * T:
-            raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
+        elif mask.documents.num_tokens != B * T:
+            raise ValueError(f"{B} rows of {T} tokens are not the {mask.documents.num_tokens} tokens of cu_seqlens")
         else:
             work = _work(mask.slice_table, mask.strided if mask.stride else None)
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
@@ -73,7 +73,7 @@ class LocalAttention:
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     """The slices of every non-empty document of a mask whose whole sequence lies in this process."""
-    return tuple(part for a, b in pairwise(mask.cu_seqlens) for part in _visible(a, b, mask))
+    return tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
 
 
 def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:

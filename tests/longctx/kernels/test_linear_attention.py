@@ -158,8 +158,7 @@ def test_no_rows():
         ({"k": (2, 8, 2, 5)}, "got q"),
         ({"v": (2, 7, 2, 4)}, "got q"),
         ({"dtype": torch.int64}, "floating dtype"),
-        ({"segments": Segments((0, 9))}, "8 rows"),
-        ({"segments": Segments((0, 5, 3, 8))}, "ascend"),
+        ({"segments": Segments((0, 9))}, "ascend from 0 to the sequence's 8 tokens"),
         ({"segments": Segments((0, 8), takes=(1,))}, "1 segments"),
         ({"carried_sBKDW": torch.zeros(2, 2, 2, 4, 5)}, "carried states"),
         ({"chunk": 0}, "chunk=0"),
@@ -173,3 +172,5 @@ def test_bad_input_is_named(change, message):
     q, k, v = (torch.zeros(shape, dtype=change.get("dtype", torch.float32)) for shape in shapes.values())
     with pytest.raises(ConfigError, match=message):
         linear_attention(q, k, v, **options)
+    with pytest.raises(ConfigError, match="Entry 2 is 3, after 5"):
+        Segments((0, 5, 3, 8))

@@ -65,7 +65,7 @@ class SinksEverywhere(LocalAttention):
     def __call__(
         self, q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None
     ):
-        mask = AttentionMask(mask.cu_seqlens, window=6, sink_tokens=2)
+        mask = AttentionMask(mask.documents, window=6, sink_tokens=2)
         scores = Scores(scale=0.3)
         return super().__call__(
             q_BtHD,
