@@ -16,6 +16,7 @@ from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.processor import Products, fastest_products
 from longctx.model.attention.core import AttentionCore, KVCache
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
@@ -30,7 +31,7 @@ from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout, Jitter
 from longctx.model.layers.initialize import initial_value
-from longctx.model.layers.linear import Embedding, Weight
+from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
 
@@ -131,15 +132,18 @@ class Decoder(nn.Module):
         core: AttentionCore | None = None,
         *,
         dispatcher: TokenDispatcher | None = None,
+        products: Products | None = None,
         seed: int | None = 0,
     ) -> None:
         """A decoder with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
 
-        It holds the experts that are the ``dispatcher``'s share: without one, all.
+        It holds the experts that are the ``dispatcher``'s share: without one, all. ``products`` says how a CPU
+        multiplies bfloat16; None takes the way that is faster on this machine's processor.
         """
         super().__init__()
         self.config = config
-        self.core: AttentionCore = core if core is not None else LocalAttention()
+        self.products: Products = fastest_products() if products is None else products
+        self.core: AttentionCore = core if core is not None else LocalAttention(products=self.products)
         self.linear_core: AttentionCore = LocalLinearAttention()
         self.recompute = False
         self.training_seed: int | None = None
@@ -149,7 +153,8 @@ class Decoder(nn.Module):
         self.expert_tile_tokens = 0
         self.recompute_experts = "activation"
         self.model = Backbone(config, self.dispatcher.share)
-        self.lm_head = LMHead(config)
+        self.lm_head = LMHead(config, self.products)
+        set_products(self, self.products)
         if seed is not None:
             self.initialize(seed)
 
@@ -242,7 +247,7 @@ class Decoder(nn.Module):
             if config.capacity_factor:
                 row_tokens = row_tokens or mask.num_tokens // len(places_Bt)
                 capacity = Capacity.build(config, places_Bt.flatten(), row_tokens, mask.num_tokens)
-        run = ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts)
+        run = ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts, self.products)
         return ExpertCall(run, documents_Bt, mask.num_documents, jitter, capacity, self.replay)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:

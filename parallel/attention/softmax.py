@@ -20,6 +20,7 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.processor import Products
 from longctx.model.attention.strided import add_strided_gradients, attend_strided_
 from longctx.model.recompute import RecomputeCache
 from parallel.mesh import Mesh
@@ -46,6 +47,7 @@ def attend(
     transport: str = "auto",
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    products: Products | None = None,
     recompute_cache: RecomputeCache | None = None,
     agree_again: bool = False,
 ) -> Tensor:
@@ -59,8 +61,9 @@ def attend(
     ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
     are learnable logits of a key without value. ``transport`` is p2p, two_level, all_gather or auto.
     ``communication_dtype`` is the dtype of gradients under way (default: float32, float64 for float64 inputs).
-    ``deterministic`` asks for kernels whose backward repeats to the bit. ConfigError for what a kernel, layout or mesh
-    cannot do; ClusterError when a rank differs, dies or is too late."""
+    ``deterministic`` asks for kernels whose backward repeats to the bit. ``products`` says how a CPU multiplies
+    bfloat16 (default: the way that is faster on this one). ConfigError for what a kernel, layout or mesh cannot do;
+    ClusterError when a rank differs, dies or is too late."""
     B, t = q_BtHD.shape[:2]
     share = schedule.layout.num_local(mesh.context_rank)
     options: dict[str, Any] = {
@@ -73,6 +76,7 @@ def attend(
         "transport": transport,
         "communication_dtype": communication_dtype,
         "deterministic": deterministic,
+        "products": products,
         "recompute_cache": recompute_cache,
         "agree_again": agree_again,
     }
@@ -97,6 +101,7 @@ def attend(
         transport,
         communication_dtype,
         deterministic,
+        products,
         recompute_cache,
     )
     table = None if scores.relative_bias is None else scores.relative_bias.table_NH
@@ -266,6 +271,7 @@ def _build_call(
     transport: str,
     communication_dtype: torch.dtype | None,
     deterministic: bool,
+    products: Products | None,
     recompute_cache: RecomputeCache | None,
 ) -> _Call:
     H, K = q.shape[2], k.shape[2]
@@ -284,6 +290,7 @@ def _build_call(
         alibi=scores.alibi_slopes_H is not None,
         relative_bias=scores.relative_bias is not None,
         deterministic=deterministic,
+        products=products,
     )
     if scores.needs_distances:
         schedule = schedule.with_distances()

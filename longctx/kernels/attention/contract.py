@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longctx.kernels.processor import Products
+
 
 class AttentionSlice(NamedTuple):
     """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
@@ -116,6 +118,8 @@ class KernelRequest:
     relative_bias: bool = False
     deterministic: bool = False
     """Whether the backward pass must give equal bits on repetition."""
+    products: Products | None = None
+    """How a CPU multiplies bfloat16; None leaves it to the kernel."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

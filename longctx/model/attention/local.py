@@ -19,6 +19,7 @@ from longctx.kernels.attention import ops
 from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import (
@@ -38,8 +39,9 @@ class LocalAttention:
     is_operator = True
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
-    def __init__(self, kernel: str = "auto") -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
+        """``products`` says how a CPU multiplies bfloat16; None takes what its processor is faster in."""
+        self.kernel, self.products = kernel, products
 
     def __call__(
         self,
@@ -62,7 +64,7 @@ class LocalAttention:
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
         device, windowed = q_BtHD.device.type, mask.window is not None
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, *_wishes(scores))
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), self.products, windowed, *_wishes(scores))
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             table, strided = _continuation_work(mask, T, k_BtKD.shape[1])
@@ -130,6 +132,7 @@ def _kernel_for(
     device_type: str,
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
+    products: Products | None,
     window: bool,
     softcap: bool,
     alibi: bool,
@@ -148,6 +151,7 @@ def _kernel_for(
         softcap=softcap,
         alibi=alibi,
         relative_bias=relative_bias,
+        products=products,
     )
     return choose_kernel(name, request).name
 

@@ -20,6 +20,7 @@ from longctx.kernels.grouped import (
     sort_by_expert,
     sum_by_expert,
 )
+from longctx.kernels.processor import Products
 from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
 from longctx.model.layers.activations import gated, gated_backward
 
@@ -27,7 +28,8 @@ from longctx.model.layers.activations import gated, gated_backward
 class _Sorted:
     """Rows in the order of their experts, and grouped products."""
 
-    def __init__(self, tokens: Tokens, num_experts: int) -> None:
+    def __init__(self, tokens: Tokens, num_experts: int, products: Products) -> None:
+        self.products: Products = products
         self.k, self.num_tokens, self.num_rows = tokens.experts_Sk.shape[1], len(tokens.x_SM), tokens.num_rows
         order_R, inverse_R, self.ends_e = sort_by_expert(tokens.experts_Sk, num_experts)
         self.is_here_R = tokens.experts_Sk.flatten() >= 0
@@ -66,11 +68,11 @@ class _Sorted:
 
     def rows(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Every row times its expert's weight."""
-        return grouped_rows(x_RI, weight_eIO, self.ends_e, all_routed=True)
+        return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products, all_routed=True)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Every expert's sum of dyᵀ · x."""
-        return grouped_outer(dy_RO, x_RI, self.ends_e)
+        return grouped_outer(dy_RO, x_RI, self.ends_e, products=self.products)
 
     def spread(self, bias_eO: Tensor) -> Tensor:
         """Every row's expert's."""
@@ -84,7 +86,8 @@ class _Sorted:
 class _Padded:
     """C slots for every expert, of which its rows take the first, and batched products."""
 
-    def __init__(self, tokens: Tokens, num_experts: int, slots: int) -> None:
+    def __init__(self, tokens: Tokens, num_experts: int, slots: int, products: Products) -> None:
+        self.products: Products = products
         self.k, self.shape = tokens.experts_Sk.shape[1], (num_experts, slots)
         self.order_R, _, ends_e = sort_by_expert(tokens.experts_Sk, num_experts)
         starts = torch.cat((ends_e.new_zeros(1), ends_e)).long()
@@ -114,11 +117,11 @@ class _Padded:
 
     def rows(self, x_eCI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Every slot times its expert's weight."""
-        return batched_rows(x_eCI, weight_eIO)
+        return batched_rows(x_eCI, weight_eIO, products=self.products)
 
     def outer(self, dy_eCO: Tensor, x_eCI: Tensor) -> Tensor:
         """Every expert's sum of dyᵀ · x."""
-        return batched_outer(dy_eCO, x_eCI)
+        return batched_outer(dy_eCO, x_eCI, products=self.products)
 
     def spread(self, bias_eO: Tensor) -> Tensor:
         """Every slot's expert's."""
@@ -139,9 +142,9 @@ class _Padded:
         return torch.cat((flat, flat.new_zeros(1, *flat.shape[1:]))).index_select(0, self.slot_of_choice_R)
 
 
-def _arrange(tokens: Tokens, weights: Weights, slots: int) -> _Sorted | _Padded:
+def _arrange(tokens: Tokens, weights: Weights, slots: int, products: Products) -> _Sorted | _Padded:
     num_experts = len(weights.down_eMF)
-    return _Padded(tokens, num_experts, slots) if slots else _Sorted(tokens, num_experts)
+    return _Padded(tokens, num_experts, slots, products) if slots else _Sorted(tokens, num_experts, products)
 
 
 def _where(mask_R: Tensor, count: int) -> Tensor:
@@ -149,12 +152,14 @@ def _where(mask_R: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask_R, size=count).squeeze(-1)
 
 
-def forward_rows(tokens: Tokens, weights: Weights, kind: str, *, keep: str, slots: int) -> tuple[Tensor, list[Tensor]]:
+def forward_rows(
+    tokens: Tokens, weights: Weights, kind: str, *, keep: str, products: Products, slots: int
+) -> tuple[Tensor, list[Tensor]]:
     """Σ over a token's experts here of gate · expert(x), [S, M] in float32 (float64), and what ``keep`` keeps.
 
     ``keep`` is one of ``dispatch.RECOMPUTE``. With ``slots`` every expert computes so many rows.
     """
-    at = _arrange(tokens, weights, slots)
+    at = _arrange(tokens, weights, slots, products)
     x, gates = at.take(tokens.x_SM), at.choices(tokens.gates_Sk)
     gate_up = _gate_up_whole(at, x, weights)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -179,6 +184,7 @@ def backward_rows(
     kind: str,
     kept: list[Tensor],
     *,
+    products: Products,
     sums: WeightSums,
     needs: Needs,
     slots: int,
@@ -187,7 +193,7 @@ def backward_rows(
 
     What is ``kept`` is gone.
     """
-    at = _arrange(tokens, weights, slots)
+    at = _arrange(tokens, weights, slots, products)
     gates, dy = at.choices(tokens.gates_Sk), at.take(dout_SM.to(tokens.x_SM.dtype))
     keeps_rows = len(kept) == 3
     x = kept[2] if keeps_rows else at.take(tokens.x_SM) if needs.gate_up or not kept else None
