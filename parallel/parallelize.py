@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.objectives.causal_lm import CausalLM
@@ -28,6 +29,7 @@ def build_parallel_model(
     transport: str = "auto",
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    products: Products | None = None,
     recompute: bool = False,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
@@ -36,13 +38,14 @@ def build_parallel_model(
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its share of the experts. ConfigError when the layers cannot have this layout, or the experts this degree.
+    its share of the experts. ``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one.
+    ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
-    core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic)
-    decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), seed=None)
+    core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic, products)
+    decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), products=products, seed=None)
     decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
     decoder.recompute = recompute  # 3. recomputation wraps blocks; what came of travelling is kept, so it sends nothing

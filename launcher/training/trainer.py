@@ -307,6 +307,7 @@ class Trainer:
             if parallel.communication_dtype == "float32"
             else getattr(torch, parallel.communication_dtype),
             deterministic=parallel.deterministic,
+            products=None if train.products == "auto" else train.products,
             recompute=train.recompute,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
@@ -32,9 +33,12 @@ _PREFERRED: tuple[AttentionKernel, ...] = (
     CpuFlashKernel(),
     BlockwiseKernel(),
     ReferenceKernel(),
+    CpuFlashKernel("native"),
+    CpuFlashKernel("float32"),
 )
 KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _PREFERRED}
-"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
+"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request. The last two
+are cpu_flash for requests that say how a CPU multiplies bfloat16."""
 
 
 def kernel_request(
@@ -74,11 +78,18 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
         if chosen is None:
             raise ConfigError(f"no attention kernel serves {request}: {refusals}.")
         log.info("Attention kernel: %s for %s%s.", chosen, request, _passed_over(refusals, chosen))
-        return KERNELS[chosen]
+        return _multiplying(chosen, request)
     if name not in KERNELS:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
     if refusal := KERNELS[name].supports(request):
         raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
+    return _multiplying(name, request)
+
+
+def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
+    """The kernel of this name that multiplies bfloat16 as the request says, where it has more than one way."""
+    if request.dtype == torch.bfloat16 and f"{name}_{request.products}" in KERNELS:
+        return KERNELS[f"{name}_{request.products}"]
     return KERNELS[name]
 
 

@@ -40,8 +40,9 @@ class LocalAttention:
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
     def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
-        """``products`` says how a CPU multiplies bfloat16; None takes what its processor is faster in."""
-        self.kernel, self.products = kernel, products
+        """``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one."""
+        self.kernel = kernel
+        self.products: Products | None = products
 
     def __call__(
         self,
