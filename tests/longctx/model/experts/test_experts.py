@@ -128,9 +128,9 @@ def test_experts_equal_their_definition(case, tile_tokens, recompute):
 # In bfloat16 the definition is in float64 from the same rounded weights and tokens. What is rounded one after the other
 # on the way to a gradient, an error of the gate counted 1.64 times (silu makes at most 1.28 times as much of it):
 # * in float32: gate and up, as they are kept, and the result: 3.64;
-# * natively: gate and up, twice each where they have a bias (5.28), the gradient that arrives, its product with the down
-#   projection, the same times the gate of the choice, the activation's derivative in two steps, the last product, the
-#   sum of blocks or experts: 12.28.
+# * natively: gate and up, twice each where they have a bias (5.28), the gradient that arrives, its product with the
+#   down projection, the same times the gate of the choice, the activation's derivative in two steps, the last product,
+#   the sum of blocks or experts: 12.28.
 ROUNDINGS = {"float32": 4, "native": 13}
 
 
