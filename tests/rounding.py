@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.kernels.processor import PRODUCTS
+from longctx.kernels.processor import PRODUCTS, Products
 
 UNIT = 2.0**-8
 ONCE = UNIT / 3**0.5
@@ -26,3 +26,13 @@ both_ways = pytest.mark.parametrize("products", PRODUCTS)
 def rounded(times: float) -> float:
     """Most of the relative error, in the Frobenius norm, of a tensor that was rounded so many times."""
     return times**0.5 * ONCE
+
+
+ATTENTION: dict[Products, float] = {"float32": rounded(5), "native": rounded(12)}
+"""Bounds of attention in one process, for queries, keys and values around 1: output and gradients.
+
+In float32 an output is rounded once. A gradient is so too, and depends on the rounded output: a score's gradient takes
+its product with the output's gradient away, which where few keys are seen leaves little and so counts 4 times.
+Natively scores are rounded besides (an error of a weight as large as the score: 5 times for scores around 1, where
+large ones weigh most) and weights or scores' gradients; then the product.
+"""
