@@ -52,7 +52,7 @@ def _check_built(config: RunConfig) -> None:
 _OF_EXPERTS = (
     *("parallel.expert_tile_tokens", "train.recompute_experts", "train.record_routing", "train.replay_routing"),
     *("model.balance_scope", "model.router_z_loss_weight", "model.selection_bias_rate", "model.router_jitter"),
-    *("model.capacity_factor", "model.capacity_mode"),
+    "model.capacity_factor",
 )
 """Options that a model without experts does not read."""
 

@@ -176,7 +176,7 @@ class Trainer:
         said = f"{self.config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
         if seed or epoch:
             return f"{said} (run.seed {seed})"
-        return f"{said} (python -m launcher data inspect {data.train} --seq-len {data.seq_len} --row {row})"
+        return f"{said} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
 
     def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> StepSums:
         """Gradients of the step's loss; returns this rank's sums."""
@@ -427,5 +427,5 @@ def _describe_experts(config: RunConfig, model: ModelConfig) -> str:
     shared = ", one shared" if model.shared_ffn_size else ""
     ranks = f"; {model.num_experts // config.parallel.expert} on a rank" if config.parallel.expert > 1 else ""
     tiles = f", {config.parallel.expert_tile_tokens} tokens at a time" if config.parallel.expert_tile_tokens else ""
-    capacity = f"; capacity {model.capacity_factor:g} ({model.capacity_mode})" if model.capacity_factor else ""
+    capacity = f"; capacity {model.capacity_factor:g}" if model.capacity_factor else ""
     return f"{model.num_experts} experts a layer, {model.experts_per_token} a token{shared}{ranks}{tiles}{capacity}."

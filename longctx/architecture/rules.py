@@ -1,15 +1,12 @@
-"""What must hold between the fields of a ``ModelConfig``. Each message names the value, the rule, the nearest fit."""
+"""What must hold between the fields of a ``ModelFields``. Each message names the value, the rule, the nearest fit."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from longctx.architecture.fields import ModelFields
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from longctx.config import ModelConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
@@ -19,7 +16,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "position": ("rope", "none", "learned", "sinusoidal", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
-    "capacity_mode": ("drop", "pad"),
 }
 """The words that a field may hold."""
 
@@ -41,7 +37,7 @@ _NOT_NEGATIVE = (
 )
 
 
-def check_model(config: ModelConfig) -> None:
+def check_model(config: ModelFields) -> None:
     """ConfigError for the first rule that does not hold."""
     check_types(config, "model")
     _check_numbers(config)
@@ -58,7 +54,7 @@ def check_model(config: ModelConfig) -> None:
         _check_experts(config)
 
 
-def _check_numbers(config: ModelConfig) -> None:
+def _check_numbers(config: ModelFields) -> None:
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
@@ -78,7 +74,7 @@ def _check_numbers(config: ModelConfig) -> None:
         raise ConfigError(f"model.router_jitter={config.router_jitter} must lie at 0 or above, and below 1.")
 
 
-def _check_heads(config: ModelConfig) -> None:
+def _check_heads(config: ModelFields) -> None:
     if config.num_heads % config.num_kv_heads:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise ConfigError(
@@ -87,7 +83,7 @@ def _check_heads(config: ModelConfig) -> None:
         )
 
 
-def _check_layers(config: ModelConfig) -> None:
+def _check_layers(config: ModelFields) -> None:
     if not config.layers or not set(config.layers) <= set(LAYER_KINDS):
         raise ConfigError(f"model.layers={list(config.layers)} must name one or more of {list(LAYER_KINDS)}.")
     for name in ("layers", "rope_layers"):
@@ -114,7 +110,7 @@ def _check_layers(config: ModelConfig) -> None:
         _check_linear(config)
 
 
-def _check_linear(config: ModelConfig) -> None:
+def _check_linear(config: ModelFields) -> None:
     """Linear attention has no scores that a cap, a bias or a sink could change."""
     for name in ("attention_softcap", "attention_scale", "sinks"):
         if getattr(config, name):
@@ -126,7 +122,7 @@ def _check_linear(config: ModelConfig) -> None:
         )
 
 
-def _check_latent(config: ModelConfig) -> None:
+def _check_latent(config: ModelFields) -> None:
     if not config.is_latent:
         for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
             if getattr(config, name):
@@ -152,7 +148,7 @@ def _check_latent(config: ModelConfig) -> None:
         )
 
 
-def _check_positions(config: ModelConfig) -> None:
+def _check_positions(config: ModelFields) -> None:
     """Rotary positions, and what only they read."""
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
@@ -177,7 +173,7 @@ def _check_positions(config: ModelConfig) -> None:
         )
 
 
-def _check_biases(config: ModelConfig) -> None:
+def _check_biases(config: ModelFields) -> None:
     """Positions of other kinds."""
     if config.position in ("sinusoidal", "relative") and config.hidden_size % 2:
         raise ConfigError(
@@ -196,7 +192,7 @@ def _check_biases(config: ModelConfig) -> None:
         )
 
 
-def _check_ffn(config: ModelConfig) -> None:
+def _check_ffn(config: ModelFields) -> None:
     wrong = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
     if wrong or (config.dense_layers and not config.num_experts):
         raise ConfigError(
@@ -212,7 +208,7 @@ def _check_ffn(config: ModelConfig) -> None:
         raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
 
 
-def _check_experts(config: ModelConfig) -> None:
+def _check_experts(config: ModelFields) -> None:
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
         raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")

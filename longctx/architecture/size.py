@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from longctx.architecture.fields import ModelFields
 from longctx.architecture.rules import GATED
-from longctx.config import ModelConfig
 
 COMPONENTS = (
     "embedding",
@@ -25,7 +25,7 @@ COMPONENTS = (
 """What parameters are counted by. ``positions`` are tables of positions and Transformer-XL's relative weights."""
 
 
-def count_parameters(config: ModelConfig, *, active: bool = False) -> dict[str, int]:
+def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, int]:
     """Parameters by component; the values add up to the decoder's total, a tied head counting 0.
 
     ``active`` counts of the routed experts only the ``experts_per_token`` that one token visits, as the "A3B" of
@@ -41,7 +41,7 @@ def count_parameters(config: ModelConfig, *, active: bool = False) -> dict[str, 
     return {name: counts[name] for name in COMPONENTS}
 
 
-def count_matrices(config: ModelConfig, *, active: bool = False) -> dict[str, int]:
+def count_matrices(config: ModelFields, *, active: bool = False) -> dict[str, int]:
     """Weight matrices by component: no norms, biases, sinks, and no tables of positions, which are only looked up.
 
     GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``.
@@ -54,19 +54,19 @@ def count_matrices(config: ModelConfig, *, active: bool = False) -> dict[str, in
     return {name: counts[name] for name in COMPONENTS if name != "norms"}
 
 
-def _visited(config: ModelConfig, routed: int) -> int:
+def _visited(config: ModelFields, routed: int) -> int:
     """Of all routed experts' parameters, those of the experts that one token visits."""
     return routed // config.num_experts * config.experts_per_token if config.num_experts else 0
 
 
-def _sum(config: ModelConfig, of_block: Callable[[ModelConfig, int], dict[str, int]]) -> Counter[str]:
+def _sum(config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for layer in range(config.num_layers):
         total.update(of_block(config, layer))
     return total
 
 
-def _position_table(config: ModelConfig) -> int:
+def _position_table(config: ModelFields) -> int:
     if config.position == "learned":
         return config.max_positions * config.hidden_size
     return config.relative_buckets * config.num_heads if config.position == "t5" else 0
@@ -75,14 +75,14 @@ def _position_table(config: ModelConfig) -> int:
 # ---------------------------------------------------------------------------------------------------------- matrices
 
 
-def _block_matrices(config: ModelConfig, layer: int) -> dict[str, int]:
+def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     M, H, D = config.hidden_size, config.num_heads, config.head_dim
     attention = _latent_matrices(config) if config.is_latent else 2 * M * D * (H + config.num_kv_heads)
     relative = {"positions": H * D * M} if config.position == "relative" else {}
     return {"attention": attention, **relative, **_ffn_matrices(config, layer)}
 
 
-def _latent_matrices(config: ModelConfig) -> int:
+def _latent_matrices(config: ModelFields) -> int:
     M, H, D, V = config.hidden_size, config.num_heads, config.head_dim, config.value_dim
     latent, turned = config.kv_lora_rank, config.rope_head_dim
     queries = config.q_lora_rank * (M + H * D) if config.q_lora_rank else M * H * D
@@ -90,7 +90,7 @@ def _latent_matrices(config: ModelConfig) -> int:
     return queries + keys_and_values + H * V * M
 
 
-def _ffn_matrices(config: ModelConfig, layer: int) -> dict[str, int]:
+def _ffn_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     M, E = config.hidden_size, config.num_experts
     projections = 3 if config.activation in GATED else 2
     if not config.has_experts(layer):
@@ -106,7 +106,7 @@ def _ffn_matrices(config: ModelConfig, layer: int) -> dict[str, int]:
 # ----------------------------------------------------------------------------------------------------------- vectors
 
 
-def _block_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
+def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     H, D = config.num_heads, config.head_dim
     sinks = H if config.sinks and config.layer_kind(layer) != "linear" else 0
     return {
@@ -117,7 +117,7 @@ def _block_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
     }
 
 
-def _attention_biases(config: ModelConfig) -> int:
+def _attention_biases(config: ModelFields) -> int:
     """With latent attention the biases are those of the projections into latents."""
     output = config.hidden_size if config.o_bias else 0
     if not config.qkv_bias:
@@ -127,7 +127,7 @@ def _attention_biases(config: ModelConfig) -> int:
     return output + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
 
 
-def _block_norms(config: ModelConfig) -> int:
+def _block_norms(config: ModelFields) -> int:
     around_parts = (4 if config.norm_order == "sandwich" else 2) * _norm_size(config, config.hidden_size)
     if config.is_latent:
         return around_parts + config.q_lora_rank + config.kv_lora_rank  # always RMSNorms
@@ -138,11 +138,11 @@ def _block_norms(config: ModelConfig) -> int:
     return around_parts + _norm_size(config, (queries + keys) * config.head_dim)
 
 
-def _norm_size(config: ModelConfig, channels: int) -> int:
+def _norm_size(config: ModelFields, channels: int) -> int:
     return 2 * channels if config.norm == "layernorm" else channels
 
 
-def _ffn_biases(config: ModelConfig, layer: int) -> dict[str, int]:
+def _ffn_biases(config: ModelFields, layer: int) -> dict[str, int]:
     M, E, inner = config.hidden_size, config.num_experts, 2 if config.activation in GATED else 1
     if not config.has_experts(layer):
         return {"dense_ffn": inner * config.ffn_size + M if config.ffn_bias else 0}

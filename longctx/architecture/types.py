@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from longctx.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
-
 
 _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 

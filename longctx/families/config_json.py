@@ -1,4 +1,4 @@
-"""Between a config.json and a ModelConfig, and which family a ModelConfig is."""
+"""Between a config.json and a ModelFields, and which family a ModelFields is."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
 
-_EXPERT_FIELDS = frozenset(
-    {
-        *("experts_per_token", "expert_ffn_size", "shared_ffn_size", "shared_gate", "normalize_gates", "expert_bias"),
-        *("score_function", "expert_groups", "groups_per_token", "routed_scale", "selection_bias", "router_bias"),
-        "dense_layers",
-    }
-)
-_TRAINING_FIELDS = frozenset({"init_std", "balance_loss_weight"})
 _NOT_AT_ALL = "all of it"
 
 
-def config_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig that a Hugging Face config.json describes.
+def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelConfig, by name, that a Hugging Face config.json describes.
 
     ConfigError where it asks for anything this decoder does not do: it names the key, the value and what is supported.
     """
@@ -42,10 +35,10 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
             f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
             "Remove them if they do not change the model; if they do, it is not supported."
         )
-    return ModelConfig(**values)
+    return values
 
 
-def config_to_hf(config: ModelConfig, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
+def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
     """A config.json that transformers 4 and 5 read as this model; ConfigError where no family can be it.
 
     ``model_type`` and ``own_tokenizer`` choose between families that all can (see ``family_of``). dtype and token ids
@@ -55,7 +48,7 @@ def config_to_hf(config: ModelConfig, *, model_type: str | None = None, own_toke
 
 
 @lru_cache(maxsize=256)
-def family_of(config: ModelConfig, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
+def family_of(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
     """The family whose config.json says all that this config does; ConfigError that names what is left when none can.
 
     Of several it is ``model_type`` if that is one of them, else the first. ``own_tokenizer`` leaves out families for
@@ -78,10 +71,11 @@ def family_of(config: ModelConfig, *, model_type: str | None = None, own_tokeniz
     )
 
 
-def unsaid(family: Family, config: ModelConfig) -> dict[str, str]:
+def unsaid(family: Family, config: ModelFields) -> dict[str, str]:
     """Fields of the config that come back otherwise from the family's config.json, and what they are and become."""
     try:
-        back = config_from_hf(_written(family, config))
+        back = ModelFields(**config_from_hf(_written(family, config)))
+        check_model(back)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}
     meant, said = effective(config), effective(back)
@@ -93,19 +87,29 @@ def unsaid(family: Family, config: ModelConfig) -> dict[str, str]:
     }
 
 
-def effective(config: ModelConfig) -> dict[str, Any]:
+def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
+    """Settings of training alone that this config.json does not say: name -> value. Defaults are not listed."""
+    said, usual = config_from_hf(hf), ModelFields()
+    return {
+        name: value
+        for name in sorted(names_of_role("training"))
+        if (value := getattr(config, name)) not in (said.get(name, getattr(usual, name)), getattr(usual, name))
+    }
+
+
+def effective(config: ModelFields) -> dict[str, Any]:
     """What decides the function that weights are: fields that are read, in one form where several mean the same.
 
-    Left out are how weights start and what a loss weighs; dropout is in, for no one should lose it unasked.
+    Left out is what training alone reads (``left_behind`` names it, so that nobody loses it unasked).
     """
-    told = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if f.name not in _idle(config)}
+    told = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
     every = range(config.num_layers)
     told["layers"] = tuple(config.layer_kind(layer) for layer in every)
     told["attention_scale"] = config.attention_scale or config.head_dim**-0.5
     told["value_head_dim"] = config.value_dim
     if config.position == "rope":
-        told["rope_layers"] = tuple(config.turns(layer) for layer in every)
-        ropes = [config.rope_of(layer) for layer in every if config.turns(layer)]
+        told["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
+        ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
         told["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
         if all(rope == told["rope"][0] for rope in told["rope"]):
             told["rope"] = told["rope"][:1]
@@ -114,11 +118,11 @@ def effective(config: ModelConfig) -> dict[str, Any]:
     return told
 
 
-def _idle(config: ModelConfig) -> frozenset[str]:
+def _idle(config: ModelFields) -> frozenset[str]:
     """Fields that nothing reads in a model of this config."""
-    idle = set(_TRAINING_FIELDS)
+    idle = set(names_of_role("training"))
     if not config.num_experts:
-        idle |= _EXPERT_FIELDS
+        idle |= names_of_role("experts")
     elif len(config.dense_layers) < config.num_layers:
         idle |= set() if config.dense_layers else {"ffn_size", "ffn_bias"}
         idle |= set() if config.shared_ffn_size else {"shared_gate"}
@@ -133,7 +137,7 @@ def _idle(config: ModelConfig) -> frozenset[str]:
     return frozenset(idle | {"local_rope_theta"})  # it is in what ``rope`` says of each layer
 
 
-def _written(family: Family, config: ModelConfig) -> dict[str, Any]:
+def _written(family: Family, config: ModelFields) -> dict[str, Any]:
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     for rule in family.rules:
         hf |= rule.write(config)

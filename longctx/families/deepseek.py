@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.experts import PER_EXPERT, renamed
 from longctx.families.layers import first_dense, full_attention
@@ -46,7 +46,7 @@ def _head_sizes() -> Rule:
                 raise ConfigError(f"{key}={hf[key]!r} in config.json contradicts {kept} and {turned}: {sizes[key]}.")
         return {"head_dim": sizes["qk_head_dim"], "rope_head_dim": sizes["head_dim"]}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         return {kept: config.head_dim - config.rope_head_dim, turned: config.rope_head_dim}
 
     return Rule(keys=(kept, turned, *derived), read=read, write=write)
@@ -76,7 +76,7 @@ def _groups_by_method() -> Rule:
             raise ConfigError(f"topk_method={method!r} is not supported; supported: greedy, group_limited_greedy.")
         return {"expert_groups": integer(hf, "n_group"), "groups_per_token": integer(hf, "topk_group")}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         if config.groups_per_token == config.expert_groups:
             return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
         sizes = {"n_group": config.expert_groups, "topk_group": config.groups_per_token}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.layers import every_nth_full, every_other, windows
 from longctx.families.llama import DENSE
@@ -38,7 +38,7 @@ def _query_scale() -> Rule:
             raise ConfigError(f"{key}={divided} in config.json must be at least 1.")
         return {"attention_scale": divided**-0.5}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
     return Rule(keys=(key,), read=read, write=write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.llama import DENSE
 from longctx.families.rules import (
@@ -59,7 +59,7 @@ def _dropout() -> Rule:
             raise ConfigError(f"{rates} is not supported by this decoder; supported: the same for both.")
         return {"residual_dropout": rates["resid_pdrop"]}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         return {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.residual_dropout}
 
     return Rule(keys=("resid_pdrop", "embd_pdrop"), read=read, write=write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.rules import first_of, integer, reads_only, typed
 from longctx.families.spec import HfConfig, Rule
@@ -34,7 +34,7 @@ def one_window(default: int | None) -> Rule:
         window = hf.get("sliding_window", default)
         return _uniform(hf, window)
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         return {"sliding_window": config.window or None}
 
     return Rule(keys=("sliding_window", "layer_types"), read=read, write=write)
@@ -56,7 +56,7 @@ def one_switched_window(*, named: bool = False) -> Rule:
             )
         return _uniform(hf, hf.get("sliding_window", 4096) if is_on else None)
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         written: dict[str, Any] = {"use_sliding_window": bool(config.window)}
         if config.window:
             written["sliding_window"] = config.window
@@ -76,7 +76,7 @@ def switched_windows(kinds: Kinds) -> Rule:
             return _layers(hf, _given(hf) or [FULL] * integer(hf, "num_hidden_layers"), None)
         return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", 4096))
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         if not config.window:
             return {"use_sliding_window": False}
         named = _named(config)
@@ -101,7 +101,7 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
     def read(hf: HfConfig) -> dict[str, Any]:
         return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", default))
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         named = _named(config)
         written = {"sliding_window": config.window or default, "layer_types": named}
         every = len(_shortest(named))
@@ -150,7 +150,7 @@ def sparse_steps() -> Rule:
             )
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(config.dense_layers)}
 
     return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
@@ -210,7 +210,7 @@ def _checked(kinds: Any, hf: HfConfig) -> list[str]:
     return kinds
 
 
-def _named(config: ModelConfig) -> list[str]:
+def _named(config: ModelFields) -> list[str]:
     return [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
 
 

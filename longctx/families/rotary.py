@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from longctx.architecture.fields import ModelFields
 from longctx.architecture.rope import Rope
-from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
 from longctx.families.rules import integer
@@ -66,7 +66,7 @@ def rotary(
         }
         return {"rope": _agreed(found)}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         written = _written(config, config.rope, scales_scores=scales_scores)
         return written | ({interleaved_key: config.rope.interleaved} if interleaved_key else {})
 
@@ -91,7 +91,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
         return {"rope": _agreed(found), "local_rope_theta": local_base if has_windows(hf, kinds) else 0.0}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         written = _written(config, config.rope)
         if not written:
             return {}
@@ -190,7 +190,7 @@ def _factor(place: str, table: Mapping[str, Any], longest: int, original: int | 
     return longest / original
 
 
-def _written(config: ModelConfig, rope: Rope, *, scales_scores: bool = False) -> dict[str, Any]:
+def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) -> dict[str, Any]:
     if config.position != "rope":
         return {}
     if rope.kind in ("default", "ntk"):

@@ -1,4 +1,4 @@
-"""The usual rules between keys of config.json and fields of ModelConfig, to be put together into a family's table."""
+"""The usual rules between keys of config.json and fields of ModelFields, to be put together into a family's table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.spec import HfConfig, Rule
 
 REQUIRED: Any = object()
 """Default of a key that a config.json must have: the family's own default is too easily not what was meant."""
 
-_TYPES = {f.name: f.type for f in fields(ModelConfig)}
+_TYPES = {f.name: f.type for f in fields(ModelFields)}
 
 
 def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] = (), least: float = -math.inf) -> Rule:
@@ -69,7 +69,7 @@ def words(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUI
             raise ConfigError(f"{key}={word!r} is not supported by this decoder; supported: {sorted(meanings)}.")
         return {name: meanings[word]}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         fitting = [word for word, meaning in meanings.items() if meaning == getattr(config, name)]
         return {key: (fitting or list(meanings))[0]}
 
@@ -124,7 +124,7 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
 def width_of_heads(family: str) -> Rule:
     """ConfigError on writing a model width that is no multiple of the head count, for transformers refuses it."""
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelFields) -> dict[str, Any]:
         if config.hidden_size % config.num_heads:
             width = math.ceil(config.hidden_size / config.num_heads) * config.num_heads
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config import ModelConfig
+from longctx.architecture.fields import ModelFields
 
 HfConfig = Mapping[str, Any]
 """A parsed config.json."""
@@ -14,13 +14,13 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Keys of config.json and the fields of ModelConfig that they stand for."""
+    """Keys of config.json and the fields of ModelFields that they stand for."""
 
     keys: tuple[str, ...]
     """Every key that the rule looks at; a key that no rule of a family names is refused."""
     read: Callable[[HfConfig], dict[str, Any]]
-    """Fields of ModelConfig; ConfigError where the keys ask for what the decoder cannot do."""
-    write: Callable[[ModelConfig], dict[str, Any]]
+    """Fields of ModelFields; ConfigError where the keys ask for what the decoder cannot do."""
+    write: Callable[[ModelFields], dict[str, Any]]
     """Keys for this config. What they cannot say is found by reading them back."""
 
 

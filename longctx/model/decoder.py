@@ -71,7 +71,7 @@ class Backbone(nn.Module):
         config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         calls = {kind: Call(masks[kind], cores[kind], scores, cache, dropout, recompute, experts) for kind in masks}
-        turned_by = [config.rope_of(n) if config.turns(n) else None for n in range(config.num_layers)]
+        turned_by = [config.rope_of(n) if config.has_rope(n) else None for n in range(config.num_layers)]
         tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
         stats = []
         for layer, block in enumerate(self.layers):

@@ -91,12 +91,6 @@ class AllToAllDispatcher:
         row_U = torch.nonzero_static(is_wanted.flatten(), size=sum(planned.rows_to)).squeeze(-1)
         return _Trip(self, experts_nk, planned, row_U // max(1, len(experts_nk)), row_U % max(1, len(experts_nk)))
 
-    def most_rows(self, capacity: int, tile_tokens: int) -> int:
-        """The capacity of every sequence of which a rank of the group holds a part, or every token of the tile."""
-        first = self.mesh.rank - self.mesh.expert_rank
-        sequences = {rank // self.mesh.context for rank in range(first, first + self.mesh.expert)}
-        return min(capacity * len(sequences), tile_tokens * self.mesh.expert)
-
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these of every rank of the sequence, by context rank; as many on each."""
         return _gather_over_context(self.mesh, values_NX)

@@ -30,7 +30,7 @@ from tests.launcher.runs import SCREEN, tiny_config
 
 def train(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
     """A run to its end, without report and TensorBoard, which take longer than all its steps."""
-    _leave_out_pictures()
+    leave_out_pictures()
     Trainer(tiny_config(shards, output, changed), torch.device("cpu")).train()
 
 
@@ -90,7 +90,7 @@ def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[
 
 def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
     """Each change of the config ends on every rank with one short CheckpointError that has all the words."""
-    _leave_out_pictures()
+    leave_out_pictures()
     for changed, words in cases:
         try:
             Trainer(tiny_config(shards, output, changed), torch.device("cpu"))
@@ -141,6 +141,7 @@ def rows(folder: Path) -> list[Record]:
     return [without_timing(r) for r in read_metrics(folder) if r["kind"] != "event"]
 
 
-def _leave_out_pictures() -> None:
+def leave_out_pictures() -> None:
+    """Write no report and no TensorBoard events: they take longer than all steps of a tiny run."""
     launcher.training.trainer.write_report = lambda folder: folder / "report.html"
     launcher.training.trainer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)

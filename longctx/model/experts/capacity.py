@@ -38,11 +38,6 @@ class Capacity:
         assert num_tokens % row_tokens == 0
         return cls(capacity_of(config, row_tokens), config.num_experts, row_tokens, num_tokens // row_tokens, place_N)
 
-    @property
-    def rows_of_one_expert(self) -> int:
-        """Most rows that one expert gets of the whole micro-batch."""
-        return self.tokens * self.num_rows
-
     def admit(self, experts_Nk: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """The ids, with ``NOWHERE`` where the expert is full; padding goes nowhere and fills nothing.
 

@@ -1,9 +1,7 @@
-"""Experts on an accelerator: all rows at once, in grouped products; or, with slots, in batched ones.
-
-A row is a token at one of its experts. With slots (a capacity that pads) every expert has as many rows, got or not.
+"""Experts on an accelerator: all rows at once, in grouped products. A row is a token at one of its experts.
 
 Axes: S tokens here, k choices a token, R rows in the order of their experts, M model width, F FFN width of one expert
-(gate and up together: 2F), e experts here, C slots of an expert; I and O are the input and output width of one product.
+(gate and up together: 2F), e experts here; I and O are the input and output width of one product.
 """
 
 from __future__ import annotations
@@ -12,14 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.grouped import (
-    batched_outer,
-    batched_rows,
-    grouped_outer,
-    grouped_rows,
-    sort_by_expert,
-    sum_by_expert,
-)
+from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert, sum_by_expert
 from longctx.kernels.processor import Products
 from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
 from longctx.model.layers.activations import gated, gated_backward
@@ -68,7 +59,7 @@ class _Sorted:
 
     def rows(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Every row times its expert's weight."""
-        return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products, all_routed=True)
+        return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Every expert's sum of dyᵀ · x."""
@@ -83,83 +74,19 @@ class _Sorted:
         return sum_by_expert(dy_RO, self.ends_e)
 
 
-class _Padded:
-    """C slots for every expert, of which its rows take the first, and batched products."""
-
-    def __init__(self, tokens: Tokens, num_experts: int, slots: int, products: Products) -> None:
-        self.products: Products = products
-        self.k, self.shape = tokens.experts_Sk.shape[1], (num_experts, slots)
-        self.order_R, _, ends_e = sort_by_expert(tokens.experts_Sk, num_experts)
-        starts = torch.cat((ends_e.new_zeros(1), ends_e)).long()
-        torch._assert_async((starts.diff() <= slots).all(), f"an expert got more than its {slots} rows")
-        sorted_R = tokens.experts_Sk.flatten().index_select(0, self.order_R)
-        place_R = torch.arange(len(sorted_R), device=sorted_R.device)
-        slot_R = sorted_R.long() * slots + place_R - starts[sorted_R.clamp(min=0).long()]
-        self.slot_R = slot_R.where(sorted_R >= 0, num_experts * slots)  # what leads nowhere shares a last slot, cut off
-        self.slot_of_choice_R = torch.empty_like(self.slot_R)
-        self.slot_of_choice_R[self.order_R] = self.slot_R
-
-    def take(self, source_SX: Tensor) -> Tensor:
-        """Every slot's token, zeros in an empty one."""
-        return self._fill(source_SX.index_select(0, self.order_R // self.k))
-
-    def choices(self, gates_Sk: Tensor) -> Tensor:
-        """Every slot's gate, 0 in an empty one."""
-        return self._fill(gates_Sk.flatten().index_select(0, self.order_R))
-
-    def give_back(self, values_eC: Tensor) -> Tensor:
-        """The inverse of ``choices``."""
-        return self._read(values_eC).view(-1, self.k)
-
-    def sum_tokens(self, y_eCM: Tensor) -> Tensor:
-        """The sum of each token's rows, in the order of its choices, in float32."""
-        return self._read(y_eCM).unflatten(0, (-1, self.k)).sum(1, dtype=accumulate_dtype(y_eCM.dtype))
-
-    def rows(self, x_eCI: Tensor, weight_eIO: Tensor) -> Tensor:
-        """Every slot times its expert's weight."""
-        return batched_rows(x_eCI, weight_eIO, products=self.products)
-
-    def outer(self, dy_eCO: Tensor, x_eCI: Tensor) -> Tensor:
-        """Every expert's sum of dyᵀ · x."""
-        return batched_outer(dy_eCO, x_eCI, products=self.products)
-
-    def spread(self, bias_eO: Tensor) -> Tensor:
-        """Every slot's expert's."""
-        return bias_eO.unsqueeze(1)
-
-    def sum_rows(self, dy_eCO: Tensor) -> Tensor:
-        """Every expert's sum of slots."""
-        return dy_eCO.sum(1, dtype=accumulate_dtype(dy_eCO.dtype))
-
-    def _fill(self, rows_RX: Tensor) -> Tensor:
-        e, C = self.shape
-        slots = rows_RX.new_zeros(e * C + 1, *rows_RX.shape[1:])
-        slots[self.slot_R] = rows_RX
-        return slots[:-1].unflatten(0, (e, C))
-
-    def _read(self, slots_eCX: Tensor) -> Tensor:
-        flat = slots_eCX.flatten(0, 1)
-        return torch.cat((flat, flat.new_zeros(1, *flat.shape[1:]))).index_select(0, self.slot_of_choice_R)
-
-
-def _arrange(tokens: Tokens, weights: Weights, slots: int, products: Products) -> _Sorted | _Padded:
-    num_experts = len(weights.down_eMF)
-    return _Padded(tokens, num_experts, slots, products) if slots else _Sorted(tokens, num_experts, products)
-
-
 def _where(mask_R: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` places that are set, without waiting for the device to count them."""
     return torch.nonzero_static(mask_R, size=count).squeeze(-1)
 
 
 def forward_rows(
-    tokens: Tokens, weights: Weights, kind: str, *, keep: str, products: Products, slots: int
+    tokens: Tokens, weights: Weights, kind: str, *, keep: str, products: Products
 ) -> tuple[Tensor, list[Tensor]]:
     """Σ over a token's experts here of gate · expert(x), [S, M] in float32 (float64), and what ``keep`` keeps.
 
-    ``keep`` is one of ``dispatch.RECOMPUTE``. With ``slots`` every expert computes so many rows.
+    ``keep`` is one of ``dispatch.RECOMPUTE``.
     """
-    at = _arrange(tokens, weights, slots, products)
+    at = _Sorted(tokens, len(weights.down_eMF), products)
     x, gates = at.take(tokens.x_SM), at.choices(tokens.gates_Sk)
     gate_up = _gate_up_whole(at, x, weights)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -170,7 +97,7 @@ def forward_rows(
     return at.sum_tokens(y), [gate_up, inner, x][: len(kept_widths(keep, weights, in_blocks=False))]
 
 
-def _gate_up_whole(at: _Sorted | _Padded, x: Tensor, weights: Weights) -> Tensor:
+def _gate_up_whole(at: _Sorted, x: Tensor, weights: Weights) -> Tensor:
     gate_up = at.rows(x, weights.gate_up_eFM.mT)
     if weights.gate_up_bias_eF is not None:
         gate_up += at.spread(weights.gate_up_bias_eF)
@@ -187,13 +114,12 @@ def backward_rows(
     products: Products,
     sums: WeightSums,
     needs: Needs,
-    slots: int,
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients for x, [S, M] in float32 (float64), and gates [S, k]; those of the weights are added to ``sums``.
 
     What is ``kept`` is gone.
     """
-    at = _arrange(tokens, weights, slots, products)
+    at = _Sorted(tokens, len(weights.down_eMF), products)
     gates, dy = at.choices(tokens.gates_Sk), at.take(dout_SM.to(tokens.x_SM.dtype))
     keeps_rows = len(kept) == 3
     x = kept[2] if keeps_rows else at.take(tokens.x_SM) if needs.gate_up or not kept else None

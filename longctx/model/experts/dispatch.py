@@ -79,10 +79,6 @@ class TokenDispatcher(Protocol):
         """The trip of one tile. Nothing is sent yet."""
         ...
 
-    def most_rows(self, capacity: int, tile_tokens: int) -> int:
-        """Most rows that an expert here can get of a tile when it takes ``capacity`` of each process's sequences."""
-        ...
-
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these [N, …] of every process that shares the sequence, this process's among them. Collective."""
         ...
@@ -150,10 +146,6 @@ class LocalDispatcher:
     def trip(self, experts_nk: Tensor, planned: Any) -> Trip:
         """Tokens stay where they are, in the dtype that they have."""
         return _NoTrip(experts_nk)
-
-    def most_rows(self, capacity: int, tile_tokens: int) -> int:
-        """The capacity, or every token of the tile."""
-        return min(capacity, tile_tokens)
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """The values themselves."""

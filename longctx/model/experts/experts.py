@@ -39,7 +39,6 @@ class Experts(nn.Module):
         e, M, F = len(range(config.num_experts)[share]), config.hidden_size, config.expert_ffn_size
         self.share, self.num_experts = share, config.num_experts
         self.activation = config.activation
-        self.pads = config.capacity_mode == "pad"
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * F, M))
         self.down_proj = nn.Parameter(torch.empty(e, M, F))
         self.gate_up_proj_bias: nn.Parameter | None
@@ -55,14 +54,12 @@ class Experts(nn.Module):
         experts_Nk: Tensor,
         run: ExpertRun | None = None,
         recompute_cache: RecomputeCache | None = None,
-        capacity: int | None = None,
     ) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
-        An id of −1 leads nowhere: nothing is added, and x and gate get a gradient of exactly 0 through it. ``capacity``
-        is the most tokens that one expert is sent of all that share a sequence with this process; where the model pads,
-        experts compute as many rows in any case. With a ``recompute_cache`` the result is kept for recomputation, which
-        then computes and sends nothing; backward gets by with x, gates and ids. Collective where experts are spread.
+        An id of −1 leads nowhere: nothing is added, and x and gate get a gradient of exactly 0 through it. With a
+        ``recompute_cache`` the result is kept for recomputation, which then computes and sends nothing; backward gets
+        by with x, gates and ids. Collective where experts are spread.
         """
         run = ExpertRun(LocalDispatcher()) if run is None else run
         dispatcher = run.dispatcher
@@ -71,10 +68,7 @@ class Experts(nn.Module):
         wants = (x_NM, gates_Nk, *(w for w in weights if w is not None))
         is_trained = torch.is_grad_enabled() and any(of.requires_grad for of in wants)
         keep = run.recompute if recompute_cache is None and is_trained else "all"
-        slots = 0
-        if self.pads and capacity is not None:
-            slots = dispatcher.most_rows(capacity, run.tile_tokens or len(x_NM))
-        how = (self.activation, run.tile_tokens, keep, run.products, slots)
+        how = (self.activation, run.tile_tokens, keep, run.products)
         given = (x_NM, gates_Nk, experts_Nk, *weights, *how, dispatcher, recompute_cache)
         return _outside_graphs(*given) if dispatcher.travels else _Experts.apply(*given)
 
@@ -91,7 +85,6 @@ class _How(NamedTuple):
     tile_tokens: int
     keep: str
     products: Products
-    slots: int
 
 
 class _Experts(torch.autograd.Function):
@@ -111,12 +104,11 @@ class _Experts(torch.autograd.Function):
         tile_tokens: int,
         keep: str,
         products: Products,
-        slots: int,
         dispatcher: TokenDispatcher,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
-        how = _How(activation, tile_tokens, keep, products, slots)
+        how = _How(activation, tile_tokens, keep, products)
         ctx.how, ctx.dispatcher, ctx.planned, ctx.num_kept = tuple(how), dispatcher, None, []
         known = None if recompute_cache is None else recompute_cache.load(of="experts")
         if known is not None:
@@ -148,7 +140,7 @@ class _Experts(torch.autograd.Function):
             given = (dout_NM, x, gates, ids, weights, of_tiles, _How(*ctx.how), Needs(*needs))
             grads = _backward(*given, ctx.dispatcher, ctx.planned)
         dx, dgates, *dweights = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-        return dx, dgates, None, *dweights, *[None] * 7
+        return dx, dgates, None, *dweights, *[None] * 6
 
 
 @torch.compiler.disable(reason="tokens travel outside of any graph")
@@ -156,9 +148,9 @@ def _outside_graphs(*given: Any) -> Tensor:
     return _Experts.apply(*given)
 
 
-def _in_blocks(x: Tensor, slots: int) -> bool:
-    """Whether experts compute block by block: for slots it is one batched product, on accelerators a grouped one."""
-    return x.device.type == "cpu" and not slots
+def _in_blocks(x: Tensor) -> bool:
+    """Whether experts compute block by block; on accelerators it is one grouped product."""
+    return x.device.type == "cpu"
 
 
 # --- tile by tile -------------------------------------------------------------------------------------------
@@ -189,10 +181,10 @@ def _forward(
 
     for number, (trip, tokens) in enumerate(_one_ahead(send, len(tiles))):
         of = (tokens, weights, how.activation)
-        if _in_blocks(x_NM, how.slots):
+        if _in_blocks(x_NM):
             out_SM, of_tile = forward_blocks(*of, keep=how.keep, products=how.products, in_slabs=in_slabs)
         else:
-            out_SM, of_tile = forward_rows(*of, keep=how.keep, products=how.products, slots=how.slots)
+            out_SM, of_tile = forward_rows(*of, keep=how.keep, products=how.products)
         kept.append([*(tokens[:3] if dispatcher.travels and how.keep != "all" else ()), *of_tile])
         home.expect(number, trip.combine(out_SM, x_NM.dtype))
     return home.all(), kept, planned
@@ -239,12 +231,12 @@ def _backward(
 
     for number, (trip, tokens, dout_SM) in enumerate(_one_ahead(send, len(tiles))):
         of = (dout_SM, tokens, weights, how.activation, kept[number])
-        if _in_blocks(x_NM, how.slots):
+        if _in_blocks(x_NM):
             dx_SM, dgates_Sk = backward_blocks(
                 *of, keep=how.keep, products=how.products, in_slabs=in_slabs, sums=sums, needs=needs
             )
         else:
-            dx_SM, dgates_Sk = backward_rows(*of, products=how.products, sums=sums, needs=needs, slots=how.slots)
+            dx_SM, dgates_Sk = backward_rows(*of, products=how.products, sums=sums, needs=needs)
         kept[number].clear()
         if dx_SM is not None:
             dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))  # needed on all ranks or on none
@@ -303,7 +295,7 @@ class _Home:
 # --- local experts as operators, which torch.compile leaves as they are -------------------------------------
 
 _GIVEN = "Tensor x, Tensor gates, Tensor experts, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
-_HOW = "str activation, int tile_tokens, str keep, str products, SymInt slots"
+_HOW = "str activation, int tile_tokens, str keep, str products"
 _library = torch.library.Library("longctx", "FRAGMENT")
 _library.define(f"experts_forward({_GIVEN}, {_HOW}) -> Tensor[]")
 _library.define(f"experts_backward(Tensor dout, {_GIVEN}, Tensor[] kept, {_HOW}, bool[] needs) -> Tensor[]")
@@ -316,8 +308,8 @@ def _forward_here(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
 
 
 def _backward_here(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
-    weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:10]), Needs(*rest[10])
-    each = len(kept_widths(how.keep, weights, in_blocks=_in_blocks(x, how.slots)))
+    weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:9]), Needs(*rest[9])
+    each = len(kept_widths(how.keep, weights, in_blocks=_in_blocks(x)))
     of_tiles = [list(kept[n * each : (n + 1) * each]) for n, _ in enumerate(tiles_of(len(x), how.tile_tokens))]
     grads = _backward(dout, x, gates, experts, weights, of_tiles, how, needs, LocalDispatcher(), None, in_slabs=False)
     return [x.new_empty(0) if grad is None else grad for grad in grads]
@@ -327,14 +319,13 @@ def _fake_forward(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
     weights, how = Weights(*rest[:4]), _How(*rest[4:])
     made = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))]
     for tile in tiles_of(len(x), how.tile_tokens):
-        rows = (len(weights.down_eMF), how.slots) if how.slots else (experts[tile].numel(),)
-        widths = kept_widths(how.keep, weights, in_blocks=_in_blocks(x, how.slots))
-        made += [x.new_empty((*rows, width)) for width in widths]
+        widths = kept_widths(how.keep, weights, in_blocks=_in_blocks(x))
+        made += [x.new_empty(experts[tile].numel(), width) for width in widths]
     return made
 
 
 def _fake_backward(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
-    weights, needs = rest[:4], rest[10]
+    weights, needs = rest[:4], rest[9]
     made = [of.new_empty(of.shape if needed else 0) for of, needed in zip((x, gates), needs, strict=False)]
     made[1] = gates.new_empty(gates.shape)
     for weight, needed in zip(weights, needs[2:], strict=True):

@@ -6,7 +6,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.replay import RoutingReplay
-from longctx.model.experts.router import Router, RouterStats, Routing, expert_choice, no_stats, route, router_stats
+from longctx.model.experts.router import Router, RouterStats, Routing, no_stats, route, router_stats
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import FeedForward
@@ -40,17 +39,10 @@ class ExpertCall:
 class MixtureOfExperts(nn.Module):
     """Every token visits its k experts, whatever the load, unless a capacity is set."""
 
-    def __init__(
-        self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0, tokens_per_expert: float = 0.0
-    ) -> None:
-        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts.
-
-        With ``tokens_per_expert`` experts choose tokens (``expert_choice``): each takes this many times the mean number
-        if every token had one expert, so 2 costs what two experts a token do. Of no use to a causal model, where
-        whether a token is taken must not depend on later ones; hence ``Decoder`` has no such option.
-        """
+    def __init__(self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0) -> None:
+        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts."""
         super().__init__()
-        self.config, self.layer, self.tokens_per_expert = config, layer, tokens_per_expert
+        self.config, self.layer = config, layer
         self.gate = Router(config)
         self.experts = Experts(config, share)
         self.has_shared_expert = config.shared_ffn_size > 0
@@ -71,8 +63,7 @@ class MixtureOfExperts(nn.Module):
         x_NM = x_BtM.flatten(0, 1)
         logits_NE = self.gate(x_NM if call.jitter is None else call.jitter(x_BtM, self.layer).flatten(0, 1))
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
-        capacity = None if call.capacity is None else call.capacity.rows_of_one_expert
-        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache, capacity)
+        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache)
         if self.has_shared_expert:
             shared_NM = self.shared_expert(x_NM)
             if self.has_shared_gate:
@@ -88,10 +79,10 @@ class MixtureOfExperts(nn.Module):
         known = None if recompute_cache is None else recompute_cache.load(of="routing")
         if known is not None:
             chosen_Nk, experts_Nk = known
-            routing = self._choose(logits_NE, call, chosen_Nk)
+            routing = self._choose(logits_NE, chosen_Nk)
         else:
             given_Nk = None if call.replay is None else call.replay.given(self.layer, logits_NE.device)
-            routing = self._choose(logits_NE, call, given_Nk)
+            routing = self._choose(logits_NE, given_Nk)
             chosen_Nk = experts_Nk = routing.experts_Nk
             if call.capacity is not None:
                 experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
@@ -104,13 +95,8 @@ class MixtureOfExperts(nn.Module):
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
 
-    def _choose(self, logits_NE: Tensor, call: ExpertCall, replay_Nk: Tensor | None) -> Routing:
-        if not self.tokens_per_expert:
-            bias_E = self.gate.e_score_correction_bias
-            return route(logits_NE, self.config, bias_E=bias_E, replay_Nk=replay_Nk)
-        is_real_N = None if call.documents_Bt is None else call.documents_Bt.flatten() >= 0
-        tokens = math.ceil(self.tokens_per_expert * len(logits_NE) / self.config.num_experts)
-        return expert_choice(logits_NE, tokens, is_real_N=is_real_N, replay_Nk=replay_Nk)
+    def _choose(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
+        return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
 
     def _stats(
         self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: ExpertCall, counting: bool

@@ -69,33 +69,6 @@ def within_best_groups(scores_NE: Tensor, groups: int, kept: int, *, best_of: in
     return scores_NGe.masked_fill(~inside_NG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def expert_choice(
-    logits_NE: Tensor, tokens: int, *, is_real_N: Tensor | None = None, replay_Nk: Tensor | None = None
-) -> Routing:
-    """Experts choose tokens: each takes those ``tokens`` whose probability for it is highest (arXiv 2202.09368 §3).
-
-    Of fewer it takes all, and none of what ``is_real_N`` calls padding. Every expert has the same load without a loss
-    or a bias, and a token visits as many experts as want it, none to all. Whether one is taken depends on the other
-    tokens, later ones included: of no use to a causal model, whose loss would look ahead and which decodes a token at
-    a time. k is the most experts that any token has, at least 1; learning it waits for the device.
-    """
-    probs_NE = logits_NE.softmax(-1)
-    experts_Nk = _chosen_by_experts(probs_NE.detach(), tokens, is_real_N) if replay_Nk is None else replay_Nk
-    gates_Nk = probs_NE.gather(-1, experts_Nk.clamp(min=0)).masked_fill(experts_Nk < 0, 0)
-    return Routing(experts_Nk, gates_Nk, probs_NE)
-
-
-def _chosen_by_experts(probs_NE: Tensor, tokens: int, is_real_N: Tensor | None) -> Tensor:
-    N, wanted_NE = len(probs_NE), probs_NE
-    if is_real_N is not None:
-        wanted_NE = wanted_NE.masked_fill(~is_real_N[:, None], -1)
-    taken_CE = wanted_NE.topk(min(tokens, N), dim=0).indices
-    is_taken_NE = torch.zeros_like(wanted_NE, dtype=torch.bool).scatter_(0, taken_CE, True)
-    most = max(1, int(is_taken_NE.sum(1).max())) if N else 1
-    best = wanted_NE.masked_fill(~is_taken_NE, -1).topk(most, dim=-1)
-    return best.indices.masked_fill(best.values < 0, NOWHERE)
-
-
 class Router(nn.Module):
     """The projection to logits, and the bias of the choice; float32 in any model dtype, for rounding flips choices."""
 

@@ -248,11 +248,11 @@ def _reads(packages: list[str]) -> set[str]:
     found: set[str] = set()
     for package in packages:
         for path in (REPOSITORY / package).rglob("*.py"):
-            if path.name in ("config_rules.py", "presets.py") and package == "longctx":
+            if path.name in ("rules.py", "presets.py") and package == "longctx":
                 continue
             tree = ast.parse(path.read_text())
             checks = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.lstrip("_")[:5] == "check"]
-            skipped = {id(n) for check in checks for n in ast.walk(check)} if path.name == "config.py" else set()
+            skipped = {id(n) for check in checks for n in ast.walk(check)} if path.parent.name == "config" else set()
             for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute) and id(node) not in skipped:
                     base = getattr(node.value, "attr", getattr(node.value, "id", ""))

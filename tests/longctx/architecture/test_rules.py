@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longctx.architecture.fields import Role, names_of_role
 from longctx.architecture.rope import ROPE_KINDS, Rope
 from longctx.architecture.rules import CHOICES
 from longctx.architecture.size import count_parameters
@@ -188,7 +190,6 @@ ANY_VALUES = {
     "selection_bias_rate": st.sampled_from([0.0, 0.01]),
     "router_jitter": st.sampled_from([0.0, 0.1]),
     "capacity_factor": st.sampled_from([0.0, 1.0, 1.5]),
-    "capacity_mode": st.sampled_from(CHOICES["capacity_mode"]),
     "tie_embeddings": st.booleans(),
     "embedding_scale": st.sampled_from([1.0, 2.0]),
     "residual_scale": st.sampled_from([1.0, 0.5]),
@@ -293,3 +294,9 @@ def test_every_field_is_drawn_or_of_no_consequence():
     drawn = {f for name in ANY_VALUES for f in TOGETHER.get(name, (name,))}
     others = {*SIZES, "num_experts", "window", "sparse_stride", "balance_loss_weight", "norm_eps"}
     assert {f.name for f in fields(ModelConfig)} == drawn | others
+
+
+def test_every_field_has_one_role():
+    roles = [names_of_role(role) for role in get_args(Role)]
+    assert sorted(name for names in roles for name in names) == sorted(f.name for f in fields(ModelConfig))
+    assert all(roles)

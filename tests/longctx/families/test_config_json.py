@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.architecture.fields import names_of_role
 from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.conversion.tensors import parameter_shapes, tensor_specs
 from longctx.errors import ConfigError
-from longctx.families import FAMILIES, config_to_hf, effective, family_of
+from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
 from tests.longctx.families.hf_models import CASES
@@ -357,7 +358,6 @@ class TestUnsaid:
             ({"position": "t5"}, "position"),
             ({"position": "none"}, "position"),
             ({"rope_layers": (True, False)}, "rope_layers"),
-            ({"residual_dropout": 0.1}, "residual_dropout"),
             ({"residual_scale": 0.5}, "residual_scale"),
             ({"logit_scale": 0.5}, "logit_scale"),
             ({"embedding_scale": 2.0}, "embedding_scale"),
@@ -407,8 +407,20 @@ class TestUnsaid:
         """A field that is added to ModelConfig and forgotten here would be lost without a word."""
         said = set().union(*(effective(ModelConfig.from_hf(hf)) for hf in HUB.values()))
         said |= {"max_positions", "relative_buckets", "relative_max_distance"}  # of learned positions, and of t5
-        training = {"init_std", "balance_loss_weight", "local_rope_theta"}  # the last is part of ``rope``
-        assert {f.name for f in dataclasses.fields(ModelConfig)} == said | training
+        said |= {"local_rope_theta"}  # part of what ``rope`` says of each layer
+        assert {f.name for f in dataclasses.fields(ModelConfig)} == said | names_of_role("training")
+
+    @pytest.mark.parametrize("name", sorted(names_of_role("training")))
+    def test_what_training_alone_reads_stops_no_export(self, name, caplog):
+        """It is left behind, which ``left_behind`` says where the family's config.json has no key for it."""
+        value = {"balance_scope": "global_batch", "capacity_factor": 1.25}.get(name, 0.5)
+        usual = PRESETS["deepseek-v3"] if name == "selection_bias_rate" else tiny_config()
+        config = dataclasses.replace(usual, **{name: value})
+        hf = config.to_hf()
+        again = ModelConfig.from_hf(hf)
+        assert not config.differences(again)
+        kept = getattr(again, name) == getattr(config, name)
+        assert left_behind(config, hf) == ({} if kept else {name: getattr(config, name)})
 
 
 def test_families_that_can_be_the_same_model():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, LocalDispatcher, tiles_of
+from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
 from parallel.experts.dispatcher import AllToAllDispatcher
@@ -53,12 +53,12 @@ def tokens_of(ranks: int, case: str, dtype=torch.float64):
 CASES = ("plain", "a rank gets none", "one expert gets all", "some lead nowhere", "a rank sends none", "nobody sends")
 
 
-def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False, capacity=None):
+def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False):
     """Output and gradients of x, gates and every weight."""
     x, gates = x.detach().clone().requires_grad_(), gates.detach().clone().requires_grad_()
 
     def layer(x, gates, recompute_cache=None):
-        return (module(x, gates, ids, run, recompute_cache, capacity),)
+        return (module(x, gates, ids, run, recompute_cache),)
 
     out = (recomputed(layer, x, gates) if layer_again else layer(x, gates))[0]
     return [out.detach(), *torch.autograd.grad(out, [x, gates, *module.parameters()], dout.to(out.dtype))]
@@ -71,7 +71,7 @@ def share_of(whole: Experts, dispatcher: AllToAllDispatcher, **changes) -> Exper
     return module
 
 
-def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_again=False, capacity=None, **run):
+def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_again=False, **run):
     """This rank's results and gradients are those of one process that holds every expert and the group's tokens."""
     whole = whole_experts()
     x, gates, ids, dout = tokens_of(dist.get_world_size(), case, dtype)
@@ -80,9 +80,9 @@ def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_
     wide = [of[group].flatten(0, 1).double() for of in (x, gates)]
     want = grads_of(whole, *wide, ids[group].flatten(0, 1), dout[group].flatten(0, 1))
     dispatcher = AllToAllDispatcher(mesh, E)
-    module = share_of(whole.to(dtype), dispatcher, **({"capacity_mode": "pad"} if capacity else {}))
+    module = share_of(whole.to(dtype), dispatcher)
     mine = (x[mesh.rank], gates[mesh.rank], ids[mesh.rank], dout[mesh.rank])
-    got = grads_of(module, *mine, ExpertRun(dispatcher, **run), layer_again=layer_again, capacity=capacity)
+    got = grads_of(module, *mine, ExpertRun(dispatcher, **run), layer_again=layer_again)
     own = slice(mesh.expert_rank * N, (mesh.expert_rank + 1) * N)
     want = [*(of[own] for of in want[:3]), *(of[dispatcher.share] for of in want[3:])]
     for number, (value, right) in enumerate(zip(got, want, strict=True)):
@@ -117,7 +117,7 @@ def check_groups():
     check(mesh, "plain")
 
 
-def test_capacity_low_precision_and_recomputed_layers():
+def test_low_precision_and_recomputed_layers():
     run_distributed(check_options, 3)
 
 
@@ -125,7 +125,6 @@ def check_options():
     mesh = Mesh.build(expert=3)
     for tile_tokens in (0, 12):
         for case in ("plain", "some lead nowhere", "nobody sends"):
-            check(mesh, case, tile_tokens=tile_tokens, capacity=N)
             check(mesh, case, tile_tokens=tile_tokens, layer_again=True)
             check(mesh, case, 1e-6, torch.float32, tile_tokens=tile_tokens)
             check(mesh, case, 2e-2, torch.bfloat16, tile_tokens=tile_tokens)
@@ -196,7 +195,7 @@ def check_sums():
     assert sums.flatten().tolist() == [257, 257, 256, 1, 0]
 
 
-def test_gathering_and_capacity_of_a_sequence():
+def test_gathering_over_a_sequence():
     run_distributed(check_gather, 4)
 
 
@@ -206,10 +205,6 @@ def check_gather():
     values = torch.arange(6).view(3, 2) + 10 * mesh.rank
     others = [torch.arange(6).view(3, 2) + 10 * rank for rank in (mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1)]
     assert torch.equal(dispatcher.gather(values), torch.cat(others))
-    assert dispatcher.most_rows(10, 100) == 20  # of two sequences
-    assert dispatcher.most_rows(10, 4) == 16  # of four ranks
-    assert AllToAllDispatcher(replace(mesh, context=4), E).most_rows(10, 100) == 10
-    assert LocalDispatcher().most_rows(10, 4) == 4
 
 
 def test_ranks_that_do_not_divide_the_experts():

@@ -240,7 +240,7 @@ def spread(batch: Batch, ranks: int) -> list[Batch]:
 def with_padding(batch: Batch, tokens: int) -> Batch:
     """One row more of padding."""
     flat = batch.flatten_rows()
-    more = {"tokens": 5, "targets": -100, "positions": 0, "documents": PADDING_DOCUMENT}
+    more = {"tokens": 5, "targets": -100, "positions": 0, "document_ids": PADDING_DOCUMENT}
     columns = {n: torch.cat((getattr(flat, n), torch.full((1, tokens), v)), 1) for n, v in more.items()}
     bounds = torch.cat((flat.cu_seqlens, flat.cu_seqlens[-1:] + tokens))
     return replace(flat, **columns, cu_seqlens=bounds, row_tokens=0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from longctx.kernels import grouped
 from longctx.model.experts import compute_cpu as expert_blocks
 from longctx.model.experts import dispatch, experts
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
@@ -76,7 +75,7 @@ def outcome(forward, module, x, gates):
     return [out, *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True))]
 
 
-def compare(module, given, tolerance, *, capacity=None, **run):
+def compare(module, given, tolerance, **run):
     """The module's output and gradients are those of the definition, relative to each tensor's largest value."""
     x, gates, choices = given
     exact = build(
@@ -86,7 +85,7 @@ def compare(module, given, tolerance, *, capacity=None, **run):
     doubles = [of.detach().double().requires_grad_() for of in (x, gates)]
     want = outcome(lambda x, gates: by_definition(exact, x, gates, choices), exact, *doubles)
     how = ExpertRun(LocalDispatcher(), **run)
-    got = outcome(lambda x, gates: module(x, gates, choices, how, capacity=capacity), module, x, gates)
+    got = outcome(lambda x, gates: module(x, gates, choices, how), module, x, gates)
     for number, (value, right) in enumerate(zip(got, want, strict=True)):
         assert value.shape == right.shape
         error, scale = ((value.double() - right).abs().sum(), right.abs().sum()) if value.numel() else (0.0, 1.0)
@@ -185,36 +184,6 @@ def test_all_rows_at_once_in_low_precision(dtype, products, all_rows_at_once):
     """Natively through PyTorch's grouped product. What lies between products is bfloat16 here in either way."""
     bound = tolerance(dtype, "native")
     compare(build(dtype, expert_bias=True), routed(dtype, nowhere=0.1), bound, products=products)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("capacity", [N, 500])
-def test_padding_equals_its_definition(capacity, recompute, biased):
-    module = build(expert_bias=biased, capacity_mode="pad", capacity_factor=1.0)
-    for tile_tokens in (0, 12):
-        given = routed(nowhere=0.3)
-        compare(module, given, EXACT, capacity=capacity, tile_tokens=tile_tokens, recompute=recompute)
-
-
-def test_padded_sizes_do_not_depend_on_the_data(monkeypatch):
-    seen = []
-    whole = grouped.batched_rows
-    watched = lambda x, w, **k: seen.append(x.shape) or whole(x, w, **k)  # noqa: E731
-    monkeypatch.setattr("longctx.model.experts.compute_grouped.batched_rows", watched)
-    module = build(capacity_mode="pad", capacity_factor=1.0)
-    for allowed, nowhere in ((range(E), 0.0), ((1, 3), 0.9)):
-        x, gates, choices = routed(allowed=allowed, nowhere=nowhere)
-        module(x, gates, choices, capacity=27)
-    assert seen == [(E, 27, M), (E, 27, 16)] * 2
-    assert len(build()(x, gates, choices, capacity=27)) == N  # dropping computes what there is
-    assert len(seen) == 4
-
-
-def test_more_rows_than_a_capacity_are_no_silent_loss():
-    module = build(capacity_mode="pad", capacity_factor=1.0)
-    with pytest.raises(RuntimeError, match="more than its 3 rows"):
-        module(*routed(), capacity=3)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -318,7 +287,7 @@ def test_compiled_experts_are_one_graph(options, dtype, products):
 def test_operators_keep_what_they_promise_to_compilers():
     module, (x, gates, choices) = build(torch.float32), routed(torch.float32)
     given = [of.detach() for of in (x, gates)] + [choices, module.gate_up_proj.detach(), module.down_proj.detach()]
-    how = ("swiglu", 12, "activation", "native", 0)
+    how = ("swiglu", 12, "activation", "native")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.longctx.experts_forward.default, (*given, None, None, *how), test_utils=tests)
     _, *kept = torch.ops.longctx.experts_forward.default(*given, None, None, *how)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch.nn.functional import silu
 
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
-from longctx.model.experts.router import expert_choice, route
+from longctx.model.experts.router import route
 from longctx.model.layers.linear import set_products
 from longctx.model.recompute import recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
@@ -21,8 +19,8 @@ N, M, E = 29, 32, 4
 DOCUMENTS = torch.zeros(1, N, dtype=torch.int64)
 
 
-def build(dtype=torch.float64, *, tokens_per_expert: float = 0.0, **changes) -> MixtureOfExperts:
-    module = MixtureOfExperts(tiny_config(**changes), tokens_per_expert=tokens_per_expert)
+def build(dtype=torch.float64, **changes) -> MixtureOfExperts:
+    module = MixtureOfExperts(tiny_config(**changes))
     randomize(module)
     return module.to(dtype)
 
@@ -40,10 +38,7 @@ def ffn(gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
 def by_definition(module: MixtureOfExperts, x_BtM: Tensor) -> Tensor:
     """Token by token: the experts it is sent to, and the one that all visit."""
     logits = x_BtM[0] @ module.gate.weight.T
-    if module.tokens_per_expert:
-        routing = expert_choice(logits, math.ceil(module.tokens_per_expert * len(logits) / E))
-    else:
-        routing = route(logits, module.config, bias_E=module.gate.e_score_correction_bias)
+    routing = route(logits, module.config, bias_E=module.gate.e_score_correction_bias)
     rows = []
     for n, x in enumerate(x_BtM[0]):
         row = torch.zeros_like(x)
@@ -64,8 +59,6 @@ LAYERS = {
     "shared expert": {"shared_gate": False},
     "none shared": {"shared_ffn_size": 0},
     "sigmoid, scaled, biased": {"score_function": "sigmoid", "routed_scale": 2.5, "selection_bias": True},
-    "experts choose": {"tokens_per_expert": 2.0},
-    "few choose": {"tokens_per_expert": 0.3},
 }
 
 
@@ -112,23 +105,11 @@ def test_odd_widths_are_served(dtype, products):
     assert all(g.isfinite().all() for g in gradients(module).values())
 
 
-@pytest.mark.parametrize("tokens_per_expert", [0.0, 2.0])
-def test_no_token_gives_every_parameter_a_zero_gradient(tokens_per_expert):
-    module = build(tokens_per_expert=tokens_per_expert, router_z_loss_weight=0.1)
+def test_no_token_gives_every_parameter_a_zero_gradient():
+    module = build(router_z_loss_weight=0.1)
     call = ExpertCall(documents_Bt=torch.zeros(1, 0, dtype=torch.int64), num_documents=3)
     out, counts, prob_sums, z_sum, facts = module(tokens(count=0), call)
     assert counts.shape == prob_sums.shape == (3, E)
     assert facts.tolist() == [0, 0, 0, 0]
     (out.sum() + prob_sums.sum() + z_sum).backward()
     assert all(g.count_nonzero() == 0 for g in gradients(module).values())
-
-
-def test_experts_that_choose_take_no_padding_and_are_loaded_alike():
-    documents = DOCUMENTS.clone()
-    documents[0, 5::3] = -1
-    module = build(tokens_per_expert=2.0)
-    _, counts, *_ = module(tokens(), ExpertCall(documents_Bt=documents, num_documents=1))
-    assert counts.tolist() == [[15, 15, 15, 15]]  # 2 · 29 / 4, rounded up
-    out = module(tokens(), ExpertCall(documents_Bt=documents.clamp(max=-1), num_documents=1))[0]
-    shared = module.shared_expert(tokens()) * torch.sigmoid(module.shared_expert_gate(tokens()))
-    torch.testing.assert_close(out, shared)

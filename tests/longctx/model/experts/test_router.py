@@ -14,7 +14,7 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.experts import router as module
 from longctx.model.experts.replay import RoutingReplay
-from longctx.model.experts.router import Router, expert_choice, route
+from longctx.model.experts.router import Router, route
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
 
@@ -134,43 +134,6 @@ def test_ids_are_in_range_whatever_the_logits(name, value):
     assert ids.min() >= 0
     assert ids.max() < E
     assert all(len(set(row)) == config.experts_per_token for row in ids.tolist())
-    taken = expert_choice(logits.detach(), 5).experts_Nk
-    assert taken.min() >= -1
-    assert taken.max() < E
-
-
-# Experts that choose
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 9, N, 50])
-def test_expert_choice_is_its_definition(tokens):
-    logits, _ = logits_and_bias(rules("softmax"))
-    is_real = torch.arange(N) % 5 != 2
-    for real in (None, is_real):
-        found = expert_choice(logits, tokens, is_real_N=real)
-        probs = logits.softmax(-1)
-        torch.testing.assert_close(found.probs_NE, probs)
-        allowed = [n for n in range(N) if real is None or real[n]]
-        wanted: list[set[int]] = [set() for _ in range(N)]
-        for e in range(E):
-            for n in sorted(allowed, key=lambda n, e=e: -probs[n, e].item())[:tokens]:
-                wanted[n].add(e)
-        assert found.experts_Nk.shape[1] == max(1, max(map(len, wanted)))
-        for n in range(N):
-            row = [e for e in found.experts_Nk[n].tolist() if e >= 0]
-            assert row == sorted(wanted[n], key=lambda e, n=n: -float(probs[n, e]))
-            gates = [float(probs[n, e]) for e in row] + [0.0] * (found.experts_Nk.shape[1] - len(row))
-            assert found.gates_Nk[n].tolist() == pytest.approx(gates, abs=1e-15)
-
-
-def test_expert_choice_differentiates_what_it_weighs():
-    logits = logits_and_bias(rules("softmax"), tokens=6)[0]
-    assert torch.autograd.gradcheck(lambda x: expert_choice(x, 3)[1:], (logits,))
-    known = expert_choice(logits, 3)
-    for a, b in zip(expert_choice(logits, 3, replay_Nk=known.experts_Nk), known, strict=True):
-        assert torch.equal(a, b)
-    nothing = expert_choice(logits[:0], 3)
-    assert nothing.experts_Nk.shape == (0, 1)
 
 
 # The projection
