@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
+from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
@@ -167,6 +168,7 @@ class Spread:
     recompute: bool = False
     recompute_experts: str = "activation"
     dtype: torch.dtype = torch.float32
+    products: Products = "native"
     seed: int = 0
 
 
@@ -177,7 +179,12 @@ class RanksRun:
         self.config, self.spread, self.run = config, spread, Run()
         self.mesh = Mesh.build(context=spread.context, expert=spread.expert)
         model = build_parallel_model(
-            config, self.mesh, layout=spread.layout, recompute=spread.recompute, seed=spread.seed
+            config,
+            self.mesh,
+            layout=spread.layout,
+            products=spread.products,
+            recompute=spread.recompute,
+            seed=spread.seed,
         )
         model.decoder.expert_tile_tokens = spread.tile_tokens
         model.decoder.recompute_experts = spread.recompute_experts
