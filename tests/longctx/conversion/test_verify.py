@@ -284,7 +284,7 @@ class TestLogits:
 
     @both_ways
     def test_low_precision_is_as_near_as_rounding_lets_it_be(self, tmp_path, monkeypatch, products):
-        """Two models round 30 times a layer each at most; the worst of 25,000 logits is off by 5 standard deviations."""
+        """Two models round 30 times a layer each at most; the worst of 25,000 logits is 5 standard deviations off."""
         pytest.importorskip("transformers")
         folder, weights = save_model(tmp_path / "hf", torch.bfloat16), decoder().bfloat16().state_dict()
         monkeypatch.setattr(verify, "why_no_logits", lambda *_: "no room for float32")
