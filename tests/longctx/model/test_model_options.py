@@ -16,7 +16,7 @@ from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.model.plain_decoder import PlainDecoder
 from tests.longctx.model.test_positions import check_against_definition, odd_config
 from tests.longctx.samples import dense_config, packed_batch, randomize, tiny_config
-from tests.rounding import both_ways, rounded
+from tests.rounding import UNIT, both_ways, rounded
 
 OPTIONS = {
     "post": {"norm_order": "post"},
@@ -122,7 +122,7 @@ def test_rms_norm_in_bfloat16_is_the_float32_result_rounded_once(offset):
     out = norm(x)
     assert out.dtype == torch.bfloat16
     # half a unit in the last place, and 1e-6 of what float32 makes of it
-    assert ((out.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()
+    assert ((out.double() - exact).abs() <= exact.abs() * (UNIT + 1e-6)).all()
     if offset:
         theirs = hf_norms()[True](256)
         theirs.weight.data = norm.weight.detach().clone()
@@ -142,7 +142,7 @@ def test_layer_norm_equals_its_definition(dtype):
     exact = (
         centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double() + norm.bias.double()
     )
-    bound = 2e-6 if dtype == torch.float32 else 2**-8
+    bound = 2e-6 if dtype == torch.float32 else UNIT
     torch.testing.assert_close(norm(x).double(), exact, atol=bound * 0.1 + 1e-6, rtol=bound * 1.05)
 
 
