@@ -137,8 +137,8 @@ def test_any_stage_and_world_goes_on_from_what_another_wrote(written, resumed, s
         assert got == wanted[2:]
         return
     # The first loss shows the weights, the second the moments: its update was computed in another order of sums.
-    # Stage 3 has linear layers of its own, which round once more in bfloat16: less than 1 % of logits. Those are a tenth
-    # of the loss's six nats at most, and over the 512 targets errors fall to either side.
+    # Stage 3 has linear layers of its own, which round once more in bfloat16: less than 1 % of the logits, and the
+    # logits are a tenth of the loss's six nats at most. Over the 512 targets errors fall to either side.
     bounds = (1e-6, 1e-5) if source[1] == "float32" else (1e-4, 1e-3)
     for mine, theirs, bound in zip(got, wanted[2:], bounds, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=bound)
