@@ -10,9 +10,9 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention.core import ContextParallelAttention
 from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
@@ -29,8 +29,7 @@ def build_parallel_model(
     transport: str = "auto",
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
-    products: Products | None = None,
-    recompute: bool = False,
+    execution: Execution | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     seed: int = 0,
@@ -38,18 +37,25 @@ def build_parallel_model(
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its share of the experts. ``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one.
-    ConfigError when the layers cannot have this layout, or the experts this degree.
+    its share of the experts. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
+    execution = Execution() if execution is None else execution
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
-    core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic, products)
-    decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), products=products, seed=None)
-    decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
+    core = ContextParallelAttention(
+        mesh, layout, kernel, transport, communication_dtype, deterministic, execution.products
+    )
+    decoder = Decoder(
+        config,
+        core,
+        linear_core=ContextParallelLinearAttention(mesh, layout),
+        dispatcher=_dispatcher(config, mesh),
+        execution=execution,
+        seed=None,
+    )
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    decoder.recompute = recompute  # 3. recomputation wraps blocks; what came of travelling is kept, so it sends nothing
-    # 4. the objective outermost: one forward, one module
+    # 3. the objective outermost: one forward, one module
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -20,7 +20,9 @@ from longctx.conversion.casts import dtype_name
 from longctx.conversion.weights.folder import listing
 from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
-from longctx.kernels.processor import Products
+
+if TYPE_CHECKING:
+    from longctx.model.training_pass import Execution
 
 NUM_TOKENS = 256
 """Of the input that logits are compared on."""
@@ -146,7 +148,7 @@ def compare_logits(
     *,
     num_parameters: int,
     dtype: torch.dtype,
-    products: Products | None = None,
+    execution: Execution | None = None,
     seed: int = 0,
 ) -> LogitsCheck:
     """Logits of the decoder with ``parameters`` beside those of ``folder`` as transformers loads it.
@@ -154,13 +156,13 @@ def compare_logits(
     Both see the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
     in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
     differ by more than the bars: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
-    attention are far apart (``OWN_FACTOR``). ``products`` is the decoder's.
+    attention are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
     """
     compute = torch.float32 if why_no_logits(config, num_parameters, torch.float32) is None else dtype
     num_tokens = min(NUM_TOKENS, config.max_positions)
     tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
     theirs = _their_logits(folder, tokens_T, compute)
-    ours_TV = _our_logits(config, parameters(), tokens_T, compute, products)
+    ours_TV = _our_logits(config, parameters(), tokens_T, compute, execution)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
         raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
@@ -202,11 +204,11 @@ def _our_logits(
     parameters: Iterable[tuple[str, Tensor]],
     tokens_T: Tensor,
     dtype: torch.dtype,
-    products: Products | None,
+    execution: Execution | None,
 ) -> Tensor:
     from longctx.model.decoder import Decoder
 
-    model = Decoder(config, products=products, seed=None).to(dtype).eval()
+    model = Decoder(config, execution=execution, seed=None).to(dtype).eval()
     own = model.state_dict()
     for name, tensor in parameters:
         own.pop(name).copy_(tensor)

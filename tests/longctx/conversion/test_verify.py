@@ -19,6 +19,7 @@ from longctx.conversion.casts import export_dtypes, lossy_casts, read_master
 from longctx.conversion.verify import Fingerprints, compare_logits, distance, judge_logits, why_no_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from tests.longctx.families import hf_models
 from tests.longctx.samples import dense_config, randomize, tiny_config
 from tests.rounding import both_ways, rounded
@@ -287,10 +288,11 @@ class TestLogits:
         """Two models round 30 times a layer each at most; the worst of 25,000 logits is 5 standard deviations off."""
         pytest.importorskip("transformers")
         folder, weights = save_model(tmp_path / "hf", torch.bfloat16), decoder().bfloat16().state_dict()
+        execution = Execution(products=products)
         monkeypatch.setattr(verify, "why_no_logits", lambda *_: "no room for float32")
         monkeypatch.setattr(verify, "OWN_FACTOR", 1000)
         check = compare_logits(
-            CONFIG, lambda: weights.items(), folder, num_parameters=9, dtype=torch.bfloat16, products=products
+            CONFIG, lambda: weights.items(), folder, num_parameters=9, dtype=torch.bfloat16, execution=execution
         )
         assert check.dtype == torch.bfloat16
         model, tokens_BT = decoder(), torch.arange(256)[None] % CONFIG.vocab_size

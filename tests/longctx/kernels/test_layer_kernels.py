@@ -13,6 +13,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts import compute_cpu
 from longctx.model.layers.linear import Linear, set_products
 from longctx.model.layers.norms import RMSNorm
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import packed_batch, tiny_config
 from tests.rounding import UNIT, both_ways
@@ -82,7 +83,10 @@ def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
         told = lambda x, products: formed.append((x.dtype, products)) or plain(x, products)  # noqa: E731
         monkeypatch.setattr(module, "multiplies_in_float32", told)
     for config in (tiny_config(), tiny_config(num_experts=0, ffn_size=48, shared_ffn_size=0)):
-        model, batch = CausalLM(Decoder(config, products=products).bfloat16()), packed_batch([[5, 11]])
+        model, batch = (
+            CausalLM(Decoder(config, execution=Execution(products=products)).bfloat16()),
+            packed_batch([[5, 11]]),
+        )
         model(batch)[0].backward()
         model.decoder.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
     assert set(formed) == {(torch.bfloat16, products)}

@@ -13,6 +13,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.layers.norms import RMSNorm
 from longctx.model.positions import apply_rotary, rotary_table
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import (
@@ -110,7 +111,6 @@ def test_packed_documents_equal_documents_alone(name):
 
 def test_positions_are_read_and_not_counted():
     """Rows in any order of tokens give the same hidden states when positions travel along."""
-    decoder = Decoder(tiny_config()).double()
     shuffled = torch.tensor([3, 0, 2, 1])
 
     class Unmasked(LocalAttention):
@@ -118,7 +118,7 @@ def test_positions_are_read_and_not_counted():
             q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    decoder.core = Unmasked()
+    decoder = Decoder(tiny_config(), Unmasked()).double()
     tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[10, 11, 12, 1_000_000]])
     hidden = decoder(tokens, positions)
     torch.testing.assert_close(decoder(tokens[:, shuffled], positions[:, shuffled]), hidden[:, shuffled])
@@ -150,8 +150,7 @@ def test_recompute_changes_no_bit(name):
     batch = packed_batch([[9, 14], [20, 3]], padding=1)
     results = {}
     for recompute in (False, True):
-        model = CausalLM(Decoder(CONFIGS[name]))
-        model.decoder.recompute = recompute
+        model = CausalLM(Decoder(CONFIGS[name], execution=Execution(recompute)))
         loss = LossSum(*model(batch))
         loss.total(0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
@@ -175,7 +174,7 @@ def test_documents_may_be_left_out_when_the_tokens_are_the_whole():
     inferred = decoder(batch.tokens, batch.positions, batch.cu_seqlens.tolist(), return_stats=True)
     torch.testing.assert_close(inferred, given, rtol=0, atol=0)
     assert len(given[1]) == 2
-    with pytest.raises(ValueError, match="documents"):
+    with pytest.raises(ValueError, match="document_ids"):
         decoder(batch.tokens[:, :5], batch.positions[:, :5], batch.cu_seqlens, return_stats=True)
     rows = decoder(batch.tokens, batch.positions, return_stats=True)[1]
     assert rows[0].counts_SE.sum(1).tolist() == [20, 20]
@@ -226,10 +225,8 @@ def test_bfloat16_is_close_to_float32(name, products):
     batch = packed_batch([[9, 14], [20, 3]], padding=1)
     results, replay = {}, RoutingReplay()
     for dtype in (torch.float32, torch.bfloat16):
-        model = CausalLM(Decoder(CONFIGS[name], products=products)).to(dtype)
-        if name == "moe":
-            model.decoder.replay = replay
-        loss = LossSum(*model(batch))
+        model = CausalLM(Decoder(CONFIGS[name], execution=Execution(products=products))).to(dtype)
+        loss = LossSum(*model(batch, TrainingPass(replay=replay if name == "moe" else None)))
         loss.total(0.1).backward()
         assert loss.nll_sum.dtype == loss.balance_sum.dtype == torch.float32
         assert {g.dtype for g in gradients(model).values()} == {dtype}

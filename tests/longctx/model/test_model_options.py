@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from longctx.config import ModelConfig
-from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.layers.norms import LayerNorm, RMSNorm, build_norm
 from longctx.model.positions import sinusoidal_embedding
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.model.plain_decoder import PlainDecoder
 from tests.longctx.model.test_positions import check_against_definition, odd_config
@@ -66,8 +66,8 @@ OPTIONS = {
 }
 
 
-def build(products: Products | None = None, **changes) -> Decoder:
-    decoder = Decoder(odd_config(**changes), products=products).double()
+def build(execution: Execution | None = None, **changes) -> Decoder:
+    decoder = Decoder(odd_config(**changes), execution=execution).double()
     randomize(decoder)
     return decoder
 
@@ -248,7 +248,7 @@ def test_a_whole_model_in_bfloat16_is_as_near_as_bfloat16_is(products):
     pass relative errors on as they are.
     """
     for name in ("gemma 2", "gpt 2", "soft cap under a bias", "norm of all heads, layernorm"):
-        decoder = build(products, **OPTIONS[name])
+        decoder = build(Execution(products=products), **OPTIONS[name])
         batch = packed_batch([[5, 11, 1]], vocab_size=31)
         exact = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
         model = CausalLM(decoder.bfloat16())
