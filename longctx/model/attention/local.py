@@ -20,6 +20,7 @@ from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import Piece, continuation, strided_work
@@ -33,8 +34,10 @@ class LocalAttention:
     is_operator = True
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
-    def __init__(self, kernel: str = "auto") -> None:
+    def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
+        """``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one."""
         self.kernel = kernel
+        self.products: Products | None = products
 
     def __call__(
         self,
@@ -57,7 +60,7 @@ class LocalAttention:
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
         device, windowed = q_BtHD.device.type, mask.window is not None
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, scores.rules)
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), self.products, windowed, scores.rules)
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             work = _continuation_work(mask, T, k_BtKD.shape[1])
@@ -124,6 +127,7 @@ def _kernel_for(
     device_type: str,
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
+    products: Products | None,
     window: bool,
     rules: tuple[str, ...],
 ) -> str:
@@ -138,6 +142,7 @@ def _kernel_for(
         value_dim,
         window=window,
         rules=rules,
+        products=products,
     )
     return choose_kernel(name, request).name
 
