@@ -15,6 +15,7 @@ from typing import Any
 from launcher.config.sections import RunConfig
 from launcher.metrics.record import METRICS_FILE
 from longctx.errors import ConfigError
+from longctx.files import replaced_file
 from parallel.mesh import Mesh
 
 CONFIG_FILE = "config.toml"
@@ -45,8 +46,10 @@ def prepare_folder(config: RunConfig) -> Path:
 
 def write_facts(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
     """Write the resolved config and the environment (rank 0's)."""
-    (folder / CONFIG_FILE).write_text(config.to_toml())
-    (folder / ENVIRONMENT_FILE).write_text(json.dumps(_environment(mesh, num_parameters), indent=1) + "\n")
+    with replaced_file(folder / CONFIG_FILE) as temporary:
+        temporary.write_text(config.to_toml())
+    with replaced_file(folder / ENVIRONMENT_FILE) as temporary:
+        temporary.write_text(json.dumps(_environment(mesh, num_parameters), indent=1) + "\n")
 
 
 def start_logging(folder: Path, rank: int) -> None:

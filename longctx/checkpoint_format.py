@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
+from longctx.files import hash_file
 
 FORMAT = "longctx-checkpoint"
 VERSION = 1
@@ -48,15 +49,6 @@ def canonical_hash(manifest: dict[str, Any]) -> str:
     """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
     body = {k: v for k, v in manifest.items() if k != "hash"}
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def hash_file(path: Path) -> str:
-    """xxh3-128 of a file's bytes, read in 16 MiB blocks."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as f:
-        while block := f.read(16 * 2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def is_buffer(name: str) -> bool:

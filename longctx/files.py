@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from longctx.errors import DataError
+from longctx.errors import DataError, LongCtxError
 
 _ADVICE = {
     errno.ENOSPC: "The disk is full: free some space or write to another disk.",
@@ -28,35 +28,44 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def explained_writes(path: Path) -> Iterator[None]:
-    """Turns a failing disk under ``path`` into a ``DataError`` that says what to do."""
+def explained_writes(path: Path, error: type[LongCtxError] = DataError) -> Iterator[None]:
+    """Turn a failing disk under ``path`` into an ``error`` that says what to do."""
     try:
         yield
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "Choose another place or mend this one.")
-        raise DataError(
-            f"{path} could not be written ({error.strerror or error}). Nothing is left of it.\n{advice}"
-        ) from error
+    except OSError as refusal:
+        advice = _ADVICE.get(refusal.errno or 0, "Choose another place or mend this one.")
+        raise error(
+            f"{path} could not be written ({refusal.strerror or refusal}). Nothing is left of it.\n{advice}"
+        ) from refusal
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes the file in one stroke: readers see the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{_writer()}")
-    with explained_writes(path):
+def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:
+    """Write the file in one stroke: readers see the old content or the new, never a part."""
+    with explained_writes(path, error):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_synced(temporary, content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replaced_file(path) as temporary:
+            temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; the file written there takes its name, synced, when the block ends well.
+
+    What the system refuses stays an OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
+    try:
+        yield temporary
+        sync_path(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes the file and waits until the disk has it."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write the file and wait until the disk has it."""
+    path.write_bytes(content)
+    sync_path(path)
 
 
 def sync_path(path: Path) -> None:
@@ -69,23 +78,28 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def staged_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its name when the block ends well and vanishes when it fails.
+def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxError] = DataError) -> Iterator[Path]:
+    """Yield a temporary folder beside ``target`` that takes its name, synced, when the block ends well, else vanishes.
 
-    ``replace`` moves an existing target aside first and deletes it last, so a crash loses neither. What a killed
-    process left behind is removed by the next one on the same host.
+    ``replace`` moves an existing target aside first and deletes it last, so a crash loses neither; without it, a target
+    that holds anything is an ``error``. What a killed process left behind is removed by the next one on the same host.
     """
     staging = target.with_name(f".{target.name}.partial.{_writer()}")
     retired = target.with_name(f".{target.name}.retired.{_writer()}")
-    with explained_writes(target):
+    with explained_writes(target, error):
+        if not replace:
+            _check_free(target, error)
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         staging.mkdir()
         try:
             yield staging
+            for path in (*staging.rglob("*"), staging):
+                sync_path(path)
             if replace and target.exists():
                 target.rename(retired)
             staging.rename(target)
+            sync_path(target.parent)
         except BaseException:
             if retired.exists() and not target.exists():
                 retired.rename(target)
@@ -94,6 +108,13 @@ def staged_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
             if target.exists():
                 shutil.rmtree(retired, ignore_errors=True)
+
+
+def _check_free(target: Path, error: type[LongCtxError]) -> None:
+    """Raise unless there is nothing at ``target`` but an empty folder."""
+    is_empty_folder = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if (target.exists() or target.is_symlink()) and not is_empty_folder:
+        raise error(f"{target} already exists and is not an empty folder. Name another output, or remove it.")
 
 
 def hash_file(path: Path) -> str:
@@ -110,7 +131,7 @@ def _writer() -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Deletes partial folders of processes of this host that are gone; others may still be writing theirs."""
+    """Delete partial folders of processes of this host that are gone; others may still be writing theirs."""
     prefix = f".{target.name}.partial.{socket.gethostname()}."
     for folder in target.parent.iterdir():
         pid = folder.name.removeprefix(prefix)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import DataError
+from longctx.files import replaced_file
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,8 @@ def settle(folder: Path, *, last_step: int | None) -> int:
     if moved:
         _append_durably(folder / DISCARDED_FILE, moved)
     if text != data:
-        _replace(path, text)
+        with replaced_file(path) as temporary:
+            temporary.write_bytes(text)
     return len(moved)
 
 
@@ -192,18 +194,3 @@ def _append_durably(path: Path, lines: Sequence[bytes]) -> None:
         file.write((b"\n" if torn else b"") + b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace(path: Path, text: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-# Writing.
-
-
-# The console.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_m
 from launcher.report import experts as experts
 from launcher.report import figures as figures
 from longctx.errors import ConfigError, DataError
+from longctx.files import replaced_file
 
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -111,12 +111,8 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     if path.is_dir():
         path = path / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced_file(path) as temporary:
         temporary.write_text(render(run), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -11,7 +11,6 @@ Axes: L expert layers, T tokens of the step (padding included), N those of this 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 from launcher.training.expert_record import expert_layers
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
+from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
 from parallel.runtime.process import on_every_rank
 
@@ -182,13 +182,11 @@ def _make_folder(folder: Path, *, resumes: bool) -> None:
 
 def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, facts: dict[str, Any]) -> None:
     """The file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
     try:
-        tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
-        save_file(tensors, temporary, metadata={_METADATA: json.dumps(facts)})
-        temporary.replace(path)
+        with replaced_file(path) as temporary:
+            save_file(tensors, temporary, metadata={_METADATA: json.dumps(facts)})
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"{path} could not be written: {error}.\nFree some space, or set record_routing=no.") from error
 
 

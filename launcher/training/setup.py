@@ -20,9 +20,10 @@ from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.expert_record import expert_layers
 from launcher.training.routing_files import RoutingFiles
 from longctx.batch import Batch
-from longctx.checkpoint_format import TOKENIZER, hash_file
+from longctx.checkpoint_format import TOKENIZER
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.files import hash_file
 from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
 from parallel.layout.cached import cached_layout

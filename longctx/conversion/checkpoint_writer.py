@@ -19,15 +19,15 @@ from longctx.checkpoint_format import (
     VERSION,
     CheckpointReader,
     canonical_hash,
-    hash_file,
 )
 from longctx.config import ModelConfig
 from longctx.conversion.differences import raise_differences
 from longctx.conversion.hf import Progress
 from longctx.conversion.tensors import parameter_shapes
-from longctx.conversion.weights.folder import staged_folder
 from longctx.conversion.weights.json_files import write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
+from longctx.errors import CheckpointError
+from longctx.files import hash_file, staged_folder
 
 
 def save_masters(
@@ -50,7 +50,7 @@ def save_masters(
     CheckpointError where they are not the tensors of the config.
     """
     shapes = parameter_shapes(config)
-    with staged_folder(output) as staging:
+    with staged_folder(output, error=CheckpointError) as staging:
         writer = ShardWriter(staging, ROLES[0], shard_bytes)
         for done, (name, tensor) in enumerate(_each_once(tensors, shapes), start=1):
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))

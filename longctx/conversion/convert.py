@@ -25,8 +25,9 @@ from longctx.conversion.verify import (
     compare_logits,
     why_no_logits,
 )
-from longctx.conversion.weights.folder import has_usual_names, staged_folder
-from longctx.errors import ConfigError
+from longctx.conversion.weights.folder import has_usual_names
+from longctx.errors import CheckpointError, ConfigError
+from longctx.files import staged_folder
 
 Progress = Callable[[str, int, int], None]
 """A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
@@ -81,7 +82,7 @@ def export_checkpoint(
     tokenizer = reader.folder / TOKENIZER
     prints = Fingerprints()
     masters = partial(_masters, reader, dtypes)
-    with staged_folder(Path(output)) as staging:
+    with staged_folder(Path(output), error=CheckpointError) as staging:
         save_hf(
             config,
             masters() if verify == "none" else prints.record(masters()),
@@ -152,7 +153,7 @@ def import_hf(
                 origin["dtypes"][name] = dtype_name(tensor.dtype)
             yield name, tensor
 
-    with staged_folder(Path(output)) as staging:
+    with staged_folder(Path(output), error=CheckpointError) as staging:
         save_masters(
             reader.config,
             source() if verify == "none" else prints.record(source()),

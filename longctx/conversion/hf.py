@@ -29,11 +29,12 @@ from longctx.conversion.tensors import (
     tensor_specs,
 )
 from longctx.conversion.tokenizer import HARD_TEXTS, check_tokenizer, export_tokenizer
-from longctx.conversion.weights.folder import INDEX, WeightsFolder, staged_folder
+from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind
+from longctx.files import staged_folder
 
 Progress = Callable[[int, int], None]
 """A function that takes the number of parameters done so far, and of all."""
@@ -169,7 +170,7 @@ def save_hf(
             ", ".join(f"model.{name}={value!r}" for name, value in lost.items()),
         )
     items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
-    with staged_folder(folder) as staging:
+    with staged_folder(folder, error=CheckpointError) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)
         dtypes = _write_parameters(
             config, items, writer, model_type=hf_config["model_type"], dtype=dtype, progress=progress

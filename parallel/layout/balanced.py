@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longctx.mixing import GOLDEN, mix64_array
 from parallel.layout.zigzag import Pieces, head_and_tail
 
 GRAIN = 128
@@ -147,7 +148,9 @@ def _circles(chunks: _Chunks) -> _Circles:
     """The sequence itself, then ``BANK − 1`` shuffles of its documents."""
     places = np.arange(len(chunks.start))
     documents = int(chunks.document[-1]) + 1
-    chance = _hash(np.arange(BANK * documents)).reshape(BANK, documents)
+    # The first outputs of the generator that starts at 0.
+    state = np.arange(BANK * documents, dtype=np.uint64) * np.uint64(GOLDEN)
+    chance = mix64_array(state).reshape(BANK, documents)
     rank = np.argsort(np.argsort(chance, axis=1, kind="stable"), axis=1, kind="stable")
     turned = (chance & np.uint64(1)).astype(bool)
     rank[0], turned[0] = np.arange(documents), False
@@ -155,14 +158,6 @@ def _circles(chunks: _Chunks) -> _Circles:
     key = rank[:, chunks.document] * len(places) + np.where(backward, len(places) - 1 - places, places)
     order = np.argsort(key, axis=1, kind="stable")
     return _Circles(order, np.take_along_axis(backward, order, 1))
-
-
-def _hash(numbers: np.ndarray) -> np.ndarray:
-    """64 bits of each number that look like chance: the finaliser of splitmix64."""
-    x = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class _Pairs(NamedTuple):

@@ -44,7 +44,6 @@ MARKDOWN_LIMIT = 1_000
 """Long lines of Markdown, all pages together."""
 
 EXCEPTIONS = {
-    "parallel/zero/engine.py:ZeroEngine": "all ZeRO stages; to be divided",
 }
 """Classes, functions and files beyond ``SIZES``, and why each may stay."""
 

@@ -20,11 +20,11 @@ from longctx.checkpoint_format import (
     CheckpointReader,
     canonical_hash,
     find_checkpoint,
-    hash_file,
     model_config,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError
+from longctx.files import hash_file
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -159,40 +154,3 @@ def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, .
         kind = "a folder" if target.is_dir() else "no plain file"
         raise CheckpointError(f"{folder / file} is {kind}.")
     return folder / file
-
-
-@contextlib.contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its name, synced, when the block ends well; else it vanishes.
-
-    CheckpointError when the target already holds something, or the disk fails.
-    """
-    staging = target.with_name(f".{target.name}.partial.{os.getpid()}")
-    try:
-        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise CheckpointError(
-                f"{target} already exists and is not an empty folder. Name another output, or remove it."
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        try:
-            yield staging
-            for path in (*staging.iterdir(), staging):
-                _sync(path)
-            staging.rename(target)
-            _sync(target.parent)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    except OSError as error:
-        hint = (
-            "Free some space." if getattr(error, "errno", None) == errno.ENOSPC else "Choose another place or mend it."
-        )
-        raise CheckpointError(f"{target} could not be written: {error}. Nothing is left of it.\n{hint}") from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.mixing import mix64
 
 _CHUNK_VALUES = 1 << 21
 """Values whose random bits exist at a time: 8 MB of them, beside tensors that are hundreds of times as large."""
@@ -112,7 +113,7 @@ def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
     """32 bits for each token, int32."""
     # One half of the key before the token is mixed and one after it: with the first alone, two places of the
     # network would draw the same values for tokens some distance apart.
-    key = _mix64(_mix64(seed) + site)
+    key = mix64(mix64(seed) + site)
     return _mix32((token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
 
 
@@ -131,14 +132,6 @@ def _mix32(x: Tensor) -> Tensor:
     x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)
     x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
     return x ^ (x >> 16 & 0xFFFF)
-
-
-def _mix64(x: int) -> int:
-    """64 well mixed bits of 64 (the generator SplitMix64, one step)."""
-    x = x + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
 
 
 def _signed(word: int) -> int:

@@ -178,15 +178,25 @@ class TestStaging:
             assert not target.exists()
         assert [p.name for p in target.parent.iterdir()] == ["folder"]
 
-    def test_a_failed_replacement_leaves_the_old_folder(self, tmp_path: Path):
+    def test_a_failed_replacement_leaves_the_old_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         target = tmp_path / "folder"
         target.mkdir()
         (target / "old").touch()
         with pytest.raises(ValueError, match="stop"), staged_folder(target, replace=True):
             raise ValueError("stop")
         assert [p.name for p in target.iterdir()] == ["old"]
-        with pytest.raises(DataError, match="could not be written"), staged_folder(target, replace=True) as staging:
-            staging.rmdir()  # the last rename fails when the old folder has already been moved aside
+
+        rename = Path.rename
+
+        def fail_last(path: Path, new: Path) -> Path:
+            if ".partial." in path.name:  # the old folder has already been moved aside
+                raise OSError(5, "Input/output error")
+            return rename(path, new)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail_last)
+            with pytest.raises(DataError, match="could not be written"), staged_folder(target, replace=True):
+                pass
         assert [p.name for p in target.iterdir()] == ["old"]
         with staged_folder(target, replace=True) as staging:
             (staging / "new").touch()

@@ -208,7 +208,7 @@ def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: 
     def die(*_: object) -> None:
         raise OSError("killed")
 
-    monkeypatch.setattr("launcher.metrics.record._replace", die)
+    monkeypatch.setattr("launcher.metrics.record.replaced_file", die)
     with pytest.raises(OSError, match="killed"):
         truncate_after(tmp_path, 1)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]

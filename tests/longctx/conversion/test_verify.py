@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longctx.checkpoint_format import CheckpointReader, canonical_hash, hash_file
+from longctx.checkpoint_format import CheckpointReader, canonical_hash
 from longctx.conversion import convert as checkpoints
 from longctx.conversion import export_checkpoint, import_hf, save_hf, verify
 from longctx.conversion.casts import export_dtypes, lossy_casts, read_master
 from longctx.conversion.verify import Fingerprints, compare_logits, distance, judge_logits, why_no_logits
 from longctx.errors import CheckpointError, ConfigError
+from longctx.files import hash_file
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from tests.longctx.families import hf_models

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.weights import safetensors_file
-from longctx.conversion.weights.folder import INDEX, WEIGHTS, staged_folder
+from longctx.conversion.weights.folder import INDEX, WEIGHTS
 from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
+from longctx.files import staged_folder
 from longctx.model.decoder import Decoder
 from tests.longctx.samples import tiny_config
 
@@ -316,17 +317,17 @@ def test_a_folder_or_a_pipe_in_a_files_place_is_named(sharded):
 
 def test_a_failed_write_leaves_nothing(tmp_path):
     target = tmp_path / "deep" / "out"
-    with pytest.raises(KeyboardInterrupt), staged_folder(target) as staging:
+    with pytest.raises(KeyboardInterrupt), staged_folder(target, error=CheckpointError) as staging:
         _interrupt((staging / "half").write_text("x"))
-    with pytest.raises(CheckpointError, match="could not be written"), staged_folder(target):
+    with pytest.raises(CheckpointError, match="could not be written"), staged_folder(target, error=CheckpointError):
         raise OSError(28, os.strerror(28))
     assert list((tmp_path / "deep").iterdir()) == []
-    with staged_folder(target) as staging:
+    with staged_folder(target, error=CheckpointError) as staging:
         (staging / "whole").write_text("x")
     assert (target / "whole").read_text() == "x"
     (tmp_path / "link").symlink_to(target)
     for taken in (target, tmp_path / "link", target / "whole"):
-        with pytest.raises(CheckpointError, match="already exists"), staged_folder(taken):
+        with pytest.raises(CheckpointError, match="already exists"), staged_folder(taken, error=CheckpointError):
             pass
 
 
