@@ -1,4 +1,4 @@
-"""A run's folder: made before anything is allocated, with what is needed to understand the run later."""
+"""A run's folder: made before anything is allocated, with the files that explain the run later."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.config.sections import RunConfig
 from launcher.metrics.record import METRICS_FILE
 from longctx.errors import ConfigError
 from longctx.files import replaced_file
-from parallel.mesh import Mesh
+
+if TYPE_CHECKING:  # the report reads this file's names without torch
+    from launcher.config.sections import RunConfig
+    from parallel.mesh import Mesh
 
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -39,13 +41,13 @@ def prepare_folder(config: RunConfig) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a null character
         raise ConfigError(
             f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
-            "Choose a folder you may write to (--run.output_dir ...), on a disk with room."
+            "Choose a folder you may write to (--run.output_dir ...), on a disk with free space."
         ) from error
     return folder
 
 
-def write_facts(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
-    """Write the resolved config and the environment (rank 0's)."""
+def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
+    """Write the resolved config, and the environment of rank 0."""
     with replaced_file(folder / CONFIG_FILE) as temporary:
         temporary.write_text(config.to_toml())
     with replaced_file(folder / ENVIRONMENT_FILE) as temporary:
@@ -53,7 +55,7 @@ def write_facts(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int
 
 
 def start_logging(folder: Path, rank: int) -> None:
-    """INFO to ``logs/rank_N.log`` on every rank; on the console INFO of rank 0, warnings of the others."""
+    """Log INFO to ``logs/rank_N.log`` on every rank; on the console, INFO of rank 0 and warnings of the others."""
     to_file = logging.FileHandler(folder / LOGS / f"rank_{rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = logging.StreamHandler(sys.stdout)
@@ -69,7 +71,8 @@ def start_logging(folder: Path, rank: int) -> None:
 
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
-    packages = {}
+    """Host, versions, degrees and command line, as plain values."""
+    packages: dict[str, str] = {}
     for name in ("longctx", "torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
         try:
             packages[name] = version(name)
@@ -92,6 +95,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """The processor's name; Linux has it in a file of its own."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

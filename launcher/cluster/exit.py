@@ -1,4 +1,4 @@
-"""How a command ends: one screen and an exit code for what a user can mend, a traceback for what only we can."""
+"""How a command ends: one screen and an exit code for a user's mistake, a traceback for a fault of ours."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HEAD_START_SECONDS = 10.0
-"""How long a silent rank waits for rank 0 to speak: the launcher ends all ranks as soon as one has failed."""
-
+"""How long a silent rank waits for rank 0 to report: the launcher ends all ranks as soon as one has failed."""
 
 _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
 
 
 def run_guarded(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> int:
-    """Run ``action`` and return the exit code (its own, if it returns one), having said why when it raised.
+    """Run ``action`` and return the exit code: its own, if it returns one. When it raises, report why.
 
-    Errors in what the user gave are raised on every rank alike, so rank 0 alone speaks of them. ``interrupted`` is
-    said after Ctrl-C.
+    Errors in what the user gave are raised on every rank alike, so rank 0 alone reports them. ``interrupted`` is
+    printed after Ctrl-C.
     """
     try:
         return action() or DONE
     except LongCtxError as error:
         _say_once(f"{type(error).__name__}: {error}")
         return WRONG_USAGE if isinstance(error, ConfigError) else FAILED
-    except SystemExit as ending:  # the command line's reader has said why
+    except SystemExit as ending:  # the reader of the command line has reported why
         if ending.code:
             _say_once("")
         return ending.code if isinstance(ending.code, int) else FAILED if ending.code else DONE
@@ -51,7 +50,7 @@ def run_guarded(action: Callable[[], int | None], *, interrupted: str = _GO_ON) 
 
 
 def _explain(error: Exception) -> str:
-    """What to say of an error that one rank met by itself."""
+    """The report of an error that one rank met by itself."""
     who = f"rank {_rank()}"
     if any(sign in str(error) for sign in _LOST_PEER):
         return f"{who} lost contact with another rank and stops: {str(error).splitlines()[0]}"
@@ -61,7 +60,7 @@ def _explain(error: Exception) -> str:
 
 
 def _say_once(text: str) -> None:
-    """Rank 0 speaks; the others leave it the time to."""
+    """Report on rank 0; on the others, wait until it has done so."""
     if _rank() == 0:
         _say(text)
     else:

@@ -1,7 +1,7 @@
-"""The hostfile a run was started with: found, read strictly, and held against the ranks that really came up.
+"""The hostfile of a run: found, read strictly, and compared with the ranks that really started.
 
-The deepspeed launcher warns about a missing hostfile and then runs on one machine, and takes host names that a shell or
-ssh would read as options; both are errors here.
+The deepspeed launcher warns about a missing hostfile and then runs on one machine. It also accepts host names that a
+shell or ssh would read as options. Both are errors here.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         host, count = _parse_line(words, f"{path}:{number}: {line.strip()!r}")
         if host in slots:
-            raise ClusterError(
-                f"{path}:{number}: host {host!r} stands there twice. Give it one line with all its slots."
-            )
+            raise ClusterError(f"{path}:{number}: host {host!r} is there twice. Give it one line with all its slots.")
         slots[host] = count
     if not slots:
         raise ClusterError(f"hostfile {path} names no host. Write one line a host, such as: localhost slots=2")
@@ -82,7 +80,7 @@ def launcher_command() -> list[str]:
 
 
 def _own_arguments(words: list[str]) -> list[str]:
-    """The launcher's own words: everything before the script it starts."""
+    """The launcher's own arguments: everything before the script it starts."""
     for index, word in enumerate(words):
         if word.endswith(".py") and index > 1 and not words[index - 1].startswith("-"):
             return words[:index]
@@ -90,6 +88,7 @@ def _own_arguments(words: list[str]) -> list[str]:
 
 
 def _flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
+    """The value of a flag of one of these names, after a space or a ``=``."""
     for index, word in enumerate(command):
         flag, _, value = word.partition("=")
         if flag in names:
@@ -97,13 +96,14 @@ def _flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _parse_line(words: list[str], place: str) -> tuple[str, int]:
+def _parse_line(words: list[str], where: str) -> tuple[str, int]:
+    """Host and slots of a line; ClusterError says ``where`` it is wrong."""
     match = re.fullmatch(r"slots=(\d{1,6})", words[1]) if len(words) == 2 else None
     if not match or not _HOST.fullmatch(words[0]):
         raise ClusterError(
-            f"{place} is not `HOST slots=N`; a host is letters, digits, dots and dashes, and starts with no dash.\n"
+            f"{where} is not `HOST slots=N`; a host is letters, digits, dots and dashes, and starts with no dash.\n"
             "Write for example: node-01 slots=8"
         )
     if not 1 <= int(match[1]) <= _MOST_SLOTS:
-        raise ClusterError(f"{place}: slots must lie between 1 and {_MOST_SLOTS}.")
+        raise ClusterError(f"{where}: slots must lie between 1 and {_MOST_SLOTS}.")
     return words[0], int(match[1])

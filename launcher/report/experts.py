@@ -1,4 +1,4 @@
-"""The report's part about experts: what they were given over time, in pictures, a table and the names of dead ones.
+"""The report's part about experts: their load over time in pictures and a table, and the names of dead ones.
 
 Axes: S steps, C columns of a heat map (neighbouring steps added up), L expert layers, E experts.
 """
@@ -56,15 +56,17 @@ def uneven_rows(routed: Sequence[Record]) -> list[int]:
 
 def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> list[str]:
     """``name (steps a to b, c to d)`` of each expert that got no token for ``window`` or more logged steps in a row."""
-    layers, steps = layer_numbers(routed[-1]), [record["step"] for record in routed]
+    layers = layer_numbers(routed[-1])
+    steps = [record["step"] for record in routed]
     idle_SLE = _loads(routed) == 0
-    found = []
+    found: list[str] = []
     for row, expert in np.argwhere(idle_SLE.sum(axis=0) >= window):
+        # Where the expert becomes idle and where it stops: the differences of 0 and 1.
         edges = np.flatnonzero(np.diff(np.concatenate([[0], idle_SLE[:, row, expert].astype(int), [0]])))
         spans = [(start, stop) for start, stop in edges.reshape(-1, 2) if stop - start >= window]
         if spans:
-            said = ", ".join(f"{steps[start]:,} to {steps[stop - 1]:,}" for start, stop in spans)
-            found.append(f"{expert_name(layers[row], int(expert))} (steps {said})")
+            listed = ", ".join(f"{steps[start]:,} to {steps[stop - 1]:,}" for start, stop in spans)
+            found.append(f"{expert_name(layers[row], int(expert))} (steps {listed})")
     return found
 
 
@@ -99,7 +101,7 @@ def load_figure(routed: Sequence[Record]) -> str:
     rows = uneven_rows(routed)
     num_columns = min(2, len(rows))
     num_rows = math.ceil(len(rows) / num_columns)
-    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])  # of many experts, too, each has a line of its own
+    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])  # each of many experts needs a line
     figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + panel_height * num_rows)
     image = None
     for axes, row in zip(panels, rows, strict=False):
@@ -208,7 +210,7 @@ def _colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes]) -> Non
 
 
 def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
-    """A tick each power of two: experts come in powers of two, and so do the ranks that share them out."""
+    """A tick each power of two: experts come in powers of two, and so do their ranks."""
     return MultipleLocator(2 ** math.ceil(math.log2(max(1, num_experts / most))))
 
 

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from launcher.metrics.console import short_number
 
 INK, GRID = "#0a0b0c", "#0d0e0f"
-"""Stand-ins that ``to_svg`` turns into the page's own text and grid colours."""
+"""Placeholders that ``to_svg`` replaces with the page's own text and grid colours."""
 BLUE, PALE_BLUE, ORANGE, GREY, RED, GREEN = "#3b82c4", "#9cc3e6", "#e08a1e", "#8a8f98", "#d1495b", "#3a9d6e"
 
 MAX_POINTS = 1200

@@ -1,4 +1,4 @@
-"""``write_report``: a run folder as one self-contained ``report.html``, to read, keep or send.
+"""Write a run folder as one self-contained ``report.html``, to read, keep or send.
 
 No server, no network, no script: the pictures are inline SVG. Everything shown comes from the run folder's files, so a
 report can be made at any time, also while the run goes on.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,14 +20,13 @@ from markupsafe import Markup
 
 from launcher.metrics.console import short_number
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
-from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
-from launcher.report import experts as experts
-from launcher.report import figures as figures
-from longctx.errors import ConfigError, DataError
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
+from launcher.report import experts, figures
+from launcher.report.run import Run, load_run
+from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
+from longctx.errors import DataError
 from longctx.files import replaced_file
 
-CONFIG_FILE = "config.toml"
-ENVIRONMENT_FILE = "environment.json"
 REPORT_FILE = "report.html"
 
 _RECENT_STEPS = 20
@@ -36,44 +34,8 @@ _RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run folder's files say, read once."""
-
-    name: str
-    records: list[Record]
-    config_text: str
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    """Empty when the file is missing."""
-    num_discarded: int
-    """Lines of ``metrics.discarded.jsonl``."""
-
-    def of_kind(self, kind: str) -> list[Record]:
-        """The records of one kind, by step."""
-        return sorted((record for record in self.records if record["kind"] == kind), key=lambda record: record["step"])
-
-    @property
-    def train(self) -> list[Record]:
-        return self.of_kind("train")
-
-    @property
-    def validations(self) -> list[Record]:
-        return self.of_kind("validation")
-
-    @property
-    def resumed_steps(self) -> list[int]:
-        return sorted({record["step"] for record in self.of_kind("event") if record["event"] == "resume"})
-
-    @property
-    def total_steps(self) -> int | None:
-        """``train.steps`` of the resolved config."""
-        steps = self.config.get("train", {}).get("steps")
-        return steps if isinstance(steps, int) else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One key figure: what it is, its value, and a line that puts it in place."""
+    """One key figure: its name, its value, and a line that explains it."""
 
     label: str
     value: str
@@ -90,14 +52,14 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of the page: a picture with what to see in it, or the words that say why there is none."""
+    """One part of the page: a picture with a caption, or a caption that says why there is none."""
 
     title: str
-    words: str
+    caption: str
     picture: Markup | None = None
     table: Table | None = None
     text: str = ""
-    """Shown letter for letter."""
+    """Shown as it is."""
 
 
 def write_report(run_folder: Path | str, output: Path | str | None = None) -> Path:
@@ -114,41 +76,6 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     with replaced_file(path) as temporary:
         temporary.write_text(render(run), encoding="utf-8")
     return path
-
-
-def load_run(folder: Path) -> Run:
-    """Read a run folder's files; DataError names what is missing."""
-    missing = [name for name in (CONFIG_FILE, METRICS_FILE) if not (folder / name).is_file()]
-    if missing:
-        what = "does not exist" if not folder.is_dir() else f"holds no {' and no '.join(missing)}"
-        raise DataError(
-            f"{folder} is not a run folder: it {what}.\n"
-            "Give the folder that run.output_dir named; it is filled when the first step is logged."
-        )
-    config_text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
-    try:
-        config = tomllib.loads(config_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{folder / CONFIG_FILE}: not TOML: {error}") from error
-    discarded = folder / DISCARDED_FILE
-    return Run(
-        name=folder.resolve().name,
-        records=read_metrics(folder),
-        config_text=config_text,
-        config=config,
-        environment=_load_environment(folder / ENVIRONMENT_FILE),
-        num_discarded=discarded.read_bytes().count(b"\n") if discarded.is_file() else 0,
-    )
-
-
-def _load_environment(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        environment = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    return environment if isinstance(environment, dict) else {"environment": environment}
 
 
 def render(run: Run) -> str:
@@ -177,7 +104,9 @@ def progress(run: Run) -> float | None:
     """Share of the planned steps that is done, 0 to 1; None where the plan is not known."""
     if not run.total_steps:
         return None
-    return min(1.0, run.train[-1]["step"] / run.total_steps) if run.train else 0.0
+    if not run.train:
+        return 0.0
+    return min(1.0, run.train[-1]["step"] / run.total_steps)
 
 
 def state(run: Run) -> str:
@@ -191,7 +120,7 @@ def state(run: Run) -> str:
 
 
 def key_figures(run: Run) -> list[Figure]:
-    """The figures a reader looks for first; what the run does not know is left out."""
+    """The figures that a reader looks for first; a figure without data is left out."""
     return [*_loss_figures(run), *_size_figures(run), *_speed_figures(run)]
 
 
@@ -274,54 +203,54 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 
 def remarks(run: Run) -> list[str]:
-    """What a reader must know before trusting the curves."""
-    said = []
+    """Remarks that a reader must know before trusting the curves."""
+    found = []
     broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
     if broken:
-        said.append(f"The loss was not finite in {_times(len(broken), 'step')}, first at step {broken[0]:,}.")
+        found.append(f"The loss was not finite in {_times(len(broken), 'step')}, first at step {broken[0]:,}.")
     if run.resumed_steps:
         steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
-        said.append(f"Resumed at step {steps}; dotted green lines mark it.")
+        found.append(f"Resumed at step {steps}; dotted green lines mark it.")
     if run.num_discarded:
         rows = _times(run.num_discarded, "row")
-        said.append(f"{rows} of steps that were run again lie in {DISCARDED_FILE} and are not shown.")
+        found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
     routed = experts.routed_records(run.train)
     if routed and (dead := experts.dead_experts(routed)):
-        said.append(
+        found.append(
             f"Without a token for {DEAD_AFTER_STEPS} steps or more: {_times(len(dead), 'expert')}, named below."
         )
     if len(run.train) > figures.MAX_POINTS:
         size = math.ceil(len(run.train) / figures.MAX_POINTS)
-        said.append(f"Each point of a curve is the mean of {size} steps.")
-    return said
+        found.append(f"Each point of a curve is the mean of {size} steps.")
+    return found
 
 
 # The parts of the page.
 
 
 def sections(run: Run) -> list[Section]:
-    """Every part in the order shown; a part without data says so in words."""
+    """Every part in the order shown; a part without data says so."""
     return [
         _loss_section(run),
         _position_section(run),
         _speed_section(run),
         _optimizer_section(run),
         *_expert_sections(run),
-        Section(title="Configuration", words=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text),
+        Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text),
         _environment_section(run),
     ]
 
 
 def _loss_section(run: Run) -> Section:
     if not run.train and not run.validations:
-        return Section(title="Loss", words="No step has been logged yet.")
-    words = (
-        "A model that only knew how frequent each token is would stand on the dashed line."
+        return Section(title="Loss", caption="No step has been logged yet.")
+    caption = (
+        "A model that only knew how frequent each token is would be on the dashed line."
         if any(record.get("unigram_entropy") is not None for record in run.validations)
         else "The run has not been validated yet: there is nothing to compare the training loss with."
     )
     picture = figures.loss_figure(run.train, run.validations, run.resumed_steps)
-    return Section(title="Loss", words=words, picture=Markup(picture))
+    return Section(title="Loss", caption=caption, picture=Markup(picture))
 
 
 def _position_section(run: Run) -> Section:
@@ -329,63 +258,67 @@ def _position_section(run: Run) -> Section:
     measured = [record for record in run.validations if record.get("loss_by_position")]
     if not measured:
         why = "No validation has been run yet." if not run.validations else "The validations did not record it."
-        return Section(title=title, words=why)
+        return Section(title=title, caption=why)
     first = measured[0] if len(measured) > 1 else None
-    words = (
+    caption = (
         "A model that uses its context predicts later tokens of a document better: the curve falls to the right, "
         "as far as the context helps."
     )
-    return Section(title=title, words=words, picture=Markup(figures.position_figure(first, measured[-1])))
+    return Section(title=title, caption=caption, picture=Markup(figures.position_figure(first, measured[-1])))
 
 
 def _speed_section(run: Run) -> Section:
     if not _known(run.train, "tokens_per_second"):
-        return Section(title="Speed", words="No step has been timed yet.")
+        return Section(title="Speed", caption="No step has been timed yet.")
     waits, seconds = sum(_known(run.train, "data_wait_seconds")), sum(_known(run.train, "step_seconds"))
-    words = f"{waits / seconds:.1%} of the step time was spent waiting for data." if seconds else ""
-    return Section(title="Speed", words=words, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
+    caption = f"{waits / seconds:.1%} of the step time was spent waiting for data." if seconds else ""
+    return Section(title="Speed", caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
 
 
 def _optimizer_section(run: Run) -> Section:
     title = "Learning rate and gradient norm"
     if not run.train:
-        return Section(title=title, words="No step has been logged yet.")
-    return Section(title=title, words="", picture=Markup(figures.optimizer_figure(run.train, run.resumed_steps)))
+        return Section(title=title, caption="No step has been logged yet.")
+    return Section(title=title, caption="", picture=Markup(figures.optimizer_figure(run.train, run.resumed_steps)))
 
 
 def _expert_sections(run: Run) -> list[Section]:
     routed = experts.routed_records(run.train)
     if not routed:
         why = "No step has been logged yet." if not run.train else "The model is dense: it has no experts to balance."
-        return [Section(title="Expert load", words=why)]
-    words = "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
+        return [Section(title="Expert load", caption=why)]
+    caption = (
+        "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
+    )
     shown, num_layers = experts.uneven_rows(routed), len(routed[-1]["expert_load"])
     if len(shown) < num_layers:
-        words += f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
+        caption += (
+            f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
+        )
     headings, rows = experts.expert_table(routed)
     over_time = Section(
         title="Expert load",
-        words=words,
+        caption=caption,
         picture=Markup(experts.load_figure(routed)),
         table=Table(headings=headings, rows=rows),
     )
     by_layer = Section(
         title="Expert load by layer",
-        words=dead_words(experts.dead_experts(routed)),
+        caption=dead_caption(experts.dead_experts(routed)),
         picture=Markup(experts.map_figure(routed)),
     )
     curves = experts.balance_figure(routed)
     if curves is None:
         return [over_time, by_layer]
-    words = (
+    caption = (
         "Violation says how far loads are from even (0), entropy how undecided the router is (0: one expert has all "
         "the probability); logits that grow without end are the first sign of a run that will diverge."
     )
-    return [over_time, by_layer, Section(title="Routing", words=words, picture=Markup(curves))]
+    return [over_time, by_layer, Section(title="Routing", caption=caption, picture=Markup(curves))]
 
 
-def dead_words(dead: Sequence[str]) -> str:
-    """What the page says of experts that got no token for long."""
+def dead_caption(dead: Sequence[str]) -> str:
+    """The caption about experts that got no token for long."""
     if not dead:
         return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
     more = f" and {len(dead) - 20} more" if len(dead) > 20 else ""
@@ -394,10 +327,10 @@ def dead_words(dead: Sequence[str]) -> str:
 
 def _environment_section(run: Run) -> Section:
     if not run.environment:
-        return Section(title="Environment", words=f"The run folder holds no {ENVIRONMENT_FILE}.")
+        return Section(title="Environment", caption=f"The run folder holds no {ENVIRONMENT_FILE}.")
     rows = [(key, _plain(value)) for key, value in flatten(run.environment)]
     table = Table(headings=("Key", "Value"), rows=rows)
-    return Section(title="Environment", words=f"{ENVIRONMENT_FILE}: where and with what the run ran.", table=table)
+    return Section(title="Environment", caption=f"{ENVIRONMENT_FILE}: where and with what the run ran.", table=table)
 
 
 # Small pure helpers.

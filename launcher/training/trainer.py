@@ -14,7 +14,7 @@ from launcher.checkpoint.save import save_checkpoint
 from launcher.metrics.record import Record, truncate_after
 from launcher.metrics.writer import MetricsWriter, RecordWriter
 from launcher.report.page import write_report
-from launcher.run_folder import write_facts
+from launcher.run_folder import write_config_and_environment
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
@@ -82,7 +82,7 @@ class Trainer:
         if run.origin == "resumed":  # not before everything that could refuse this start has agreed to it
             on_every_rank(lambda: _rewind(run.folder, self.progress.step) if run.is_rank_0 else None)
         if run.is_rank_0:
-            write_facts(run.folder, run.config, run.mesh, run.engine.num_parameters)
+            write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
 
     def _take_recorded_step(self, writer: RecordWriter) -> None:
         """``take_step``, and its record in the metrics, also that of a step that could not be taken."""

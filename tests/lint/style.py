@@ -43,8 +43,7 @@ SIZES = {"class": 150, "function": 80, "file": 500}
 MARKDOWN_LIMIT = 1_000
 """Long lines of Markdown, all pages together."""
 
-EXCEPTIONS = {
-}
+EXCEPTIONS: dict[str, str] = {}
 """Classes, functions and files beyond ``SIZES``, and why each may stay."""
 
 

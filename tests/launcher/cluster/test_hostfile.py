@@ -46,7 +46,7 @@ def test_a_line_that_is_no_host_is_shown_with_its_number(tmp_path, text, said):
 
 
 def test_a_host_on_two_lines(tmp_path):
-    with pytest.raises(ClusterError, match=r":2: host 'a' stands there twice"):
+    with pytest.raises(ClusterError, match=r":2: host 'a' is there twice"):
         read_hostfile(written(tmp_path, "a slots=1\na slots=2\n"))
 
 

@@ -193,7 +193,7 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     run = report.load_run(make_run(tmp_path / "run", records))
     said = report_experts.dead_experts(run.train)
     assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
-    assert report.dead_words(said) == f"Without a token for 50 steps or more: {said[0]}."
+    assert report.dead_caption(said) == f"Without a token for 50 steps or more: {said[0]}."
     assert report.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record
-from launcher.report.page import load_run, remarks
+from launcher.report.page import remarks
+from launcher.report.run import load_run
 from launcher.training.setup import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
