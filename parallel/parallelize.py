@@ -15,7 +15,7 @@ from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention.core import ContextParallelAttention
 from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
-from parallel.experts.dispatcher import AllToAllDispatcher, OwnExperts
+from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
 
 
@@ -73,7 +73,7 @@ def check_experts(config: ModelConfig, degree: int, world_size: int | None = Non
 
 
 def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
-    return OwnExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
+    return ReplicatedExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
 
 
 def _context_sum(mesh: Mesh):

@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         self.dispatcher: TokenDispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
         self.expert_tile_tokens = 0
         self.recompute_experts = "activation"
-        self.model = Backbone(config, self.dispatcher.share)
+        self.model = Backbone(config, self.dispatcher.local_experts)
         self.lm_head = LMHead(config)
         if seed is not None:
             self.initialize(seed)
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
                 continue
             shape = self.logical_shape(name, parameter.shape)
             value = initial_value(name, shape, self.config, seed)
-            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.share])
+            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.local_experts])
         for buffer in self.buffers():
             buffer.zero_()
 

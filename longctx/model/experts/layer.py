@@ -39,12 +39,12 @@ class ExpertCall:
 class MixtureOfExperts(nn.Module):
     """Every token visits its k experts, whatever the load, unless a capacity is set."""
 
-    def __init__(self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0) -> None:
-        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts."""
+    def __init__(self, config: ModelConfig, local_experts: slice = slice(None), *, layer: int = 0) -> None:
+        """The ``layer``-th expert layer of a model, with the weights of its ``local_experts``."""
         super().__init__()
         self.config, self.layer = config, layer
         self.gate = Router(config)
-        self.experts = Experts(config, share)
+        self.experts = Experts(config, local_experts)
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
             self.shared_expert = FeedForward(config, config.shared_ffn_size)

@@ -97,7 +97,7 @@ def check(config: ModelConfig, layout: str, context: int, expert: int, *, recomp
         grad = p.grad
         if is_expert_weight(name):
             grad = torch.zeros_like(exact[name])
-            grad[spread.decoder.dispatcher.share] = p.grad
+            grad[spread.decoder.dispatcher.local_experts] = p.grad
         dist.all_reduce(grad)
         same(grad, exact[name].grad, f"{where}, {name}")
 
