@@ -26,19 +26,19 @@ pretrain() {
 start=$SECONDS
 mkdir -p "$work"
 say "1/6 tokenizer"
-[ -e "$work/tokenizer.model" ] || show python -m launcher tokenizer train "${corpus[@]}" --vocab-size 4096 --output "$work/tokenizer.model"
+[ -e "$work/tokenizer.model" ] || show longctx tokenizer train "${corpus[@]}" --vocab-size 4096 --output "$work/tokenizer.model"
 say "2/6 shards"
-show python -m launcher data build "${corpus[@]}" --tokenizer "$work/tokenizer.model" --output "$work/data"
+show longctx data build "${corpus[@]}" --tokenizer "$work/tokenizer.model" --output "$work/data"
 say "3/6 pretraining, the first part"
 pretrain --train.stop_after 350
 say "4/6 pretraining, resumed"
 pretrain --run.resume latest
 say "5/6 export to Hugging Face"
-show python -m launcher convert --to hf "$run" "$run/hf"
+show longctx convert --to hf "$run" "$run/hf"
 say "6/6 a continuation, greedy and sampled"
 prompt=$'def __init__(self, name, '
-show python -m launcher generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48
-show python -m launcher generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48 --temperature 0.8 --top-p 0.95
+show longctx generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48
+show longctx generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48 --temperature 0.8 --top-p 0.95
 
 say "done in $((SECONDS - start)) s. What there is now:"
 cat <<END
@@ -46,10 +46,10 @@ cat <<END
     $run/metrics.jsonl    the same numbers, a line a step; TensorBoard: .venv/bin/tensorboard --logdir $run
     $run/checkpoints      what a resume starts from
     $run/hf               for transformers: AutoModelForCausalLM.from_pretrained("$run/hf")
-    $work/data            the shards; .venv/bin/python -m launcher data inspect $work/data
+    $work/data            the shards; .venv/bin/longctx data inspect $work/data
 
     Next: your own text
-    .venv/bin/python -m launcher data build --source YOUR_FOLDER --tokenizer $work/tokenizer.model --output runs/mine
+    .venv/bin/longctx data build --source YOUR_FOLDER --tokenizer $work/tokenizer.model --output runs/mine
     .venv/bin/deepspeed --hostfile hostfile --no_ssh_check --master_addr 127.0.0.1 launcher/pretrain.py \\
         --data.train runs/mine --run.output_dir runs/first
     and every setting there is: .venv/bin/python launcher/pretrain.py --help

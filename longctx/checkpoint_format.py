@@ -159,7 +159,7 @@ class CheckpointReader:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self.folder / piece.file} cannot be read: {error}.\n"
-                "`python -m launcher checkpoint verify` names every damaged file; resume from an older checkpoint."
+                "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
             ) from error
         if entry.get_dtype() != "F32" or entry.get_shape() != [piece.numel]:
             raise CheckpointError(

@@ -26,7 +26,7 @@ def find_start(start_from: str) -> Path | None:
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"run.start_from={start_from!r} is a Hugging Face folder, not a checkpoint.\n"
-            f"Convert it first: python -m launcher convert --from hf {start_from} OUT"
+            f"Convert it first: longctx convert --from hf {start_from} OUT"
         )
     try:
         return find_checkpoint(folder)

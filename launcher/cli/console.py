@@ -1,13 +1,15 @@
 """What every verb writes with: results on standard output; progress, notes and warnings on standard error.
 
-Imports nothing heavy, because ``--help`` waits for it.
+This file imports nothing heavy, because ``--help`` waits for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import threading
@@ -15,12 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Annotated, Any, Protocol, TextIO, TypeVar
+
+from tyro.conf import arg
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Result = TypeVar("Result")
+Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
+"""The option of every verb that prints a table."""
 
 
 # ---------------------------------------------------------------------------------------------------------- results
@@ -52,7 +58,7 @@ def note(text: str) -> None:
 
 
 def flush_results() -> None:
-    """Write out what others (argparse) have put on standard output."""
+    """Write out what others (tyro) have put on standard output."""
     _write(sys.stdout, "")
 
 
@@ -63,6 +69,22 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def unframed(box: str) -> str:
+    """What tyro says in a box, on one line: without frame and colours, and without the help text of each option."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    # The title goes. The frame is two columns wide and drawn in ASCII where UTF-8 has no place.
+    lines = [line[2:].rstrip(" │╯") for line in plain.splitlines()[1:]]
+    parts: list[str] = []
+    for is_rule, block in itertools.groupby(lines, key=lambda line: bool(re.fullmatch("[─-]+", line))):
+        # An option stands four columns to the right of what is said of it, its help text eight.
+        first_paragraph = [line for line in itertools.takewhile(bool, block) if not line.startswith(" " * 8)]
+        said = " ".join(line for line in first_paragraph if not line.startswith(" "))
+        options = ", ".join(line.strip(" •") for line in first_paragraph if line.startswith(" "))
+        if said and not is_rule and not said.startswith(("For full helptext", "Argument helptext")):
+            parts.append(f"{said} {options}".strip())
+    return "; ".join(parts).replace(" .", ".")  # a line may break before its full stop
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -104,7 +126,7 @@ class Update(Protocol):
 
 @contextmanager
 def progress(label: str, *, total: int | None = None) -> Iterator[Update]:
-    """Shows that work goes on: a bar on a terminal, otherwise a line now and then.
+    """Show that work goes on: a bar on a terminal, otherwise a line now and then.
 
     ``done`` beyond ``total`` means that the total was only a guess: the bar then shows activity alone.
     """
@@ -191,10 +213,10 @@ def has_abandoned_work() -> bool:
 def warnings_on_stderr() -> Iterator[None]:
     """Within the block, warnings of any package are lines on standard error, without disturbing a progress bar.
 
-    What ``guard`` logs is left out: it has told the user already.
+    What ``launcher.cluster.exit`` logs is left out: it has told the user already.
     """
     handler = _NoteHandler(logging.WARNING)
-    handler.addFilter(lambda record: record.name != "launcher.guard")
+    handler.addFilter(lambda record: record.name != "launcher.cluster.exit")
     root = logging.getLogger()
     root.addHandler(handler)
     try:

@@ -1,229 +1,116 @@
-"""The verbs ``tokenizer train`` and ``data build|inspect|verify``."""
+"""The verbs ``data build|inspect|verify``."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from launcher.cli.console import command, human_bytes, interruptible, plural, progress, say, say_json, table
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from launcher.cli.console import Json, command, human_bytes, interruptible, plural, progress, say, say_json, table
+from launcher.cli.corpus import Corpus
 from launcher.cluster.exit import DONE, FAILED
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
-    from data_pipeline.prepare.sources import Source
 
-_SOURCE_HELP = (
-    'folder, text file, .jsonl (.gz, .zst) or .parquet; or "stdlib", the Python source of the standard library'
-)
-_JSON_HELP = "print JSON instead of a table"
+_ShardFolder = Annotated[Positional[Path], arg(metavar="DIR")]
 
 
-# ------------------------------------------------------------------------------------------------------------- help
+def build(
+    corpus: OmitArgPrefixes[Corpus],
+    *,
+    tokenizer: Annotated[Path, arg(metavar="F.model")],
+    output: Annotated[Path, arg(metavar="DIR")],
+    validation_fraction: float = 0.05,
+    shard_tokens: int | None = None,
+    overwrite: bool = False,
+    json: Json = False,
+) -> None:
+    """Tokenize a corpus into a shard folder.
 
+    The folder holds checksummed Arrow shards, and held-out documents in DIR/validation.
+    One folder serves every sequence length. Building the same again does nothing and says so.
 
-def add_verbs(verbs: Any, name: str) -> None:
-    """Add the verbs of this module; ``name`` is what stands before a verb on the command line."""
-    tokenizer = verbs.add_parser("tokenizer", help="train a tokenizer", description="Train a tokenizer.")
-    _add_tokenizer_train(tokenizer.add_subparsers(title="verbs", metavar="VERB", required=True), name)
-    data = verbs.add_parser(
-        "data", help="build, look at and verify shards", description="Build, look at and verify shards."
-    )
-    inner = data.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_build(inner, name)
-    _add_inspect(inner, name)
-    _add_verify(inner, name)
-
-
-def _add_tokenizer_train(verbs: Any, name: str) -> None:
-    parser = verbs.add_parser(
-        "train",
-        help="train a SentencePiece BPE on a corpus",
-        description="Train a SentencePiece BPE with byte fallback, which gives every text back exactly.\n"
-        "The same corpus gives the same file.",
-        epilog=f"example:\n  {name} tokenizer train --source stdlib --vocab-size 4096 --output runs/tokenizer.model",
-    )
-    _add_source_options(parser)
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of token ids, 261 or more")
-    parser.add_argument("--output", type=Path, required=True, metavar="F.model", help="file to write")
-    parser.add_argument(
-        "--max-text-bytes",
-        type=int,
-        default=256 << 20,
-        metavar="N",
-        help="train on a sample of documents above this much text (%(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that sample (%(default)s)")
-    parser.set_defaults(verb=train)
-
-
-def _add_build(verbs: Any, name: str) -> None:
-    parser = verbs.add_parser(
-        "build",
-        help="tokenize a corpus into a shard folder",
-        description="Tokenize a corpus into checksummed Arrow shards, held-out documents in DIR/validation.\n"
-        "One folder serves every sequence length. Building the same again does nothing and says so.",
-        epilog=f"example:\n  {name} data build --source stdlib --tokenizer runs/tokenizer.model --output runs/data",
-    )
-    _add_source_options(parser)
-    parser.add_argument("--tokenizer", type=Path, required=True, metavar="F.model", help="SentencePiece model")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--validation-fraction",
-        type=float,
-        default=0.05,
-        metavar="X",
-        help="share of documents to hold out, 0 for none (%(default)s)",
-    )
-    parser.add_argument(
-        "--shard-tokens", type=int, metavar="N", help="close a shard at this many tokens (default: 2^26)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a shard folder built from other things")
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
-    parser.set_defaults(verb=build)
-
-
-def _add_inspect(verbs: Any, name: str) -> None:
-    parser = verbs.add_parser(
-        "inspect",
-        help="what a shard folder holds, what packing costs, what a row looks like",
-        description="Show what a shard folder holds; with --seq-len what packing at that length costs;\n"
-        "with --row what stands in a row of the first epoch (seed 0).",
-        epilog=f"example:\n  {name} data inspect runs/data --seq-len 4096 --row 0",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="shard folder")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a row")
-    parser.add_argument("--row", type=int, metavar="K", help="row to show, from 0; needs --seq-len")
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
-    parser.set_defaults(verb=inspect)
-
-
-def _add_verify(verbs: Any, name: str) -> None:
-    parser = verbs.add_parser(
-        "verify",
-        help="read every byte of a shard folder and name what is damaged",
-        description="Read every byte of a shard folder and its validation split: hashes, sizes, offsets, ids,\n"
-        "tokenizer. Exit code 1 when anything is damaged.",
-        epilog=f"example:\n  {name} data verify runs/data",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="shard folder")
-    parser.add_argument("--json", action="store_true", help="print JSON: folder and problems")
-    parser.set_defaults(verb=verify)
-
-
-def _add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", required=True, metavar="PATH", help=_SOURCE_HELP)
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="GLOB",
-        help="leave out relative paths that match, e.g. 'test/*'; may be repeated (quote it for the shell)",
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field with the text in JSON Lines and Parquet (text)"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------ verbs
-
-
-def train(arguments: argparse.Namespace) -> None:
-    """``tokenizer train``."""
-    from data_pipeline.prepare.train_tokenizer import train_tokenizer
-
-    source = _open_source(arguments)
-    with progress(f"training a tokenizer on {source.spec}") as update:
-        seen = [0, 0]
-
-        def read(documents: int, text_bytes: int) -> None:
-            seen[:] = documents, text_bytes
-            update(documents, note=f"{documents:,} documents, {human_bytes(text_bytes)}")
-
-        tokenizer = interruptible(
-            lambda: train_tokenizer(
-                source,
-                arguments.output,
-                vocab_size=arguments.vocab_size,
-                max_text_bytes=arguments.max_text_bytes,
-                seed=arguments.seed,
-                progress=read,
-            )
-        )
-    documents, text_bytes = seen
-    corpus = f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
-    sampled = (
-        f"a sample of {human_bytes(arguments.max_text_bytes)} from " if text_bytes > arguments.max_text_bytes else ""
-    )
-    say(f"{arguments.output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{corpus}.")
-    options = ["--tokenizer", arguments.output, "--output", "DIR"]
-    say(f"Next: {command('data', 'build', *_source_words(arguments), *options)}")
-
-
-def build(arguments: argparse.Namespace) -> None:
-    """``data build``."""
+    Args:
+        tokenizer: SentencePiece model.
+        output: Folder to make.
+        validation_fraction: Share of documents to hold out, 0 for none.
+        shard_tokens: Close a shard at this many tokens, 2^26 unless given.
+        overwrite: Replace a shard folder built from other things.
+    """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
     from data_pipeline.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(arguments.tokenizer)
-    source = _open_source(arguments)
+    loaded = Tokenizer.load(tokenizer)
+    source = corpus.open()
     with progress(f"tokenizing {source.spec}", total=source.num_bytes) as update:
         report = build_shards(
             source,
-            tokenizer,
-            arguments.output,
-            validation_fraction=arguments.validation_fraction,
-            shard_tokens=DEFAULT_SHARD_TOKENS if arguments.shard_tokens is None else arguments.shard_tokens,
-            overwrite=arguments.overwrite,
+            loaded,
+            output,
+            validation_fraction=validation_fraction,
+            shard_tokens=DEFAULT_SHARD_TOKENS if shard_tokens is None else shard_tokens,
+            overwrite=overwrite,
             progress=lambda documents, done: update(done, note=f"{documents:,} documents, {human_bytes(done)}"),
         )
-    if arguments.json:
+    if json:
         say_json(_build_json(report))
     else:
         _say_build(report)
 
 
-def inspect(arguments: argparse.Namespace) -> None:
-    """``data inspect``."""
+def inspect(folder: _ShardFolder, *, seq_len: int | None = None, row: int | None = None, json: Json = False) -> None:
+    """Show what a shard folder holds, what packing costs, what a row looks like.
+
+    Args:
+        folder: Shard folder.
+        seq_len: Tokens of a row; with it, what packing at that length costs.
+        row: Row of the first epoch (seed 0) to show, from 0; needs --seq-len.
+    """
     from data_pipeline.inspect import describe, show_row
     from data_pipeline.prepare.build import VALIDATION_FOLDER
 
-    if arguments.row is not None and arguments.seq_len is None:
+    if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
-    folders = [arguments.folder, arguments.folder / VALIDATION_FOLDER]
-    found = [
-        describe(folder, seq_len=arguments.seq_len) for folder in folders if folder == folders[0] or folder.is_dir()
-    ]
-    row = None
-    if arguments.row is not None:
-        row = show_row(arguments.folder, seq_len=arguments.seq_len, row=arguments.row)
-    if arguments.json:
+    found = [describe(folder, seq_len=seq_len)]
+    if (folder / VALIDATION_FOLDER).is_dir():
+        found.append(describe(folder / VALIDATION_FOLDER, seq_len=seq_len))
+    shown = None
+    if row is not None and seq_len is not None:
+        shown = show_row(folder, seq_len=seq_len, row=row)
+    if json:
         held_out = dataclasses.asdict(found[1]) if len(found) > 1 else None
-        shown = {} if row is None else {"row": dataclasses.asdict(row)}
-        say_json({**dataclasses.asdict(found[0]), "validation": held_out, **shown})
+        row_json = {} if shown is None else {"row": dataclasses.asdict(shown)}
+        say_json({**dataclasses.asdict(found[0]), "validation": held_out, **row_json})
         return
     say(_description_table(found))
-    if row is not None:
-        say(f"\n{_row_text(row)}")
+    if shown is not None:
+        say(f"\n{_row_text(shown)}")
 
 
-def verify(arguments: argparse.Namespace) -> int:
-    """``data verify``."""
+def verify(folder: _ShardFolder, *, json: Json = False) -> int:
+    """Read every byte of a shard folder and name what is damaged.
+
+    Hashes, sizes, offsets, ids and the tokenizer are checked, of the validation split too.
+    The exit code is 1 when anything is damaged.
+
+    Args:
+        folder: Shard folder.
+    """
     from data_pipeline.inspect import verify as find_problems
     from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 
-    folder = arguments.folder
     if not (folder / MANIFEST_FILE).is_file():
         Manifest.load(folder)  # says what a shard folder is: this one is not damaged, it is none
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
-    if arguments.json:
+    if json:
         say_json({"folder": folder, "problems": problems})
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
@@ -234,19 +121,6 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- what they print
-
-
-def _open_source(arguments: argparse.Namespace) -> Source:
-    from data_pipeline.prepare.sources import open_source
-
-    return open_source(arguments.source, text_field=arguments.text_field, exclude=arguments.exclude)
-
-
-def _source_words(arguments: argparse.Namespace) -> list[str]:
-    """The options that name the corpus, as they were given."""
-    excluded = ["--exclude", *arguments.exclude] if arguments.exclude else []
-    field = ["--text-field", arguments.text_field] if arguments.text_field != "text" else []
-    return ["--source", arguments.source, *excluded, *field]
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:

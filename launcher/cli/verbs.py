@@ -1,31 +1,91 @@
-"""``python -m launcher VERB``, or ``longctx VERB``: everything around a run that needs no process group.
+"""``longctx VERB``: everything around a run that needs no process group.
 
-Each verb imports what it needs when it runs, so that ``--help`` answers at once.
+A verb is a typed function: its signature is its options, its docstring their help. Each verb imports what it needs
+when it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-import argparse
+import difflib
+import functools
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from typing import NoReturn
 
-from launcher.cli import convert as cli_model
-from launcher.cli import data as cli_data
-from launcher.cli.console import flush_results, has_abandoned_work, note, program, warnings_on_stderr
+import tyro
+
+from launcher.cli import checkpoint, convert, data, generate, report, tokenizer
+from launcher.cli.console import (
+    flush_results,
+    has_abandoned_work,
+    note,
+    program,
+    say,
+    table,
+    unframed,
+    warnings_on_stderr,
+)
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_guarded
 from longctx import __version__
 from longctx.errors import LongCtxError
 
-DESCRIPTION = """\
+
+@dataclass(frozen=True)
+class Verb:
+    """A function of the command line, and the options of its examples."""
+
+    run: Callable[..., int | None]
+    examples: tuple[str, ...]
+
+
+VERBS = {
+    "tokenizer train": Verb(tokenizer.train, ("--source stdlib --vocab-size 4096 --output runs/tokenizer.model",)),
+    "data build": Verb(data.build, ("--source stdlib --tokenizer runs/tokenizer.model --output runs/data",)),
+    "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
+    "data verify": Verb(data.verify, ("runs/data",)),
+    "convert": Verb(
+        convert.convert,
+        (
+            "--to hf runs/first exported",
+            "--to hf runs/first exported --dtype bfloat16 --verify logits",
+            "--from hf exported imported",
+            "--upcycle 8,2 imported upcycled",
+        ),
+    ),
+    "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first",)),
+    "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
+    "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
+    "report": Verb(report.report, ("runs/first",)),
+}
+
+UNBUILT = {
+    "evaluate": "The loss by position stands in `report DIR`; `generate` shows what a checkpoint says.",
+    "plan": "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
+    "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
+    "run": "Start `deepspeed … launcher/pretrain.py`, and after a failure again with --run.resume newest-good.",
+    "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
+    "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
+    "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
+    "checkpoint prune": "Set checkpoint.keep_last in the run's config, or delete a step_NNNNNN folder whole.",
+    "checkpoint export": "Use `convert --to hf RUN OUT`.",
+}
+"""Names that are promised but not built, and what to use until they are."""
+
+_OVERVIEW = """\
+usage: {program} VERB [OPTIONS]
+
 Prepare data, look after checkpoints, try models.
 
 Training itself is started by DeepSpeed:
   deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml
-"""
-EXAMPLES = """\
+
+verbs:
+{verbs}
+
 the whole road:
   {program} tokenizer train --source stdlib --vocab-size 4096 --output runs/tokenizer.model
   {program} data build --source stdlib --tokenizer runs/tokenizer.model --output runs/data
@@ -34,41 +94,8 @@ the whole road:
   {program} generate --checkpoint runs/first --prompt "def main" --max-new-tokens 40
   {program} convert --to hf runs/first exported
 
-Exit codes: 0 done, 1 it failed and said why, 2 wrong usage. `{program} VERB --help` shows a verb's options.
-"""
-UNBUILT = {
-    ("evaluate",): "The loss by position stands in `report DIR`; `generate` shows what a checkpoint says.",
-    ("plan",): "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
-    ("doctor",): "pretrain.py checks hostfile, device and ranks before it allocates anything.",
-    ("run",): "Start `deepspeed … launcher/pretrain.py`, and after a failure again with --run.resume newest-good.",
-    ("verify",): "For files use `data verify DIR` and `checkpoint verify DIR`.",
-    ("data", "plan"): "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
-    ("data", "sample"): "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
-    ("checkpoint", "prune"): "Set checkpoint.keep_last in the run's config, or delete a step_NNNNNN folder whole.",
-    ("checkpoint", "export"): "Use `convert --to hf RUN OUT`.",
-}
-"""Names that are promised but not built, and what to use until they are."""
-
-
-OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps our line breaks, and gives long flags room beside their text."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints end with where to read on."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        kwargs.setdefault("formatter_class", _Formatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(WRONG_USAGE, f"{self.prog}: {message}\n`{self.prog} --help` shows what it takes, with an example.\n")
+Exit codes: 0 done, 1 it failed and said why, 2 wrong usage. `{program} VERB --help` shows a verb's options."""
+_OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,45 +103,106 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail
-    if (refusal := unbuilt(words)) is not None:
-        note(refusal)
-        return WRONG_USAGE
     try:
-        arguments = build_parser().parse_args(words)
+        verb = parse(words)
     except SystemExit as end:
         flush_results()
-        return end.code if isinstance(end.code, int) else WRONG_USAGE
+        return end.code if isinstance(end.code, int) else DONE
     with warnings_on_stderr():
-        code = run_guarded(lambda: _run_verb(arguments), interrupted="Interrupted. Nothing half-written is left.")
+        code = run_guarded(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
         os._exit(code)  # a library computes on in its thread; waiting for it is what Ctrl-C was against
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All verbs with their help."""
-    name = program()
-    parser = Parser(prog=name, description=DESCRIPTION, epilog=EXAMPLES.format(program=name))
-    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    cli_data.add_verbs(verbs, name)
-    cli_model.add_verbs(verbs, name)
-    return parser
-
-
-def unbuilt(words: Sequence[str]) -> str | None:
-    """What to tell someone who calls a promised verb that does not exist yet; None for every other command line."""
-    for name in (tuple(words[:1]), tuple(words[:2])):
+def parse(words: Sequence[str]) -> Callable[[], int | None]:
+    """The verb that a command line names, its options bound; SystemExit once help or a complaint is printed."""
+    for name in (" ".join(words[:2]), " ".join(words[:1])):
         if name in UNBUILT:
-            return f"`{program()} {' '.join(name)}` is not built yet. {UNBUILT[name]}"
-    return None
+            note(f"`{program()} {name}` is not built yet. {UNBUILT[name]}")
+            raise SystemExit(WRONG_USAGE)
+        if name in VERBS:
+            return _bind(name, words[len(name.split()) :])
+    group = words[0] if words and _verbs_of(words[0]) else ""
+    following = words[1:2] if group else words[:1]
+    if following in (["-h"], ["--help"]):
+        say(overview(group))
+        raise SystemExit(DONE)
+    if words == ["--version"]:
+        say(f"longctx {__version__}")
+        raise SystemExit(DONE)
+    _complain_of_verb(group, " ".join(words[:2] if group else words[:1]))
 
 
-def _run_verb(arguments: argparse.Namespace) -> int:
+def overview(group: str = "") -> str:
+    """The help of the whole command, or of the verbs that begin with the word ``group``."""
+    rows = [[f"  {name}", _summary(VERBS[name])] for name in _verbs_of(group)]
+    verbs = "\n".join(table(["", ""], rows).splitlines()[1:])
+    if group:
+        return f"usage: {program()} {group} VERB [OPTIONS]\n\nverbs:\n{verbs}"
+    return _OVERVIEW.format(program=program(), verbs=verbs)
+
+
+def _verbs_of(group: str) -> list[str]:
+    """The verbs of two words of which ``group`` is the first; all verbs where it is empty."""
+    return [name for name in VERBS if not group or name.startswith(f"{group} ")]
+
+
+def _summary(verb: Verb) -> str:
+    """The first line of the function's docstring."""
+    return (verb.run.__doc__ or "").splitlines()[0]
+
+
+def _bind(name: str, words: Sequence[str]) -> Callable[[], int | None]:
+    """The verb with its options; SystemExit once its help or what is wrong with ``words`` is printed."""
+    verb = VERBS[name]
+
+    @functools.wraps(verb.run)
+    def bound(*args, **options) -> Callable[[], int | None]:
+        return functools.partial(verb.run, *args, **options)
+
+    called = f"{program()} {name}"
+    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    complaint = io.StringIO()
     try:
-        return arguments.verb(arguments) or DONE
+        with redirect_stderr(complaint):
+            return tyro.cli(bound, prog=called, args=words, config=markers)
+    except SystemExit as end:
+        if not end.code:
+            say("\n".join(["examples:", *(f"  {called} {example}" for example in verb.examples)]))
+            raise
+        _complain(
+            called,
+            unframed(complaint.getvalue()).replace(f" from {called}", ""),
+            "shows what it takes, with an example.",
+        )
+
+
+def _complain_of_verb(group: str, given: str) -> NoReturn:
+    """Say that a verb is missing or unknown, and which there are."""
+    known = _verbs_of(group)
+    close = difflib.get_close_matches(given, known, cutoff=0.5)
+    if given == group:
+        complaint = f"which verb? {', '.join(known)}."
+    elif close:
+        complaint = f"there is no verb {given!r}. Did you mean {' or '.join(close)}?"
+    else:
+        complaint = f"there is no verb {given!r}. The verbs are {', '.join(known)}."
+    _complain(f"{program()} {group}".rstrip(), complaint, "tells what each does.")
+
+
+def _complain(called: str, complaint: str, offer: str) -> NoReturn:
+    """Say what is wrong with a command line and end with the exit code of wrong usage."""
+    note(f"{called}: {complaint}\n`{called} --help` {offer}")
+    raise SystemExit(WRONG_USAGE)
+
+
+def _explained(verb: Callable[[], int | None]) -> int:
+    """Run a verb; a missing package or a file system that refuses becomes a message of one line."""
+    try:
+        return verb() or DONE
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in OUR_PACKAGES:
+        if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
             f"{error.name} is not installed for {sys.executable}.\n"
@@ -124,7 +212,3 @@ def _run_verb(arguments: argparse.Namespace) -> int:
         if error.filename is None:
             raise
         raise LongCtxError(f"{error.filename}: {error.strerror}.") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -176,7 +176,7 @@ class Trainer:
         said = f"{self.config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
         if seed or epoch:
             return f"{said} (run.seed {seed})"
-        return f"{said} (python -m launcher data inspect {data.train} --seq-len {data.seq_len} --row {row})"
+        return f"{said} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
 
     def _forward_backward(self, shares: list[Batch], counts: StepCounts) -> StepSums:
         """Gradients of the step's loss; returns this rank's sums."""

@@ -214,7 +214,7 @@ def _visit_all(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     def compute(visit: Visit) -> None:
         keys, values = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV)
         forward = partial(call.kernel.forward, scores=call.scores)
-        part = forward(q[:, visit.queries], keys, values, visit.pairs)
+        part = forward(q[:, visit.queries], keys, values, visit.slices)
         for strided in visit.strided:
             attend_strided_(*part, q[:, visit.queries], keys, values, strided, forward)
         if not results:  # the rank's own keys come first and name all its queries
@@ -237,7 +237,7 @@ def _visit_all_backward(
         keys, values, rows = call.expand(visit.keys_BsKD), call.expand(visit.values_BsKV), visit.queries
         mine = (dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, rows])
         backward = partial(call.kernel.backward, scores=call.scores)
-        grads = backward(*mine, visit.pairs)
+        grads = backward(*mine, visit.slices)
         for strided in visit.strided:
             grads = add_strided_gradients(grads, (*mine[:2], *mine[4:]), keys, values, strided, backward)
         if not sums:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import AttentionSlice
 from parallel.layout.sequence import Run
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import AttentionSlice, slice_table, table_slices
 from longctx.model.attention.strided import Strided, reach
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.heads import AttentionShape, HeadSplit
@@ -44,6 +44,11 @@ class Hop:
     """The work; query rows count from ``queries[0]``, key rows from the first packed row."""
     strided: Strided | None = None
     """What a stride adds to it, rows counted likewise."""
+
+    @cached_property
+    def slice_table(self) -> Tensor:
+        """``pairs`` as a kernel takes them."""
+        return slice_table(self.pairs)
 
     @property
     def num_rows(self) -> int:
@@ -185,9 +190,7 @@ class Schedule:
 
     def work(self, rank: int) -> int:
         """Query-key pairs of tokens that a rank's ring index computes, for each head."""
-        strided = [
-            cast(tuple[AttentionSlice, ...], hop.strided.pairs) for hop in self.hops(rank) if hop.strided is not None
-        ]
+        strided = [table_slices(hop.strided.slices) for hop in self.hops(rank) if hop.strided is not None]
         return sum(area(pair) for pairs in (*self.pairs(rank), *strided) for pair in pairs)
 
     def imbalance(self) -> float:

@@ -17,6 +17,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from longctx.kernels.attention.slices import slice_table
 from longctx.model.attention.strided import Strided
 from parallel.layout.sequence import Run
 from parallel.schedule.pairs import Bounds, Segment, column_pairs, cut_segments, meet
@@ -110,7 +111,7 @@ def strided_work(queries: ClassRows, keys: ClassRows) -> Strided | None:
     query_rows, no_query = _kept(queries.order, q0, q1)
     key_rows, no_key = _kept(keys.order, k0, k1)
     pairs = column_pairs(found, -no_query[q0], -no_key[k0], keys.step)
-    return Strided(torch.from_numpy(query_rows), torch.from_numpy(key_rows), tuple(pairs))
+    return Strided(torch.from_numpy(query_rows), torch.from_numpy(key_rows), slice_table(pairs))
 
 
 def neighbours(rows: Tensor) -> list[tuple[int, int]]:

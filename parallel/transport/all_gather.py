@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import slice_table
 from longctx.model.attention.strided import Strided
 from parallel.mesh import Mesh
 from parallel.runtime.communicate import named_collective
@@ -45,21 +45,21 @@ class AllGather:
 
     def _own(self, k: Tensor, v: Tensor) -> Visit:
         hop = self.schedule.hop(self.mesh.ring_rank, self.mesh.ring_rank)
-        return Visit(k, v, slice(*hop.queries), hop.pairs, (hop.strided,) if hop.strided else ())
+        return Visit(k, v, slice(*hop.queries), hop.slice_table, (hop.strided,) if hop.strided else ())
 
     def _others(self, keys: Tensor, values: Tensor) -> Visit:
         rows = slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank))
-        return Visit(keys, values, rows, self._pairs(), self._strided())
+        return Visit(keys, values, rows, self._slices(), self._strided())
 
-    def _pairs(self) -> tuple[AttentionSlice, ...]:
+    def _slices(self) -> Tensor:
         """The work with all other ranks, key rows counted in the gathered rows."""
         schedule, me = self.schedule, self.mesh.ring_rank
         return schedule.cached(
             ("gathered", me),
-            lambda: tuple(
-                pair.shifted(keys=first)
+            lambda: slice_table(
+                part.shifted(keys=first)
                 for owner, first in self._first_rows()
-                for pair in schedule.pairs_in_place(me, owner)
+                for part in schedule.pairs_in_place(me, owner)
             ),
         )
 

@@ -152,7 +152,7 @@ class Hops:
 
     def _visit(self, owner: int, tensors: tuple[Tensor, Tensor]) -> Visit:
         hop = self.schedule.hop(self.me, owner)
-        return Visit(*tensors, slice(*hop.queries), hop.pairs, (hop.strided,) if hop.strided else ())
+        return Visit(*tensors, slice(*hop.queries), hop.slice_table, (hop.strided,) if hop.strided else ())
 
     def _visit_held(self, block: _Block) -> Visit | None:
         rows = self.schedule.hop(self.me, block.owner).rows

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice
 from longctx.model.attention.strided import Strided
 
 
@@ -18,8 +17,8 @@ class Visit(NamedTuple):
     values_BsKV: Tensor
     queries: slice
     """Query rows with work."""
-    pairs: tuple[AttentionSlice, ...]
-    """The work; query rows count from the start of ``queries``."""
+    slices: Tensor
+    """The work, a ``slice_table``; query rows count from the start of ``queries``."""
     strided: tuple[Strided, ...] = ()
     """What a stride adds to it."""
 

@@ -35,10 +35,10 @@ def test_a_ring_on_one_device_is_exact():
     _, kernel = next(iter(setting.kernels().items()))
     bounds = benchmark.packed_documents(512, 60)
     assert bounds[-1] == 512
-    pairs = tuple(benchmark.AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
+    slices = benchmark.slice_table(benchmark.AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
     q, k, v, dout = setting.tensors(512)
-    out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
-    dq = kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)[0]
+    out, lse = kernel.forward(q, k, v, slices, scores=setting.scores)
+    dq = kernel.backward(dout, q, k, v, out, lse, slices, scores=setting.scores)[0]
     for kind in ("zigzag", "striped", "balanced"):
         layout = benchmark.SequenceLayout.build(kind, 512, 4, bounds)
         schedule = benchmark.Schedule.build(layout, bounds)

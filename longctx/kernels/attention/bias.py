@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.slices import AttentionSlice
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -90,10 +91,10 @@ def distance_bias(scores: Scores, distances: Tensor) -> Tensor:
     return total
 
 
-def tile_distances(pair: AttentionSlice, q: slice, k: slice, device: torch.device) -> Tensor:
+def tile_distances(attn_slice: AttentionSlice, q: slice, k: slice, device: torch.device) -> Tensor:
     """The n = R + S − 1 distances that a tile of R rows and S keys has, in tokens, farthest back first."""
     apart_n = torch.arange(q.stop - 1 - k.start, q.start - k.stop, -1, device=device)
-    return pair.step * apart_n + pair.offset
+    return attn_slice.step * apart_n + attn_slice.offset
 
 
 def spread(values_Hn: Tensor, keys: int) -> Tensor:

@@ -10,7 +10,6 @@ head sizes, R rows and S keys of a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ from longctx.kernels.attention.bias import (
     table_gradient,
     tile_distances,
 )
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import AttentionSlice, table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -49,16 +49,16 @@ class BlockwiseKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         partial = accumulate_dtype(q_BtHD.dtype)
         out = q_BtHD.new_zeros((*q_BtHD.shape[:-1], v_BsKV.shape[-1]), dtype=partial)
         lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
-        for pair in pairs:
-            for block in row_blocks(pair, rows=_TILE, keys=_TILE):
+        for attn_slice in table_slices(slices):
+            for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])
-                block_out, block_lse = _attend(q, k_BsKD, v_BsKV, pair, block, scores)
+                block_out, block_lse = _attend(q, k_BsKD, v_BsKV, attn_slice, block, scores)
                 rows = (_as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1))
                 merge_(out[:, block.q], lse[:, block.q], *rows)
         return out, lse
@@ -71,7 +71,7 @@ class BlockwiseKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[AttentionSlice],
+        slices: Tensor,
         *,
         scores: Scores,
     ) -> Gradients:
@@ -81,15 +81,15 @@ class BlockwiseKernel:
         bias = scores.relative_bias
         dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
-        for pair in pairs:
-            for block in row_blocks(pair, rows=_TILE, keys=_TILE):
+        for attn_slice in table_slices(slices):
+            for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q, dout, out = (_query_rows(x, block.q, K) for x in (q_BtHD, dout_BtHV, out_BtHV))
                 power, lse = (_query_rows(x.unsqueeze(-1), block.q, K) for x in (power_BtH, lse_BtH))
                 dout = dout * power
                 rows = _Rows(q, dout, lse, (dout * out).sum(-1, keepdim=True))
                 dq_block = torch.zeros_like(q)
                 for tile in block.tiles:
-                    work = _Work(pair, block.q, tile, scores)
+                    work = _Work(attn_slice, block.q, tile, scores)
                     dk_tile, dv_tile = _tile_gradients(rows, k_BsKD, v_BsKV, work, dq_block, dtable)
                     dk[:, tile.k] += dk_tile.transpose(1, 2)
                     dv[:, tile.k] += dv_tile.transpose(1, 2)
@@ -100,7 +100,7 @@ class BlockwiseKernel:
 class _Work(NamedTuple):
     """One tile, and what its scores depend on."""
 
-    pair: AttentionSlice
+    attn_slice: AttentionSlice
     q: slice
     tile: Tile
     scores: Scores
@@ -139,13 +139,13 @@ def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pair: AttentionSlice, block: RowBlock, scores: Scores
+    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
     found: tuple[Tensor, Tensor] | None = None
     for tile in block.tiles:
         k, v = (_key_rows(x, tile.k) for x in (k_BsKD, v_BsKV))
-        values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(pair, block.q, tile, scores))
+        values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(attn_slice, block.q, tile, scores))
         top = values.amax(-1, keepdim=True)
         weights = _exp_(values.sub_(top))
         total = weights.sum(-1, keepdim=True)
@@ -169,7 +169,7 @@ def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
     """Turn ``_capped_products`` into scores: biases added, −inf outside the tile's band."""
     num_rows, num_keys, tile = values.shape[3], values.shape[4], work.tile
     if work.scores.needs_distances:
-        distances_n = tile_distances(work.pair, work.q, tile.k, values.device)
+        distances_n = tile_distances(work.attn_slice, work.q, tile.k, values.device)
         bias_HRS = spread(distance_bias(work.scores, distances_n).to(values.dtype), num_keys)
         values += bias_HRS.unflatten(0, values.shape[1:3])
     if tile.lo is not None or tile.hi is not None:
@@ -203,7 +203,7 @@ def _tile_gradients(
     dv = weights.flatten(2, 3).mT @ dout
     dscores = (dout @ v.mT).view_as(weights).sub_(rows.delta).mul_(weights)
     if dtable_NH is not None and work.scores.relative_bias is not None:
-        distances_n = tile_distances(work.pair, work.q, work.tile.k, dscores.device)
+        distances_n = tile_distances(work.attn_slice, work.q, work.tile.k, dscores.device)
         dvalues_Hn = gather_diagonals(dscores.sum(0).flatten(0, 1))
         dtable_NH += table_gradient(dvalues_Hn, distances_n, work.scores.relative_bias)
     dproducts = (dscores if slope is None else dscores.mul_(slope)).mul_(work.scores.scale).flatten(2, 3)

@@ -6,46 +6,11 @@ V value head size, N buckets of a bias table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-
-class AttentionSlice(NamedTuple):
-    """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
-
-    i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
-    side open. Causal attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle
-    has no bounds. ``step`` and ``offset`` tell how far apart in the document the two tokens are: ``step·(i − j) +
-    offset`` tokens. Only scores that depend on distance (``Scores.needs_distances``) read them.
-    """
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    lo: int | None = None
-    hi: int | None = None
-    step: int = 1
-    offset: int = 0
-
-    def shifted(self, *, queries: int = 0, keys: int = 0) -> AttentionSlice:
-        """The same work with query rows counted ``queries``, key rows ``keys`` further on."""
-        by = queries - keys
-        lo, hi = (None if bound is None else bound + by for bound in (self.lo, self.hi))
-        return AttentionSlice(
-            self.q_start + queries,
-            self.q_stop + queries,
-            self.k_start + keys,
-            self.k_stop + keys,
-            lo,
-            hi,
-            self.step,
-            self.offset - self.step * by,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +75,7 @@ class KernelRequest:
     value_dim: int | None = None
     """Head size of the values; None when it is ``head_dim``."""
     window: bool = False
-    """Whether pairs may have an upper bound ``hi``."""
+    """Whether slices may have an upper bound ``hi``."""
     softcap: bool = False
     alibi: bool = False
     relative_bias: bool = False
@@ -137,12 +102,12 @@ class Gradients(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """Softmax attention over the pairs of one device, and its gradient.
+    """Softmax attention over the slices of one device, and its gradient.
 
-    Several pairs may name the same query row, over disjoint keys; the kernel merges them. Results are *partial
-    results*: owned by the caller and in ``accumulate_dtype`` (float32; float64 for float64 inputs), so that they can be
-    merged across hops without rounding. Log-sum-exps are float64: over 8192 keys one is about 9, where float32 is
-    5e-7 coarse, and every gradient of the row inherits that error.
+    ``slices`` is a table (``slices.slice_table``). Several slices may name the same query row, over disjoint keys; the
+    kernel merges them. Results are *partial results*: owned by the caller and in ``accumulate_dtype`` (float32; float64
+    for float64 inputs), so that they can be merged across hops without rounding. Log-sum-exps are float64: over 8192
+    keys one is about 9, where float32 is 5e-7 coarse, and every gradient of the row inherits that error.
     """
 
     name: str
@@ -152,7 +117,7 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
         ...
@@ -165,11 +130,11 @@ class AttentionKernel(Protocol):
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[AttentionSlice],
+        slices: Tensor,
         *,
         scores: Scores,
     ) -> Gradients:
-        """Gradients of these pairs alone, given the *global* output and log-sum-exp of every query row.
+        """Gradients of these slices alone, given the *global* output and log-sum-exp of every query row.
 
         Summed over all keys a query meets, on whatever ranks, they are the exact gradient. ``lse`` may be larger than
         the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.

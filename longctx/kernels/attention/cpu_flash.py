@@ -21,7 +21,7 @@ Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D que
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import has_native_bfloat16
@@ -77,14 +78,14 @@ class CpuFlashKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
         shape = (*q_BtHD.shape[:-1], v_BsKV.shape[-1])
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
-        for block in _blocks(pairs, _WHOLE if op.rounds else _TILE):
+        for block in _blocks(slices, _WHOLE if op.rounds else _TILE):
             block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
             if touched[block.q].any():
                 out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
@@ -104,7 +105,7 @@ class CpuFlashKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[AttentionSlice],
+        slices: Tensor,
         *,
         scores: Scores,
     ) -> Gradients:
@@ -112,7 +113,7 @@ class CpuFlashKernel:
         partial = accumulate_dtype(q_BtHD.dtype)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
         power_BtH, lse_BtH = centred(lse_BtH) if op.dtype == torch.float32 else (None, lse_BtH.to(partial))
-        for block in _blocks(pairs, _GRADIENT_TILE if op.dtype == q_BtHD.dtype == partial else _TILE):
+        for block in _blocks(slices, _GRADIENT_TILE if op.dtype == q_BtHD.dtype == partial else _TILE):
             for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
                 rows = _Rows(*(x[:, block.q, h] for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH)))
                 power = None if power_BtH is None else power_BtH[:, block.q, h].unsqueeze(-1)
@@ -129,8 +130,8 @@ class CpuFlashKernel:
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
 
 
-def _blocks(pairs: Sequence[AttentionSlice], size: int) -> Iterator[RowBlock]:
-    return (block for pair in pairs for block in row_blocks(pair, rows=size, keys=size))
+def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
+    return (block for attn_slice in table_slices(slices) for block in row_blocks(attn_slice, rows=size, keys=size))
 
 
 @lru_cache(maxsize=16)

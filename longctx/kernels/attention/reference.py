@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from longctx.kernels.attention.bias import buckets, check_scores, distance_bias, soft_cap
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import AttentionSlice, table_slices
 from longctx.kernels.dtypes import accumulate_dtype
 
 _ROWS = 512
@@ -26,14 +27,14 @@ class ReferenceKernel:
         return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
         out, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_full(q.shape[:-1], -torch.inf)
-        for pair in _row_blocks(pairs):
-            rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
-            values = _scores(_products(q[:, :, rows], k[:, :, keys], scores), pair, scores)
+        for attn_slice in _row_blocks(slices):
+            rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
+            values = _scores(_products(q[:, :, rows], k[:, :, keys], scores), attn_slice, scores)
             block_lse = values.logsumexp(-1)
             block_out = _weights(values, block_lse) @ v[:, :, keys]
             merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
@@ -47,7 +48,7 @@ class ReferenceKernel:
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[AttentionSlice],
+        slices: Tensor,
         *,
         scores: Scores,
     ) -> Gradients:
@@ -58,13 +59,13 @@ class ReferenceKernel:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         bias = scores.relative_bias
         dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
-        for pair in _row_blocks(pairs):
-            rows, keys = slice(pair.q_start, pair.q_stop), slice(pair.k_start, pair.k_stop)
+        for attn_slice in _row_blocks(slices):
+            rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
             products = _products(q[:, :, rows], k[:, :, keys], scores)
-            weights = _weights(_scores(products, pair, scores), lse[:, :, rows])
+            weights = _weights(_scores(products, attn_slice, scores), lse[:, :, rows])
             dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
             if bias is not None and dtable is not None:
-                named = buckets(_distances(pair, q.device), bias).flatten()
+                named = buckets(_distances(attn_slice, q.device), bias).flatten()
                 dtable.index_add_(0, named, dscores.sum(0).flatten(1).T)
             if scores.softcap is not None:
                 dscores = dscores * (1 - (products / scores.softcap) ** 2)
@@ -84,20 +85,20 @@ def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
-def _row_blocks(pairs: Sequence[AttentionSlice]) -> Iterator[AttentionSlice]:
-    for p in pairs:
-        for start in range(p.q_start, p.q_stop, _ROWS):
-            yield AttentionSlice(start, min(start + _ROWS, p.q_stop), p.k_start, p.k_stop, p.lo, p.hi, p.step, p.offset)
+def _row_blocks(slices: Tensor) -> Iterator[AttentionSlice]:
+    for whole in table_slices(slices):
+        for start in range(whole.q_start, whole.q_stop, _ROWS):
+            yield whole._replace(q_start=start, q_stop=min(start + _ROWS, whole.q_stop))
 
 
-def _apart(pair: AttentionSlice, device: torch.device) -> Tensor:
-    """i − j of every query row and key row of the pair."""
-    i = torch.arange(pair.q_start, pair.q_stop, device=device)[:, None]
-    return i - torch.arange(pair.k_start, pair.k_stop, device=device)
+def _apart(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
+    """i − j of every query row and key row of the slice."""
+    i = torch.arange(attn_slice.q_start, attn_slice.q_stop, device=device)[:, None]
+    return i - torch.arange(attn_slice.k_start, attn_slice.k_stop, device=device)
 
 
-def _distances(pair: AttentionSlice, device: torch.device) -> Tensor:
-    return pair.step * _apart(pair, device) + pair.offset
+def _distances(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
+    return attn_slice.step * _apart(attn_slice, device) + attn_slice.offset
 
 
 def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
@@ -106,15 +107,15 @@ def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     return products if scores.softcap is None else soft_cap(products, scores.softcap)
 
 
-def _scores(products: Tensor, pair: AttentionSlice, scores: Scores) -> Tensor:
-    """The products with their biases, −inf outside the pair's band."""
+def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Tensor:
+    """The products with their biases, −inf outside the slice's band."""
     if scores.needs_distances:
-        products = products + distance_bias(scores, _distances(pair, products.device))
-    apart = _apart(pair, products.device)
-    if pair.lo is not None:
-        products = products.masked_fill(apart < pair.lo, -torch.inf)
-    if pair.hi is not None:
-        products = products.masked_fill(apart > pair.hi, -torch.inf)
+        products = products + distance_bias(scores, _distances(attn_slice, products.device))
+    apart = _apart(attn_slice, products.device)
+    if attn_slice.lo is not None:
+        products = products.masked_fill(apart < attn_slice.lo, -torch.inf)
+    if attn_slice.hi is not None:
+        products = products.masked_fill(apart > attn_slice.hi, -torch.inf)
     return products
 
 

@@ -1,4 +1,4 @@
-"""What kernels made of tiles share: how a pair is cut, and where exponents are exact.
+"""What kernels made of tiles share: how a slice is cut, and where exponents are exact.
 
 Axes: B batch, t query rows, H query heads, V value head size.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import AttentionSlice
 
 _NARROW = 64
 """Fewest query rows of a block under a narrow window: fewer would leave more calls than work."""
@@ -38,19 +38,19 @@ class RowBlock(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-def row_blocks(pair: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
-    """The pair cut into blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
+def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
+    """The slice cut into blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
 
     Rows that see no key are left out. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks of about
     a quarter of its width, at least 64 rows, and one tile holds all keys of a block: a mask costs less than merging.
     """
-    lo, hi = pair.lo, pair.hi
-    lo = None if lo is None or lo <= pair.q_start - (pair.k_stop - 1) else lo
-    hi = None if hi is None or hi >= pair.q_stop - 1 - pair.k_start else hi
-    if pair.k_start >= pair.k_stop or (lo is not None and hi is not None and lo > hi):
+    lo, hi = attn_slice.lo, attn_slice.hi
+    lo = None if lo is None or lo <= attn_slice.q_start - (attn_slice.k_stop - 1) else lo
+    hi = None if hi is None or hi >= attn_slice.q_stop - 1 - attn_slice.k_start else hi
+    if attn_slice.k_start >= attn_slice.k_stop or (lo is not None and hi is not None and lo > hi):
         return
-    start = pair.q_start if lo is None else max(pair.q_start, pair.k_start + lo)
-    stop = pair.q_stop if hi is None else min(pair.q_stop, pair.k_stop + hi)
+    start = attn_slice.q_start if lo is None else max(attn_slice.q_start, attn_slice.k_start + lo)
+    stop = attn_slice.q_stop if hi is None else min(attn_slice.q_stop, attn_slice.k_stop + hi)
     if hi is not None:
         rows = min(rows, keys, _WIDE)
     width = _WIDE * 2 if hi is None or lo is None else hi - lo + 1
@@ -59,13 +59,15 @@ def row_blocks(pair: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlo
         rows = min(rows, max(_NARROW, 1 << (width // 4).bit_length() >> 1))
     for r in range(start, stop, rows):
         block = slice(r, min(r + rows, stop))
-        yield RowBlock(block, tuple(_tiles(block, pair, lo, hi, keys, narrow)))
+        yield RowBlock(block, tuple(_tiles(block, attn_slice, lo, hi, keys, narrow)))
 
 
-def _tiles(q: slice, pair: AttentionSlice, lo: int | None, hi: int | None, keys: int, narrow: bool) -> Iterator[Tile]:
+def _tiles(
+    q: slice, attn_slice: AttentionSlice, lo: int | None, hi: int | None, keys: int, narrow: bool
+) -> Iterator[Tile]:
     """The tiles of one block: what ``hi`` cuts, what every row sees whole, what ``lo`` cuts."""
-    begin = pair.k_start if hi is None else max(pair.k_start, q.start - hi)
-    end = pair.k_stop if lo is None else min(pair.k_stop, q.stop - lo)
+    begin = attn_slice.k_start if hi is None else max(attn_slice.k_start, q.start - hi)
+    end = attn_slice.k_stop if lo is None else min(attn_slice.k_stop, q.stop - lo)
     if hi is not None and begin < q.stop - 1 - hi:
         edge = end if narrow else min(end, q.stop - hi)  # the last row sees the last key of the edge
         yield _tile(q, begin, edge, lo, hi)

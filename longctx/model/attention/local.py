@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores
+from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import (
@@ -33,7 +34,7 @@ from longctx.model.recompute import RecomputeCache
 
 
 class LocalAttention:
-    """The core of one process, which holds every key: its documents are the kernel's pairs."""
+    """The core of one process, which holds every key: its documents are the kernel's slices."""
 
     is_operator = True
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
@@ -78,12 +79,12 @@ class LocalAttention:
         return out.view(B, T, H, V)
 
 
-def document_pairs(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
-    """The pairs of every non-empty document of a mask whose whole sequence lies in this process."""
-    return tuple(pair for a, b in pairwise(mask.cu_seqlens) for pair in _visible(a, b, mask))
+def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
+    """The slices of every non-empty document of a mask whose whole sequence lies in this process."""
+    return tuple(part for a, b in pairwise(mask.cu_seqlens) for part in _visible(a, b, mask))
 
 
-def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
+def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
     """The newest ``num_queries`` tokens of one document against all of its ``num_keys``, under the mask's rules."""
     before = num_keys - num_queries
     newest = (p._replace(q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
@@ -92,16 +93,15 @@ def continuation_pairs(mask: AttentionMask, num_queries: int, num_keys: int) -> 
 
 @torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
 def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Tensor, Strided | None]:
-    table = ops.slice_table(continuation_pairs(mask, num_queries, num_keys))
+    table = slice_table(continuation_slices(mask, num_queries, num_keys))
     return table, strided_beyond(mask, continuation(num_queries, num_keys))
 
 
 def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
-    """What the stride adds to these pieces' windows, as operators take it."""
+    """What the stride adds to these pieces' windows."""
     if not mask.stride or mask.window is None:
         return None
-    work = strided_work(pieces, mask.window, mask.stride)
-    return None if work is None else work._replace(pairs=ops.slice_table(work.pairs))
+    return strided_work(pieces, mask.window, mask.stride)
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:
@@ -153,7 +153,7 @@ def _kernel_for(
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a kernel whose pairs hold all there is to see."""
+    """Autograd around a kernel whose slices hold all there is to see."""
 
     @staticmethod
     def forward(
@@ -163,18 +163,18 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         bias_table: Tensor | None,
         sinks: Tensor | None,
-        pairs: Tensor,
+        slices: Tensor,
         strided: Strided | None,
         kernel: str,
         scores: Scores,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         """``bias_table`` is the one in ``scores``, named here for autograd."""
-        ctx.pairs, ctx.strided, ctx.kernel, ctx.scores = pairs, strided, kernel, scores
+        ctx.slices, ctx.strided, ctx.kernel, ctx.scores = slices, strided, kernel, scores
         known = None if recompute_cache is None else recompute_cache.load()
         if known is None:
             forward = partial(ops.forward, kernel, scores=scores)
-            out, lse = forward(q, k, v, pairs)
+            out, lse = forward(q, k, v, slices)
             if strided is not None:
                 attend_strided_(out, lse, q, k, v, strided, forward)
             if sinks is not None:
@@ -192,7 +192,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
-        grads = backward(dout, q, k, v, out, lse, ctx.pairs)
+        grads = backward(dout, q, k, v, out, lse, ctx.slices)
         if ctx.strided is not None:
             grads = add_strided_gradients(grads, (dout, q, out, lse), k, v, ctx.strided, backward)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))

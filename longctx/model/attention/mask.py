@@ -34,7 +34,7 @@ class AttentionMask:
     longest: int = field(init=False, compare=False, repr=False)
     """Tokens of the longest document."""
     slice_table: Tensor = field(init=False, compare=False, repr=False)
-    """The work of a process that holds the whole sequence: ``document_pairs`` as a tensor.
+    """The work of a process that holds the whole sequence: the table of ``document_slices``.
 
     Formed here, once, as the counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
     """
@@ -47,13 +47,13 @@ class AttentionMask:
         if self.sink_tokens < 0:
             raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
         self._check_stride()
-        from longctx.kernels.attention import ops
-        from longctx.model.attention.local import document_pairs
+        from longctx.kernels.attention.slices import slice_table
+        from longctx.model.attention.local import document_slices
 
         object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
         object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
         object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
-        object.__setattr__(self, "slice_table", ops.slice_table(document_pairs(self)))
+        object.__setattr__(self, "slice_table", slice_table(document_slices(self)))
 
     @cached_property
     def strided(self) -> Strided | None:

@@ -18,18 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, merge_
+from longctx.kernels.attention.contract import Gradients, merge_
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 
 class Strided(NamedTuple):
     """Work between rows that are gathered in another order first."""
 
     queries_n: Tensor
-    """Query rows (int64), each at most once, in the order in which the pairs count them."""
+    """Query rows (int64), each at most once, in the order in which the slices count them."""
     keys_m: Tensor
     """Key rows likewise."""
-    pairs: tuple[AttentionSlice, ...] | Tensor
-    """The work; a tensor is a ``slice_table``."""
+    slices: Tensor
+    """The work, a ``slice_table``."""
 
 
 class Piece(NamedTuple):
@@ -63,10 +64,10 @@ def continuation(num_queries: int, num_keys: int) -> list[Piece]:
 def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Strided | None:
     """What these queries see before their windows; None when that is nothing.
 
-    Only rows with work are named. A class whose queries are all there has as many queries as keys, a plain causal pair.
+    Only rows with work are named. A class whose queries are all there has as many queries as keys: plain causal.
     """
     back = reach(window, stride)
-    queries, keys, pairs = [], [], []
+    queries, keys, slices = [], [], []
     q, k = 0, 0
     for query_row, key_row, tokens, first_query in pieces:
         first = max(first_query, back)
@@ -75,9 +76,9 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Strided |
             theirs = range(place % stride, mine[-1] - back + 1, stride)
             queries.append(torch.arange(query_row + place, query_row + tokens, stride))
             keys.append(torch.arange(key_row + theirs.start, key_row + theirs.stop, stride))
-            pairs.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
+            slices.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
             q, k = q + len(mine), k + len(theirs)
-    return Strided(torch.cat(queries), torch.cat(keys), tuple(pairs)) if pairs else None
+    return Strided(torch.cat(queries), torch.cat(keys), slice_table(slices)) if slices else None
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
@@ -97,10 +98,10 @@ def attend_strided_(
 ) -> None:
     """Fold what queries see in the strided work into their partial results, in place.
 
-    ``forward(q, k, v, pairs)`` is a kernel's, its scores given.
+    ``forward(q, k, v, slices)`` is a kernel's, its scores given.
     """
     queries, keys = (rows.to(q_BtHD.device) for rows in strided[:2])
-    part = forward(_rows(q_BtHD, queries), _rows(k_BsKD, keys), _rows(v_BsKV, keys), strided.pairs)
+    part = forward(_rows(q_BtHD, queries), _rows(k_BsKD, keys), _rows(v_BsKV, keys), strided.slices)
     out, lse = _rows(out_BtHV, queries), _rows(lse_BtH, queries)
     merge_(out, lse, *part)
     out_BtHV.index_copy_(1, queries, out)
@@ -118,12 +119,12 @@ def add_strided_gradients(
     """The gradients with those of the strided work added, in place but for the bias table's.
 
     ``of_queries`` are dout [B, t, H, V], q [B, t, H, D] and the global out [B, t, H, V] and log-sum-exp [B, t, H];
-    ``backward(dout, q, k, v, out, lse, pairs)`` is a kernel's, its scores given. Each row is added to once, so sums
+    ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, its scores given. Each row is added to once, so sums
     have one order.
     """
     queries, keys = (rows.to(k_BsKD.device) for rows in strided[:2])
     dout, q, out, lse = (_rows(x, queries) for x in of_queries)
-    part = backward(dout, q, _rows(k_BsKD, keys), _rows(v_BsKV, keys), out, lse, strided.pairs)
+    part = backward(dout, q, _rows(k_BsKD, keys), _rows(v_BsKV, keys), out, lse, strided.slices)
     grads.dq_BtHD.index_add_(1, queries, part.dq_BtHD)
     grads.dk_BsKD.index_add_(1, keys, part.dk_BsKD)
     grads.dv_BsKV.index_add_(1, keys, part.dv_BsKV)

@@ -1,8 +1,7 @@
 """PyTorch's linear and embedding layers without their own initialisation, and a weight that is a layer by itself.
 
-``longctx.model.initialize`` gives every tensor values that depend on its name and a seed alone; PyTorch's would cost
-time and draw from the process's global generator.
-"""
+``longctx.model.layers.initialize`` gives every tensor values that depend on its name and a seed alone; PyTorch's would
+cost time and draw from the process's global generator."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ def test_a_lossy_tokenizer_is_an_error(source: Source, tmp_path: Path):
 def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokenizer: Tokenizer, tmp_path: Path):
     script = (
         "import sys, time\n"
-        "from data_pipeline.build import build_shards\n"
-        "from data_pipeline.sources import open_source\n"
+        "from data_pipeline.prepare.build import build_shards\n"
+        "from data_pipeline.prepare.sources import open_source\n"
         "from data_pipeline.tokenizer import Tokenizer\n"
         "def stall(documents, _):\n"
         "    if documents == 20: sys.stdout.write('half\\n'); sys.stdout.flush(); time.sleep(60)\n"

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher.metrics import record as metrics
-from launcher.metrics.record import read_metrics, truncate_after
+from launcher.metrics.console import console_line, short_number
+from launcher.metrics.expert_load import (
+    idle_share,
+    layer_numbers,
+    load_entropy,
+    max_over_mean,
+    max_violation,
+    mean_violation,
+    worst_max_over_mean,
+)
+from launcher.metrics.record import read_metrics, truncate_after, without_timing
 from launcher.metrics.writer import MetricsWriter
 from longctx.errors import ConfigError, DataError
 
@@ -199,7 +208,7 @@ def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: 
     def die(*_: object) -> None:
         raise OSError("killed")
 
-    monkeypatch.setattr(metrics, "_replace", die)
+    monkeypatch.setattr("launcher.metrics.record._replace", die)
     with pytest.raises(OSError, match="killed"):
         truncate_after(tmp_path, 1)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
@@ -208,38 +217,38 @@ def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: 
 
 def test_timing_keys_are_all_that_may_differ() -> None:
     slower = train(12, tokens_per_second=1.0, step_seconds=9.0, data_wait_seconds=8.0, mfu=0.1, time="later")
-    assert metrics.without_timing(slower) == metrics.without_timing(TRAIN)
-    assert "loss" in metrics.without_timing(TRAIN)
+    assert without_timing(slower) == without_timing(TRAIN)
+    assert "loss" in without_timing(TRAIN)
 
 
 def test_expert_figures_by_hand() -> None:
-    assert metrics.max_over_mean([6, 2, 0, 0]) == 3.0
-    assert metrics.idle_share([6, 2, 0, 0]) == 0.5
-    assert metrics.load_entropy([6, 2, 0, 0]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert metrics.load_entropy([5, 5, 5, 5]) == pytest.approx(math.log(4))
-    assert str(metrics.load_entropy([7, 0])) == "0.0"
-    assert metrics.worst_max_over_mean([[1, 1], [3, 1], [0, 0]]) == 1.5
-    assert metrics.worst_max_over_mean([]) is None
+    assert max_over_mean([6, 2, 0, 0]) == 3.0
+    assert idle_share([6, 2, 0, 0]) == 0.5
+    assert load_entropy([6, 2, 0, 0]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert load_entropy([5, 5, 5, 5]) == pytest.approx(math.log(4))
+    assert str(load_entropy([7, 0])) == "0.0"
+    assert worst_max_over_mean([[1, 1], [3, 1], [0, 0]]) == 1.5
+    assert worst_max_over_mean([]) is None
 
 
 def test_violations_by_hand() -> None:
-    assert metrics.max_violation([6, 2, 0, 0]) == 2.0
-    assert metrics.mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
-    assert metrics.max_violation([5, 5]) == metrics.mean_violation([5, 5]) == 0.0
+    assert max_violation([6, 2, 0, 0]) == 2.0
+    assert mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
+    assert max_violation([5, 5]) == mean_violation([5, 5]) == 0.0
 
 
 def test_a_record_of_an_earlier_release_counts_its_layers() -> None:
-    assert metrics.layer_numbers(TRAIN) == [1, 3]
-    assert metrics.layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
-    assert metrics.layer_numbers({"expert_layers": [], "expert_load": []}) == []
+    assert layer_numbers(TRAIN) == [1, 3]
+    assert layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
+    assert layer_numbers({"expert_layers": [], "expert_load": []}) == []
 
 
 def test_expert_figures_of_a_layer_without_tokens() -> None:
-    assert math.isnan(metrics.max_over_mean([0, 0]))
-    assert math.isnan(metrics.max_violation([0, 0]))
-    assert math.isnan(metrics.mean_violation([0, 0]))
-    assert math.isnan(metrics.load_entropy([0, 0]))
-    assert metrics.idle_share([0, 0]) == 1.0
+    assert math.isnan(max_over_mean([0, 0]))
+    assert math.isnan(max_violation([0, 0]))
+    assert math.isnan(mean_violation([0, 0]))
+    assert math.isnan(load_entropy([0, 0]))
+    assert idle_share([0, 0]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -258,28 +267,28 @@ def test_expert_figures_of_a_layer_without_tokens() -> None:
     ],
 )
 def test_short_number(value: float, text: str) -> None:
-    assert metrics.short_number(value) == text
+    assert short_number(value) == text
 
 
 def test_console_line_of_a_step() -> None:
-    assert metrics.console_line(TRAIN, 500) == (
+    assert console_line(TRAIN, 500) == (
         "step  12/500  loss 5.1023  grad 0.83  lr 4.9e-03  10.1k tok/s  0.41 s  data 0.00 s  experts max/mean 1.30"
     )
 
 
 def test_console_line_leaves_out_what_is_not_known() -> None:
-    assert metrics.console_line({"kind": "train", "step": 3, "loss": math.nan, "mfu": None}) == "step 3  loss nan"
-    line = metrics.console_line(train(3, mfu=0.412, max_memory_bytes=3 * 2**30, expert_load=[]))
+    assert console_line({"kind": "train", "step": 3, "loss": math.nan, "mfu": None}) == "step 3  loss nan"
+    line = console_line(train(3, mfu=0.412, max_memory_bytes=3 * 2**30, expert_load=[]))
     assert line.endswith("data 0.00 s  mem 3.0 GiB  mfu 41.2%")
-    assert metrics.console_line(train(3, expert_dropped_share=[0.0, 0.021])).endswith("max/mean 1.30  dropped 2.1%")
-    assert "dropped" not in metrics.console_line(train(3, expert_dropped_share=[0.0, 0.0]))
+    assert console_line(train(3, expert_dropped_share=[0.0, 0.021])).endswith("max/mean 1.30  dropped 2.1%")
+    assert "dropped" not in console_line(train(3, expert_dropped_share=[0.0, 0.0]))
 
 
 def test_console_line_of_validation_and_event() -> None:
-    assert metrics.console_line(VALIDATION, 500) == (
+    assert console_line(VALIDATION, 500) == (
         "step  12/500  validation loss 4.8000  unigram entropy 6.1000  (-1.3000 nats)  12.3k targets"
     )
-    assert metrics.console_line({"kind": "event", "event": "resume", "step": 7}) == "step 7  resume"
+    assert console_line({"kind": "event", "event": "resume", "step": 7}) == "step 7  resume"
 
 
 def test_tensorboard_shows_the_same_numbers_and_hides_what_came_again(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def check_every_way():
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
         for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS):
-            check_case(Case(layout=layout, document_ids=documents, mask=mask, **way), mesh, EXACT)
+            check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
 
 
 def test_six_ranks_of_two_nodes_and_eight_that_split_heads():

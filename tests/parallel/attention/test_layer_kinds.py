@@ -16,7 +16,7 @@ from launcher.config.check import check_run
 from launcher.config.load import from_values
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import slice_table, table_slices
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
@@ -46,18 +46,18 @@ def scheduled(schedule: Schedule, rank: int) -> tuple[torch.Tensor, torch.Tensor
     for hop, band in zip(schedule.hops(rank), schedule.pairs(rank), strict=True):
         keys = torch.cat([tokens[hop.owner][a:b] for a, b in hop.rows]) if hop.rows else torch.empty(0).long()
         travelled += keys.tolist() if hop.owner != ring_index else []
-        works = [Strided(torch.arange(len(seen)), torch.arange(len(keys)), band)]
+        works = [Strided(torch.arange(len(seen)), torch.arange(len(keys)), slice_table(band))]
         if hop.strided is not None:
             assert all(len(rows.unique()) == len(rows) for rows in hop.strided[:2])
             assert int(hop.strided.queries_n.max()) < hop.queries[1] - hop.queries[0]
             works.append(hop.strided._replace(queries_n=hop.strided.queries_n + hop.queries[0]))
-        for query_rows, key_rows, pairs in works:
-            for p in map(AttentionSlice._make, pairs):
+        for query_rows, key_rows, table in works:
+            for p in table_slices(table):
                 i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
                 inside = (i - j >= (-(2**40) if p.lo is None else p.lo)) & (i - j <= (2**40 if p.hi is None else p.hi))
                 seen[query_rows[i], keys[key_rows[j]]] += inside
                 apart = tokens[ring_index][query_rows[i]] - keys[key_rows[j]]
-                if schedule.distances or pairs is not band:
+                if schedule.distances or table is not works[0].slices:
                     assert torch.equal((p.step * (i - j) + p.offset)[inside], apart[inside])
     return seen, tokens[ring_index], travelled
 
@@ -138,7 +138,7 @@ def check_sparse(how_many: int):
             mesh = Mesh.build(context=dist.get_world_size(), **axes)
             for n, (layout, documents, mask) in enumerate(random.Random(str(way)).sample(cases, how_many)):
                 rules = rich if n % 2 else {"kernel": "blockwise"}
-                check_case(Case(layout=layout, document_ids=documents, mask=mask, **rules, **way), mesh, EXACT)
+                check_case(Case(layout=layout, documents=documents, mask=mask, **rules, **way), mesh, EXACT)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

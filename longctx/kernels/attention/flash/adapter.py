@@ -1,4 +1,4 @@
-"""The loop that flash kernels share: pairs become varlen calls, whose partial results are merged or added.
+"""The loop that flash kernels share: a table of slices becomes varlen calls, whose partial results are merged or added.
 
 Axes: B batch, t query and s key rows of this device, n query and m key rows packed for one call (all batch rows behind
 each other), H query heads, K key heads, D query/key head size, V value head size.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.kernels.attention.bias import check_scores
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -92,9 +92,9 @@ class VarlenKernel(ABC):
         """The compute capability to go by; None without a CUDA device."""
         return compute_capability() if self.capability is None else self.capability
 
-    def plan(self, pairs: Sequence[AttentionSlice], scores: Scores) -> tuple[VarlenCall, ...]:
-        """The calls for these pairs."""
-        return translate(pairs, alibi=scores.alibi_slopes_H is not None)
+    def plan(self, slices: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
+        """The calls for these slices."""
+        return translate(slices, alibi=scores.alibi_slopes_H is not None)
 
     def not_deterministic(self, request: KernelRequest) -> str | None:
         """The refusal of a request for a deterministic backward, where there is a kernel of its own for that."""
@@ -103,12 +103,12 @@ class VarlenKernel(ABC):
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, pairs: Sequence[AttentionSlice], *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         B, t, H, _ = q_BtHD.shape
         check_scores(scores, H)
         out = lse = None
-        for call in self._on_device(self.plan(pairs, scores), q_BtHD):
+        for call in self._on_device(self.plan(slices, scores), q_BtHD):
             q, k, v = (pack(x, rows) for x, rows in _sides(call, q_BtHD, k_BsKD, v_BsKV))
             out_nHV, lse_nH = self.call_forward(q, k, v, call, scores)
             part = out_nHV.unflatten(0, (B, -1)).to(accumulate_dtype(q_BtHD.dtype))
@@ -133,14 +133,14 @@ class VarlenKernel(ABC):
         v_BsKV: Tensor,
         out_BtHV: Tensor,
         lse_BtH: Tensor,
-        pairs: Sequence[AttentionSlice],
+        slices: Tensor,
         *,
         scores: Scores,
     ) -> Gradients:
         check_scores(scores, q_BtHD.shape[2])
         dtable: Tensor | None = None
         totals: list[Tensor | None] = [None, None, None]
-        for call in self._on_device(self.plan(pairs, scores), q_BtHD):
+        for call in self._on_device(self.plan(slices, scores), q_BtHD):
             sides = _sides(call, q_BtHD, k_BsKD, v_BsKV)
             q, k, v = (pack(x, rows) for x, rows in sides)
             dout, out, lse = (pack(x, call.queries) for x in (dout_BtHV, out_BtHV, lse_BtH))

@@ -1,15 +1,15 @@
-"""Pairs of rows as few calls of a variable-length flash kernel. Pure; knows shapes and windows, no kernel.
+"""A table of slices as few calls of a variable-length flash kernel. Pure; knows shapes and windows, no kernel.
 
 A varlen call takes packed query rows and packed key rows, both cut into the same number of sequences, and one window
 for all: query row i of a sequence of sq rows sees key j of its sk keys where ``-right <= i + sk - sq - j <= left``,
 that is, counted from the *last* row (bottom-right). −1 leaves a side open; a bound cannot be negative. Two sequences
 of a call share neither query nor key rows, so forward needs no merge and backward no addition within it.
 
-How pairs come to that form:
+How slices come to that form:
 
-* A pair is trimmed until its first and last row see a key and its first and last key are seen. Then both bounds count
+* A slice is trimmed until its first and last row see a key and its first and last key are seen. Then both bounds count
   from the bottom-right corner and are ≥ 0, and no row without a key ever reaches a kernel.
-* Pairs with the same window whose rows are disjoint are one call, however many there are: all documents of a batch.
+* Slices with the same window whose rows are disjoint are one call, however many there are: all documents of a batch.
 * Rectangles that share keys (in the ``balanced`` layout every chunk of a document sees a longer prefix of another
   rank's rows) are cut along a binary tree over the key axis. At each level of the tree a rectangle has at most one node
   on its left and one on its right border, so n steps of a staircase take log₂ n calls, not n.
@@ -21,10 +21,7 @@ Where scores depend on distances, each sequence keeps its own step and offset, a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -33,7 +30,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice
+from longctx.kernels.attention.slices import OPEN as OPEN_BOUND
+from longctx.kernels.attention.slices import once_per_table
 
 OPEN = -1
 """A window's side without a bound."""
@@ -75,35 +73,14 @@ class VarlenCall:
     """For ALiBi: (the slope times) what the kernel's log-sum-exps are too large by, by sequence."""
 
 
-def translate(
-    pairs: Sequence[AttentionSlice], *, distances: bool = False, alibi: bool = False
-) -> tuple[VarlenCall, ...]:
-    """The calls that together compute every pair exactly once, those with most query rows first.
+@once_per_table
+def translate(slices: Tensor, *, distances: bool = False, alibi: bool = False) -> tuple[VarlenCall, ...]:
+    """The calls that together compute every slice exactly once, those with most query rows first.
 
-    ``distances`` keeps pairs of different distances apart; ``alibi`` does so too, and cuts them such that a kernel
-    whose bias is −slope·|i + sk − sq − j| gives the right one. Cached: layers, forward and backward ask for the same.
+    ``distances`` keeps slices of different distances apart; ``alibi`` does so too, and cuts them such that a kernel
+    whose bias is −slope·|i + sk − sq − j| gives the right one.
     """
-    pairs = tuple(pairs)
-    key = (id(pairs), distances, alibi)
-    found = _RECENT.get(key)
-    if found is None:
-        found = (pairs, _translate(pairs, distances, alibi))  # keeping pairs alive keeps their id theirs
-        _RECENT[key] = found
-        if len(_RECENT) > _MAX_RECENT:
-            _RECENT.popitem(last=False)
-    else:
-        _RECENT.move_to_end(key)
-    return found[1]
-
-
-_MAX_RECENT = 512
-_RECENT: OrderedDict[tuple[int, bool, bool], tuple[tuple[AttentionSlice, ...], tuple[VarlenCall, ...]]] = OrderedDict()
-"""Plans by the identity of their pairs: to hash thousands of pairs takes longer than a kernel's launch."""
-
-
-@lru_cache(maxsize=512)
-def _translate(pairs: tuple[AttentionSlice, ...], distances: bool, alibi: bool) -> tuple[VarlenCall, ...]:
-    work = _trimmed(_table(pairs))
+    work = _trimmed(_columns(slices))
     if not len(work):
         return ()
     if alibi or distances:
@@ -116,25 +93,15 @@ def _translate(pairs: tuple[AttentionSlice, ...], distances: bool, alibi: bool) 
     return _calls(groups)
 
 
-# --- pairs as a table ---------------------------------------------------------------------------------------------
+# --- trimming and windows -----------------------------------------------------------------------------------------
 
 
-def _table(pairs: Sequence[AttentionSlice]) -> ndarray:
-    """A row of eight integers for each pair."""
-    rows = [
-        (
-            p.q_start,
-            p.q_stop,
-            p.k_start,
-            p.k_stop,
-            -_FAR if p.lo is None else p.lo,
-            _FAR if p.hi is None else p.hi,
-            p.step,
-            p.offset,
-        )
-        for p in pairs
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 8)
+def _columns(slices: Tensor) -> ndarray:
+    """A copy of the table with ±_FAR for open bounds, which arithmetic does not overflow."""
+    work = slices.numpy().copy()
+    work[work[:, _LO] == OPEN_BOUND, _LO] = -_FAR
+    work[work[:, _HI] == OPEN_BOUND, _HI] = _FAR
+    return work
 
 
 def _trimmed(work: ndarray) -> ndarray:

@@ -16,7 +16,7 @@ times the forward's work, and exact.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from longctx.kernels.attention.bias import buckets
-from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores
+from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import Sequences, VarlenKernel, padded
 from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
 
@@ -62,8 +62,8 @@ class FlexKernel(VarlenKernel):
             return "it needs a CUDA device of compute capability 8.0 or newer"
         return None
 
-    def plan(self, pairs: Sequence[AttentionSlice], scores: Scores) -> tuple[VarlenCall, ...]:
-        return translate(pairs, distances=scores.needs_distances)
+    def plan(self, slices: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
+        return translate(slices, distances=scores.needs_distances)
 
     def call_forward(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores

@@ -1,4 +1,4 @@
-"""What attention kernels are tested on: pairs, score rules, and softmax attention by its definition."""
+"""What attention kernels are tested on: slices, score rules, and softmax attention by its definition."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import AttentionSlice, Gradients, RelativeBias, Scores
+from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 SCALE = 0.3
 
-PAIRS = {
+SLICES = {
     "causal": [AttentionSlice(0, 20, 0, 20, lo=0)],
     "documents": [
         AttentionSlice(0, 7, 0, 7, lo=0),
@@ -73,27 +74,27 @@ def tensors(
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def _named(pair: AttentionSlice, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Whether the pair names each (query row, key row), and i − j."""
+def _named(one: AttentionSlice, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Whether the slice names each (query row, key row), and i − j."""
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
-    inside = (i >= pair.q_start) & (i < pair.q_stop) & (j >= pair.k_start) & (j < pair.k_stop)
-    if pair.lo is not None:
-        inside = inside & (i - j >= pair.lo)
-    if pair.hi is not None:
-        inside = inside & (i - j <= pair.hi)
+    inside = (i >= one.q_start) & (i < one.q_stop) & (j >= one.k_start) & (j < one.k_stop)
+    if one.lo is not None:
+        inside = inside & (i - j >= one.lo)
+    if one.hi is not None:
+        inside = inside & (i - j <= one.hi)
     return inside, i - j
 
 
-def band_matrix(pairs: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
-    """How often each (query row, key row) is named, by the definition of a pair."""
+def band_matrix(slices: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
+    """How often each (query row, key row) is named, by the definition of a slice."""
     none = torch.zeros(num_queries, num_keys, dtype=torch.int64)
-    return sum((_named(p, num_queries, num_keys)[0].long() for p in pairs), none)
+    return sum((_named(p, num_queries, num_keys)[0].long() for p in slices), none)
 
 
-def distance_matrix(pairs: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
-    """Tokens between each query and each key that a pair names."""
+def distance_matrix(slices: list[AttentionSlice], num_queries: int, num_keys: int) -> Tensor:
+    """Tokens between each query and each key that a slice names."""
     found = torch.zeros(num_queries, num_keys, dtype=torch.int64)
-    for p in pairs:
+    for p in slices:
         inside, apart = _named(p, num_queries, num_keys)
         found = torch.where(inside, p.step * apart + p.offset, found)
     return found
@@ -151,10 +152,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def forward_backward(
-    kernel, tensors: list[Tensor], dout: Tensor, pairs: list[AttentionSlice], scores: Scores
+    kernel, tensors: list[Tensor], dout: Tensor, slices: list[AttentionSlice], scores: Scores
 ) -> list[Tensor]:
     """[out, dq, dk, dv] of one kernel; the output is rounded to the inputs' dtype before backward, as a layer does."""
     q, k, v = tensors
-    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
-    grads: Gradients = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, pairs, scores=scores)
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=scores)
+    grads: Gradients = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, slice_table(slices), scores=scores)
     return [out, *grads[:3]]

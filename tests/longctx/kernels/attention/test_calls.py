@@ -1,4 +1,4 @@
-"""Pairs as varlen calls: exactly the pairs' cells, disjoint rows in a call, few calls, quickly."""
+"""Slices as varlen calls: exactly the slices' cells, disjoint rows in a call, few calls, quickly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.kernels.attention.contract import AttentionSlice
-from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
+from longctx.kernels.attention.flash.calls import OPEN, VarlenCall
+from longctx.kernels.attention.flash.calls import translate as translate_table
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 ROWS = 14
 
 
-def cells(pairs, num_queries=ROWS, num_keys=ROWS):
-    """How often each (query row, key row) is named, by the definition of a pair."""
+def translate(slices, **options):
+    return translate_table(slice_table(slices), **options)
+
+
+def cells(slices, num_queries=ROWS, num_keys=ROWS):
+    """How often each (query row, key row) is named, by the definition of a slice."""
     seen = torch.zeros(num_queries, num_keys, dtype=torch.int64)
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
-    for p in pairs:
+    for p in slices:
         named = (p.q_start <= i) & (i < p.q_stop) & (p.k_start <= j) & (j < p.k_stop)
         for holds in ([] if p.lo is None else [i - j >= p.lo]) + ([] if p.hi is None else [i - j <= p.hi]):
             named = named & holds
@@ -71,7 +76,7 @@ def covered(calls, total=ROWS):
 
 
 @st.composite
-def pair_lists(draw):
+def slice_lists(draw):
     def one():
         (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, ROWS), min_size=2, max_size=2))) for _ in range(2))
         bound = st.none() | st.integers(-ROWS, ROWS)
@@ -82,30 +87,30 @@ def pair_lists(draw):
     return [one() for _ in range(draw(st.integers(0, 6)))]
 
 
-@given(pair_lists())
+@given(slice_lists())
 @settings(max_examples=150, deadline=None)
-def test_calls_cover_exactly_the_pairs(pairs):
-    wanted = cells(pairs)
-    assert torch.equal(covered(translate(pairs)), wanted)
-    assert torch.equal(covered(translate(pairs, distances=True)), wanted)
-    assert torch.equal(covered(translate(pairs, alibi=True)), wanted)
+def test_calls_cover_exactly_the_slices(slices):
+    wanted = cells(slices)
+    assert torch.equal(covered(translate(slices)), wanted)
+    assert torch.equal(covered(translate(slices, distances=True)), wanted)
+    assert torch.equal(covered(translate(slices, alibi=True)), wanted)
 
 
-@given(pair_lists())
+@given(slice_lists())
 @settings(max_examples=100, deadline=None)
-def test_distances_follow_the_rows(pairs):
-    """Σ over the cells of a distance (and of its size, for ALiBi) is the pairs' own."""
+def test_distances_follow_the_rows(slices):
+    """Σ over the cells of a distance (and of its size, for ALiBi) is the slices' own."""
     exact, size = torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)
-    for p in pairs:
+    for p in slices:
         distance = p.step * (torch.arange(ROWS)[:, None] - torch.arange(ROWS)) + p.offset
         exact += distance * cells([p])
         size += distance.abs() * cells([p])
     found, found_size = torch.zeros_like(exact), torch.zeros_like(size)
-    for call in translate(pairs, distances=True):
+    for call in translate(slices, distances=True):
         for n, (q, k, visible, _) in enumerate(sequences(call, ROWS)):
             here = call.steps[n] * (torch.arange(len(q))[:, None] - torch.arange(len(k))) + call.offsets[n]
             found[q[:, None], k] += here * visible
-    for call in translate(pairs, alibi=True):
+    for call in translate(slices, alibi=True):
         for n, (q, k, visible, d) in enumerate(sequences(call, ROWS)):
             assert call.slope_factors is not None
             assert call.shifts is not None
@@ -137,49 +142,49 @@ def test_gaps_are_gathered():
 @pytest.mark.parametrize("steps", [2, 7, 50, 1000])
 def test_a_staircase_takes_logarithmically_many_calls(steps):
     """Two documents' chunks that see growing prefixes of another rank's rows, in chunks of 3 rows and 2 keys."""
-    pairs = []
+    slices = []
     for document in range(2):
         q, k = document * steps * 3, document * steps * 2
-        pairs += [AttentionSlice(q + 3 * n, q + 3 * n + 3, k, k + 2 * n + 2) for n in range(steps)]
-    calls = translate(pairs)
+        slices += [AttentionSlice(q + 3 * n, q + 3 * n + 3, k, k + 2 * n + 2) for n in range(steps)]
+    calls = translate(slices)
     assert len(calls) <= (steps - 1).bit_length() + 1
     if steps <= 50:
         total = steps * 6
-        assert torch.equal(covered(calls, total), cells(pairs, total, total))
+        assert torch.equal(covered(calls, total), cells(slices, total, total))
 
 
 @pytest.mark.parametrize("chunk", [2, 5])
 def test_windows_over_chunks_take_few_calls(chunk):
     """Chunks of one document against another rank's rows of it, a window wider than a chunk: overlapping bands."""
     window, total = 11, 60
-    pairs = []
+    slices = []
     for n in range(0, total // chunk):
         q, start = n * chunk, 2 * n * chunk + chunk  # every other chunk of the document is here, the rest there
         for m in range(n + 1):
             offset = (start - q) - (2 * m * chunk - m * chunk)
-            pairs.append(
+            slices.append(
                 AttentionSlice(q, q + chunk, m * chunk, m * chunk + chunk, -offset, window - 1 - offset, 1, offset)
             )
-    calls = translate(pairs)
-    assert torch.equal(covered(calls, total), cells(pairs, total, total))
+    calls = translate(slices)
+    assert torch.equal(covered(calls, total), cells(slices, total, total))
     assert len(calls) <= 8
 
 
 def test_many_kinds_of_windows_are_few_calls():
     """Twenty off-diagonal corners of different sizes need no call each."""
-    pairs = [AttentionSlice(20 * n, 20 * n + 10, 20 * n, 20 * n + 18, None, n - 6) for n in range(20)]
-    assert len(translate(pairs)) <= 4
-    assert torch.equal(covered(translate(pairs), 420), cells(pairs, 420, 420))
+    slices = [AttentionSlice(20 * n, 20 * n + 10, 20 * n, 20 * n + 18, None, n - 6) for n in range(20)]
+    assert len(translate(slices)) <= 4
+    assert torch.equal(covered(translate(slices), 420), cells(slices, 420, 420))
 
 
 def test_translation_is_quick_and_cached():
-    pairs = documents(*([37, 1, 200, 13] * 500))
+    slices = documents(*([37, 1, 200, 13] * 500))
     translate(documents(3))
     start = time.process_time()
-    calls = translate(pairs)
+    calls = translate(slices)
     first = time.process_time() - start
     start = time.process_time()
-    assert translate(pairs) is calls
+    assert translate(slices) is calls
     again = time.process_time() - start
     assert len(calls) == 1
     assert first < 0.1, f"{first:.3f} s for 2000 documents"  # about 0.006 s on an idle core

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from longctx.errors import ConfigError
 from longctx.kernels.attention import ops, select
 from longctx.kernels.attention.bias import distance_bias
-from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, RelativeBias, Scores, merge_
+from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
 from longctx.kernels.attention.flash.adapter import VarlenKernel
 from longctx.kernels.attention.flash.calls import translate
 from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
@@ -22,6 +22,7 @@ from longctx.kernels.attention.flash.flash3 import head_sizes as head_sizes3
 from longctx.kernels.attention.flash.flash4 import Flash4Kernel
 from longctx.kernels.attention.flash.flash4 import head_sizes as head_sizes4
 from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in
 
 HOPPER = (9, 0)
@@ -42,7 +43,7 @@ def packed(*lengths, hi=None):
 
 
 STAIRCASE = [AttentionSlice(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)]
-PAIRS = {
+SLICES = {
     "causal": packed(30),
     "full": [AttentionSlice(0, 30, 0, 30)],
     "window": packed(30, hi=4),
@@ -68,8 +69,8 @@ PAIRS = {
 }
 
 
-def definition(q, k, v, pairs, scores):
-    """(out, lse) of softmax attention in float64 with autograd, one pair's cells after the other's."""
+def definition(q, k, v, slices, scores):
+    """(out, lse) of softmax attention in float64 with autograd, one slice's cells after the other's."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     raw = torch.einsum("bihd,bjhd->bhij", q, k) * scores.scale
@@ -78,7 +79,7 @@ def definition(q, k, v, pairs, scores):
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
     seen, bias = torch.zeros(len(i), len(j), dtype=torch.bool), torch.zeros(q.shape[2], len(i), len(j))
     bias = bias.double()
-    for p in pairs:
+    for p in slices:
         here = (p.q_start <= i) & (i < p.q_stop) & (p.k_start <= j) & (j < p.k_stop)
         here = here & (i - j >= (-99 if p.lo is None else p.lo)) & (i - j <= (99 if p.hi is None else p.hi))
         seen = seen | here
@@ -90,7 +91,7 @@ def definition(q, k, v, pairs, scores):
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse.transpose(1, 2)
 
 
-def check(kernel, pairs, scores=None, *, K=2, D=8, V=None, B=2):
+def check(kernel, slices, scores=None, *, K=2, D=8, V=None, B=2):
     """Forward, and backward in two visits with the global output and log-sum-exp, against the definition."""
     scores = scores or Scores(scale=SCALE)
     V = V or D
@@ -102,17 +103,19 @@ def check(kernel, pairs, scores=None, *, K=2, D=8, V=None, B=2):
     if scores.relative_bias is not None:
         leaves.append(scores.relative_bias.table_NH.double().requires_grad_())
         exact = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=leaves[3]))
-    wanted = definition(*leaves[:3], pairs, exact)
-    visits = [tuple(pairs)] if len(pairs) < 2 else [tuple(pairs[: len(pairs) // 2]), tuple(pairs[len(pairs) // 2 :])]
+    wanted = definition(*leaves[:3], slices, exact)
+    visits = (
+        [tuple(slices)] if len(slices) < 2 else [tuple(slices[: len(slices) // 2]), tuple(slices[len(slices) // 2 :])]
+    )
     out, lse = torch.zeros(B, T, H, V, dtype=torch.float64), torch.full((B, T, H), -torch.inf, dtype=torch.float64)
     for visit in visits:
-        merge_(out, lse, *kernel.forward(q, k, v, visit, scores=scores))
-    whole = kernel.forward(q, k, v, tuple(pairs), scores=scores)
+        merge_(out, lse, *kernel.forward(q, k, v, slice_table(visit), scores=scores))
+    whole = kernel.forward(q, k, v, slice_table(slices), scores=scores)
     for got in (whole, (out, lse)):
         assert got[0].dtype == got[1].dtype == torch.float64
         torch.testing.assert_close(got, tuple(x.detach() for x in wanted), atol=2e-6, rtol=2e-6)
-    parts = [kernel.backward(dout, q, k, v, *whole, visit, scores=scores) for visit in visits]
-    if not pairs:
+    parts = [kernel.backward(dout, q, k, v, *whole, slice_table(visit), scores=scores) for visit in visits]
+    if not slices:
         assert all(not x.any() for x in parts[0][:3])
         return
     grads = torch.autograd.grad(wanted[0], leaves, dout)
@@ -121,17 +124,17 @@ def check(kernel, pairs, scores=None, *, K=2, D=8, V=None, B=2):
         torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", SLICES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_masks(name, case):
-    check(KERNELS[name](), PAIRS[case])
+    check(KERNELS[name](), SLICES[case])
 
 
 @pytest.mark.parametrize("name", ["flash2", "flex"])
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", SLICES)
 def test_alibi(name, case):
     slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
-    check(KERNELS[name](), PAIRS[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
+    check(KERNELS[name](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -139,34 +142,36 @@ def test_alibi(name, case):
 def test_relative_bias(case, bidirectional):
     table = torch.randn(8, H, generator=torch.Generator().manual_seed(1))
     bias = RelativeBias(table, max_distance=12, bidirectional=bidirectional)
-    check(KERNELS["flex"](), PAIRS[case], Scores(scale=SCALE, relative_bias=bias, softcap=2.0))
+    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, relative_bias=bias, softcap=2.0))
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "flex"])
 def test_softcap(name):
-    check(KERNELS[name](), PAIRS["packed window"], Scores(scale=2.0, softcap=1.5))
+    check(KERNELS[name](), SLICES["packed window"], Scores(scale=2.0, softcap=1.5))
 
 
 def test_softcap_before_alibi():
     slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
     for name in ("flash2", "flex"):
-        check(KERNELS[name](), PAIRS["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
+        check(KERNELS[name](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_heads_and_sizes(name):
     """Multi-query and multi-head attention; heads that are no multiple of 8; values smaller and larger than keys."""
     for K, D, V, B in ((1, 8, 8, 1), (4, 5, 5, 1), (2, 24, 16, 3), (2, 8, 13, 1)):
-        check(KERNELS[name](), PAIRS["packed"], K=K, D=D, V=V, B=B)
-    check(KERNELS[name](), PAIRS["causal"], D=192, V=128, B=1)
+        check(KERNELS[name](), SLICES["packed"], K=K, D=D, V=V, B=B)
+    check(KERNELS[name](), SLICES["causal"], D=192, V=128, B=1)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_half_precision_comes_back_in_float32(name):
     kernel, g = KERNELS[name](), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 12, h, 8, generator=g).bfloat16() for h in (4, 2, 2))
-    out, lse = kernel.forward(q, k, v, (AttentionSlice(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
-    grads = kernel.backward(out, q, k, v, out, lse, (AttentionSlice(0, 12, 0, 12, 0),), scores=Scores(scale=SCALE))
+    out, lse = kernel.forward(q, k, v, slice_table((AttentionSlice(0, 12, 0, 12, 0),)), scores=Scores(scale=SCALE))
+    grads = kernel.backward(
+        out, q, k, v, out, lse, slice_table((AttentionSlice(0, 12, 0, 12, 0),)), scores=Scores(scale=SCALE)
+    )
     assert {x.dtype for x in (out, *grads[:3])} == {torch.float32}
     assert lse.dtype == torch.float64
 
@@ -174,7 +179,7 @@ def test_half_precision_comes_back_in_float32(name):
 def test_one_call_for_all_documents():
     library = flash_stand_in.Flash2()
     q, k, v = torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)
-    Flash2Kernel(library).forward(q, k, v, packed(*([3] * 100), hi=1), scores=Scores(scale=1.0))
+    Flash2Kernel(library).forward(q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=Scores(scale=1.0))
     assert library.calls == 1
 
 
@@ -183,17 +188,19 @@ def test_deterministic_is_passed_on():
         library = flash_stand_in.Flash2()
         kernel = Flash2Kernel(library, deterministic=wanted)
         q = torch.randn(1, 4, 1, 8)
-        kernel.backward(q, q, q, q, q, torch.zeros(1, 4, 1), [AttentionSlice(0, 4, 0, 4)], scores=Scores(scale=1.0))
+        kernel.backward(
+            q, q, q, q, q, torch.zeros(1, 4, 1), slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0)
+        )
         assert library.deterministic == wanted
         assert kernel.name == ("flash2_deterministic" if wanted else "flash2")
 
 
 def test_flex_mask_blocks_over_long_rows():
     """Several 128-row blocks: whole ones inside, partial ones at the edges, none outside."""
-    pairs, g = (*packed(300, 84, hi=150), AttentionSlice(384, 500, 384, 500)), torch.Generator().manual_seed(0)
+    slices, g = (*packed(300, 84, hi=150), AttentionSlice(384, 500, 384, 500)), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 500, 1, 16, generator=g, dtype=torch.float64) for _ in range(3))
     kernel = KERNELS["flex"]()
-    out, _ = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
+    out, _ = kernel.forward(q, k, v, slice_table(slices), scores=Scores(scale=SCALE))
     i, j = torch.arange(500)[:, None], torch.arange(500)
     document = torch.tensor([0] * 300 + [1] * 84 + [2] * 116)
     seen = (document[:, None] == document) & ((i >= 384) | ((i >= j) & (i - j <= 150)))
@@ -211,7 +218,7 @@ def test_flex_attention_itself_agrees():
     bias = RelativeBias(torch.randn(8, H, generator=g), max_distance=12)
     scores = Scores(scale=SCALE, softcap=2.0, relative_bias=bias, alibi_slopes_H=torch.tensor([0.5, 0.25, 0.1, 0.0]))
     ours = [
-        FlexKernel(f).forward(q, k, v, PAIRS["packed window"], scores=scores)
+        FlexKernel(f).forward(q, k, v, slice_table(SLICES["packed window"]), scores=scores)
         for f in (flex_attention, flash_stand_in.flex)
     ]
     torch.testing.assert_close(*ours, atol=1e-5, rtol=1e-5)
@@ -222,11 +229,13 @@ def test_flex_backward_runs_behind_an_operator(monkeypatch):
     monkeypatch.setitem(select.KERNELS, "flex", KERNELS["flex"]())
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 10, 2, 16, generator=g).requires_grad_() for _ in range(3)]
-    table, pairs = torch.randn(8, 2, generator=g).requires_grad_(), (AttentionSlice(0, 10, 0, 10, 0),)
+    table, slices = torch.randn(8, 2, generator=g).requires_grad_(), (AttentionSlice(0, 10, 0, 10, 0),)
     scores = Scores(scale=SCALE, relative_bias=RelativeBias(table, max_distance=12))
     with torch.no_grad():  # as in an autograd.Function
-        out, lse = ops.forward("flex", *inputs, pairs, scores=scores)
-        ours, exact = (ops.backward(n, out, *inputs, out, lse, pairs, scores=scores) for n in ("flex", "reference"))
+        out, lse = ops.forward("flex", *inputs, slice_table(slices), scores=scores)
+        ours, exact = (
+            ops.backward(n, out, *inputs, out, lse, slice_table(slices), scores=scores) for n in ("flex", "reference")
+        )
     torch.testing.assert_close(tuple(ours), tuple(exact), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
@@ -290,11 +299,11 @@ def test_without_libraries_and_device():
     q = torch.randn(1, 4, 1, 8)
     for kernel in (Flash2Kernel(), Flash3Kernel(), Flash4Kernel(capability=HOPPER)):
         with pytest.raises(ConfigError, match="not installed"):
-            kernel.forward(q, q, q, [AttentionSlice(0, 4, 0, 4)], scores=Scores(scale=1.0))
+            kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
 
 
 def test_a_staircase_merges_seldom():
-    assert len(translate(tuple(STAIRCASE))) <= 4
+    assert len(translate(slice_table(STAIRCASE))) <= 4
 
 
 def test_auto_prefers_the_fastest(monkeypatch):

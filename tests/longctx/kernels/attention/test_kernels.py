@@ -12,32 +12,33 @@ from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import tiles
-from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import KernelRequest, Scores, merge_
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel, kernel_request
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.attention.tiles import row_blocks
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention, document_pairs
+from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
 from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
 
 
 @st.composite
-def banded_pairs(draw):
+def banded_slices(draw):
     (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, 14), min_size=2, max_size=2))) for _ in range(2))
     return AttentionSlice(
         q0, q1, k0, k1, draw(st.none() | st.integers(-15, 15)), draw(st.none() | st.integers(-15, 15))
     )
 
 
-@given(pair=banded_pairs(), rows=st.integers(2, 6), keys=st.integers(3, 7), wide=st.integers(6, 9))
+@given(one=banded_slices(), rows=st.integers(2, 6), keys=st.integers(3, 7), wide=st.integers(6, 9))
 @settings(max_examples=300, deadline=None)
-def test_tiles_cover_exactly_the_band(pair, rows, keys, wide):
+def test_tiles_cover_exactly_the_band(one, rows, keys, wide):
     covered = torch.zeros(14, 14, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_NARROW", 2)
         patch.setattr(tiles, "_WIDE", wide)
-        for block in row_blocks(pair, rows=min(rows, keys), keys=keys):
+        for block in row_blocks(one, rows=min(rows, keys), keys=keys):
             num_rows = block.q.stop - block.q.start
             assert 0 < num_rows <= rows
             for tile in block.tiles:
@@ -47,7 +48,7 @@ def test_tiles_cover_exactly_the_band(pair, rows, keys, wide):
                 assert part.any(1).all(), "a row that sees no key would come back with lse 0"
                 assert (tile.lo, tile.hi) == (None, None) or not part.all(), "a bound that cuts nothing"
                 covered[block.q, tile.k] += part
-    assert torch.equal(covered, band_matrix([pair], 14, 14))
+    assert torch.equal(covered, band_matrix([one], 14, 14))
 
 
 @given(
@@ -71,13 +72,13 @@ def test_merging_parts_gives_the_whole(num_keys, cuts, blind):
 def test_gradients_over_visits_sum_to_the_whole():
     """What a ring does: backward part by part with the global out and lse."""
     kernel, (q, k, v) = CpuFlashKernel(), tensors(16, 16, torch.float64)
-    pairs, dout = (
+    slices, dout = (
         [AttentionSlice(0, 16, 0, 6), AttentionSlice(0, 16, 6, 16, lo=0)],
         torch.ones(2, 16, 4, 8, dtype=torch.float64),
     )
-    out, lse = kernel.forward(q, k, v, pairs, scores=Scores(scale=SCALE))
-    whole = kernel.backward(dout, q, k, v, out, lse, pairs, scores=Scores(scale=SCALE))[:3]
-    parts = [kernel.backward(dout, q, k, v, out, lse, [p], scores=Scores(scale=SCALE))[:3] for p in pairs]
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=Scores(scale=SCALE))
+    whole = kernel.backward(dout, q, k, v, out, lse, slice_table(slices), scores=Scores(scale=SCALE))[:3]
+    parts = [kernel.backward(dout, q, k, v, out, lse, slice_table([p]), scores=Scores(scale=SCALE))[:3] for p in slices]
     torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*parts, strict=True)))
 
 
@@ -108,8 +109,8 @@ def test_requests_are_read_off_the_tensors():
     )
 
 
-def test_document_pairs_skip_empty_segments():
-    assert document_pairs(AttentionMask((0, 3, 3, 8))) == (
+def test_document_slices_skip_empty_segments():
+    assert document_slices(AttentionMask((0, 3, 3, 8))) == (
         AttentionSlice(0, 3, 0, 3, lo=0),
         AttentionSlice(3, 8, 3, 8, lo=0),
     )

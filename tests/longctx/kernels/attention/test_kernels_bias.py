@@ -17,8 +17,9 @@ from longctx.kernels.attention.bias import (
     tile_distances,
 )
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
+from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention.kernel_cases import plain_bucket, rules, tensors
 
 
@@ -44,9 +45,9 @@ def test_alibi_slopes():
 
 @pytest.mark.parametrize(("q", "k"), [((3, 9), (2, 6)), ((0, 1), (5, 9)), ((4, 9), (7, 8))])
 def test_one_value_a_distance_spread_over_a_tile_and_back(q, k):
-    pair, scores = AttentionSlice(0, 20, 0, 20, step=2, offset=-3), rules(3)["all"]
+    one, scores = AttentionSlice(0, 20, 0, 20, step=2, offset=-3), rules(3)["all"]
     apart = torch.arange(*q)[:, None] - torch.arange(*k)
-    values_Hn = distance_bias(scores, tile_distances(pair, slice(*q), slice(*k), apart.device))
+    values_Hn = distance_bias(scores, tile_distances(one, slice(*q), slice(*k), apart.device))
     whole = spread(values_Hn, k[1] - k[0])
     torch.testing.assert_close(whole, distance_bias(scores, 2 * apart - 3))
     random, back = torch.randn(whole.shape, dtype=torch.float64), torch.randn(values_Hn.shape, dtype=torch.float64)
@@ -57,19 +58,19 @@ class _Attention(torch.autograd.Function):
     """A kernel with its table as one of the inputs."""
 
     @staticmethod
-    def forward(ctx, q, k, v, table, kernel, pairs, scores: Scores):
+    def forward(ctx, q, k, v, table, kernel, slices, scores: Scores):
         assert scores.relative_bias is not None
         scores = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=table))
-        out, lse = kernel.forward(q, k, v, pairs, scores=scores)
+        out, lse = kernel.forward(q, k, v, slice_table(slices), scores=scores)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = kernel, pairs, scores
+        ctx.rest = kernel, slices, scores
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[override]
-        kernel, pairs, scores = ctx.rest
+        kernel, slices, scores = ctx.rest
         q, k, v, out, lse = ctx.saved_tensors
-        return *kernel.backward(dout, q, k, v, out, lse, pairs, scores=scores), None, None, None
+        return *kernel.backward(dout, q, k, v, out, lse, slice_table(slices), scores=scores), None, None, None
 
 
 @pytest.mark.parametrize("kernel", [ReferenceKernel(), BlockwiseKernel()], ids=lambda k: k.name)
@@ -80,5 +81,5 @@ def test_gradcheck_with_a_bias_table(kernel):
         x.requires_grad_()
         for x in (*tensors(6, 6, torch.float64, H=2, K=1, D=3, V=2, B=2), scores.relative_bias.table_NH)
     ]
-    pairs = [AttentionSlice(0, 6, 0, 4, lo=-2, offset=1), AttentionSlice(0, 6, 4, 6, hi=1)]
-    assert torch.autograd.gradcheck(lambda *x: _Attention.apply(*x, kernel, pairs, scores), leaves)
+    slices = [AttentionSlice(0, 6, 0, 4, lo=-2, offset=1), AttentionSlice(0, 6, 4, 6, hi=1)]
+    assert torch.autograd.gradcheck(lambda *x: _Attention.apply(*x, kernel, slices, scores), leaves)

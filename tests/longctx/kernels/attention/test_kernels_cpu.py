@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx.errors import ConfigError
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import AttentionSlice, Scores
+from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
-from tests.longctx.kernels.attention.kernel_cases import PAIRS, SCALE, forward_backward, relative_error, rules, tensors
+from longctx.kernels.attention.slices import AttentionSlice
+from tests.longctx.kernels.attention.kernel_cases import SCALE, SLICES, forward_backward, relative_error, rules, tensors
 
 NAMES = ("out", "dq", "dk", "dv")
 BANDS = {  # several tiles a row
@@ -28,12 +29,12 @@ BANDS = {  # several tiles a row
 
 @pytest.mark.parametrize("name", BANDS)
 def test_float32_is_more_exact_than_the_op_it_is_made_of(name):
-    pair, scores = BANDS[name], Scores(scale=32**-0.5)
+    one, scores = BANDS[name], Scores(scale=32**-0.5)
     inputs = tensors(2300, 2300, H=1, K=1, D=32, B=1)
     dout = torch.randn(1, 2300, 1, 32, generator=torch.Generator().manual_seed(1))
-    exact = forward_backward(ReferenceKernel(), [x.double() for x in inputs], dout.double(), [pair], scores)
+    exact = forward_backward(ReferenceKernel(), [x.double() for x in inputs], dout.double(), [one], scores)
     for kernel in (CpuFlashKernel(), BlockwiseKernel()):
-        ours = forward_backward(kernel, inputs, dout, [pair], scores)
+        ours = forward_backward(kernel, inputs, dout, [one], scores)
         for tensor, got, want in zip(NAMES, ours, exact, strict=True):
             error = relative_error(got, want)
             assert error <= 5e-7, f"{kernel.name}, {tensor}: {error:.1e}"  # one process's SDPA shows 4e-7 to 5e-7
@@ -88,8 +89,8 @@ def test_rows_never_written_stay_out_of_merges(nan_in_fresh_memory):
     assert torch.empty(3).isnan().all()
     q, k, v = tensors(20, 20)
     for kernel in (CpuFlashKernel(), BlockwiseKernel()):
-        for pairs in PAIRS.values():
-            results = forward_backward(kernel, [q, k, v], q, pairs, Scores(scale=SCALE))
+        for slices in SLICES.values():
+            results = forward_backward(kernel, [q, k, v], q, slices, Scores(scale=SCALE))
             assert all(x.isfinite().all() for x in results)
 
 
@@ -116,12 +117,12 @@ class _Largest(TorchDispatchMode):
 )
 def test_memory_does_not_grow_with_the_square(kernel, limit):
     """No tensor is larger than the documented tile, or than an input in partial precision, whatever the length."""
-    for S, pair in (
+    for S, one in (
         (1700, AttentionSlice(0, 1700, 0, 1700, lo=0)),
         (2900, AttentionSlice(0, 2900, 0, 2900, lo=0, hi=1500)),
     ):
         q, k, v = tensors(S, S, torch.bfloat16, H=2, K=1, D=4, B=1)
         scores = rules(2, torch.float32)["all"] if kernel.name == "blockwise" else Scores(scale=0.5)
         with _Largest() as largest:
-            forward_backward(kernel, [q, k, v], q, [pair], scores)
+            forward_backward(kernel, [q, k, v], q, [one], scores)
         assert largest.bytes <= max(limit, 8 * S * 2 * 4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import AttentionSlice, KernelRequest, RelativeBias, Scores
+from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.flash.adapter import VarlenKernel
 from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
 from longctx.kernels.attention.flash.flash2 import Flash2Kernel
@@ -16,6 +16,7 @@ from longctx.kernels.attention.flash.flash3 import Flash3Kernel
 from longctx.kernels.attention.flash.flash4 import Flash4Kernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 
 pytestmark = [
@@ -37,7 +38,7 @@ KERNELS: dict[str, VarlenKernel] = {
         FlexKernel(),
     )
 }
-PAIRS = {
+SLICES = {
     "causal": (AttentionSlice(0, 700, 0, 700, 0),),
     "full": (AttentionSlice(0, 700, 0, 700),),
     "window": (AttentionSlice(0, 700, 0, 700, 0, 99),),
@@ -75,10 +76,10 @@ def skip_unless_supported(kernel, wanted):
         pytest.skip(f"{kernel.name}: {why}")
 
 
-def attention(kernel, q, k, v, dout, pairs, scores):
+def attention(kernel, q, k, v, dout, slices, scores):
     """Output, log-sum-exp and gradients."""
-    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
-    grads = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, pairs, scores=scores)
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=scores)
+    grads = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, slice_table(slices), scores=scores)
     return out, lse, *(g for g in grads if g is not None)
 
 
@@ -86,10 +87,10 @@ def error(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
 
 
-def check(kernel, inputs, pairs, scores):
-    found = attention(kernel, *inputs, pairs, scores)
+def check(kernel, inputs, slices, scores):
+    found = attention(kernel, *inputs, slices, scores)
     exact_scores = scores
-    exact = attention(ReferenceKernel(), *(x.double() for x in inputs), pairs, exact_scores)
+    exact = attention(ReferenceKernel(), *(x.double() for x in inputs), slices, exact_scores)
     for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "dtable"), found, exact, strict=False):
         finite = torch.isfinite(want)
         assert torch.equal(torch.isfinite(got), finite), name
@@ -98,12 +99,12 @@ def check(kernel, inputs, pairs, scores):
         assert error(got[finite], want[finite]) < bound, f"{name}: {error(got[finite], want[finite]):.1e}"
 
 
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", SLICES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_masks(name, case):
     kernel, shape = KERNELS[name], SHAPES["GQA 8/2, 128"]
     skip_unless_supported(kernel, request(shape, torch.bfloat16, window=True))
-    check(kernel, tensors(*shape, torch.bfloat16), PAIRS[case], Scores(scale=shape[2] ** -0.5))
+    check(kernel, tensors(*shape, torch.bfloat16), SLICES[case], Scores(scale=shape[2] ** -0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -112,7 +113,7 @@ def test_masks(name, case):
 def test_heads_and_dtypes(name, heads, dtype):
     kernel, shape = KERNELS[name], SHAPES[heads]
     skip_unless_supported(kernel, request(shape, dtype))
-    check(kernel, tensors(*shape, dtype), PAIRS["packed"], Scores(scale=shape[2] ** -0.5))
+    check(kernel, tensors(*shape, dtype), SLICES["packed"], Scores(scale=shape[2] ** -0.5))
 
 
 @pytest.mark.parametrize("rule", ["softcap", "alibi", "relative_bias"])
@@ -127,7 +128,7 @@ def test_score_rules(name, case, rule):
         "alibi": Scores(scale=shape[2] ** -0.5, alibi_slopes_H=alibi_slopes(shape[0]).cuda()),
         "relative_bias": Scores(scale=shape[2] ** -0.5, relative_bias=RelativeBias(table)),
     }[rule]
-    check(kernel, tensors(*shape, torch.bfloat16), PAIRS[case], scores)
+    check(kernel, tensors(*shape, torch.bfloat16), SLICES[case], scores)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -136,7 +137,7 @@ def test_repetition(name):
     kernel, shape = KERNELS[name], SHAPES["GQA 8/2, 128"]
     skip_unless_supported(kernel, request(shape, torch.bfloat16))
     inputs, scores = tensors(*shape, torch.bfloat16), Scores(scale=0.1)
-    first, second = (attention(kernel, *inputs, PAIRS["staircase"], scores) for _ in range(2))
+    first, second = (attention(kernel, *inputs, SLICES["staircase"], scores) for _ in range(2))
     same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert all(same) if kernel.deterministic else all(same[:2])
 
@@ -147,7 +148,7 @@ def test_kernels_agree():
     inputs = tensors(*shape, torch.bfloat16)
     wanted = request(shape, torch.bfloat16)
     here = {n: k for n, k in KERNELS.items() if k.supports(replace(wanted, deterministic=k.deterministic)) is None}
-    results = {n: attention(k, *inputs, PAIRS["packed"], scores) for n, k in here.items()}
+    results = {n: attention(k, *inputs, SLICES["packed"], scores) for n, k in here.items()}
     for name, result in results.items():
         for other, found in results.items():
             for a, b in zip(result, found, strict=True):
@@ -168,9 +169,9 @@ def test_library_refuses_nothing_it_was_said_to_take():
                 )
         shape = (4, 2, 64, 64)
         if kernel.supports(request(shape, torch.bfloat16, deterministic=kernel.deterministic)) is None:
-            for pairs in (
+            for slices in (
                 (AttentionSlice(0, 1, 0, 1),),
                 (AttentionSlice(5, 6, 0, 130),),
                 (AttentionSlice(0, 130, 7, 8),),
             ):
-                check(kernel, tensors(*shape, torch.bfloat16, rows=130), pairs, Scores(scale=0.1))
+                check(kernel, tensors(*shape, torch.bfloat16, rows=130), slices, Scores(scale=0.1))

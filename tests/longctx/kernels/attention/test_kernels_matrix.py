@@ -1,4 +1,4 @@
-"""Every kernel that runs on a CPU × dtype × pairs × score rules × shapes, held against the definition."""
+"""Every kernel that runs on a CPU × dtype × slices × score rules × shapes, held against the definition."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from longctx.errors import ConfigError
 from longctx.kernels.attention import blockwise, cpu_flash, tiles
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import AttentionSlice, RelativeBias, Scores
+from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import kernel_request
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from tests.longctx.kernels.attention.kernel_cases import (
-    PAIRS,
+    SLICES,
     band_matrix,
     distance_matrix,
     plain_attention,
@@ -55,7 +56,7 @@ def tile_size(request, monkeypatch):
 
 
 def check(
-    kernel, dtype: torch.dtype, pairs: list[AttentionSlice], scores: Scores, shape: tuple, *, sinks: bool = False
+    kernel, dtype: torch.dtype, slices: list[AttentionSlice], scores: Scores, shape: tuple, *, sinks: bool = False
 ) -> None:
     """Output, log-sum-exp and every gradient of a kernel against the definition's."""
     H, K, D, V, B = shape
@@ -66,9 +67,9 @@ def check(
     if scores.relative_bias is not None:
         leaves.append(scores.relative_bias.table_NH.double().clone().requires_grad_())
         wanted_scores = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=leaves[3]))
-    seen, distances = band_matrix(pairs, 20, 20), distance_matrix(pairs, 20, 20)
+    seen, distances = band_matrix(slices, 20, 20), distance_matrix(slices, 20, 20)
     want_out, want_lse = plain_attention(leaves[0], leaves[1], leaves[2], seen, wanted_scores, distances)
-    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=scores)
     got = [out, lse]
     if sinks:  # a logit without a value takes a share of every row
         want_total = torch.logaddexp(want_lse, torch.full_like(want_lse, 0.7))
@@ -77,7 +78,7 @@ def check(
         out, lse = out * torch.exp(lse - total).unsqueeze(-1).to(out.dtype), total
         got[0] = out
     dout = torch.randn(want_out.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    grads = kernel.backward(dout, q, k, v, out.to(dtype), lse, pairs, scores=scores)
+    grads = kernel.backward(dout, q, k, v, out.to(dtype), lse, slice_table(slices), scores=scores)
     wanted = torch.autograd.grad(want_out, leaves, dout.double(), allow_unused=True, materialize_grads=True)
     assert {x.dtype for x in (got[0], *grads[:3])} == {accumulate_dtype(dtype)}
     assert got[1].dtype == torch.float64
@@ -101,9 +102,9 @@ def cases(names, dtypes) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "tile_size"), cases(KERNELS, TOLERANCE), indirect=["tile_size"], ids=str)
-def test_pairs_against_definition(name, dtype, tile_size):
-    for pairs in PAIRS.values():
-        check(KERNELS[name], dtype, pairs, Scores(scale=0.3), SHAPES["shared keys"])
+def test_slices_against_definition(name, dtype, tile_size):
+    for slices in SLICES.values():
+        check(KERNELS[name], dtype, slices, Scores(scale=0.3), SHAPES["shared keys"])
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,8 @@ def test_pairs_against_definition(name, dtype, tile_size):
 )
 def test_shapes_and_sinks_against_definition(name, dtype, tile_size):
     for shape in SHAPES.values():
-        for pairs in (PAIRS["causal"], PAIRS["wide window"], PAIRS["blind rows"]):
-            check(KERNELS[name], dtype, pairs, Scores(scale=0.3), shape, sinks=True)
+        for slices in (SLICES["causal"], SLICES["wide window"], SLICES["blind rows"]):
+            check(KERNELS[name], dtype, slices, Scores(scale=0.3), shape, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_shapes_and_sinks_against_definition(name, dtype, tile_size):
 def test_scores_against_definition(name, dtype, rule, tile_size):
     for case in ("causal", "later queries", "sinks and window", "striped, with window", "none"):
         for shape in SHAPES.values():
-            check(KERNELS[name], dtype, PAIRS[case], rules(shape[0], dtype)[rule], shape)
+            check(KERNELS[name], dtype, SLICES[case], rules(shape[0], dtype)[rule], shape)
 
 
 @pytest.mark.parametrize("rule", ["softcap", "alibi", "bias"])
@@ -134,7 +135,7 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
     scores = rules(4)[rule]
     assert "it has no" in (KERNELS["cpu_flash"].supports(kernel_request(q, k, v, scores)) or "")
     with pytest.raises(ConfigError, match="blockwise"):
-        KERNELS["cpu_flash"].forward(q, k, v, [AttentionSlice(0, 3, 0, 3)], scores=scores)
+        KERNELS["cpu_flash"].forward(q, k, v, slice_table([AttentionSlice(0, 3, 0, 3)]), scores=scores)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
@@ -152,14 +153,14 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
 def test_scores_that_make_no_sense(name, scores, message):
     q, k, v = tensors(3, 3)
     with pytest.raises(ConfigError, match=message):
-        KERNELS[name].forward(q, k, v, [AttentionSlice(0, 3, 0, 3)], scores=scores)
+        KERNELS[name].forward(q, k, v, slice_table([AttentionSlice(0, 3, 0, 3)]), scores=scores)
 
 
 @pytest.mark.parametrize("D", [1, 7, 63, 65, 257])
 @pytest.mark.parametrize("name", ["cpu_flash", "cpu_flash, native", "blockwise"])
 def test_odd_head_sizes(name, D):
     for dtype in (torch.float32, torch.bfloat16):
-        check(KERNELS[name], dtype, PAIRS["window"], Scores(scale=D**-0.5), (2, 1, D, D, 1))
+        check(KERNELS[name], dtype, SLICES["window"], Scores(scale=D**-0.5), (2, 1, D, D, 1))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -167,22 +168,24 @@ def test_rows_of_strided_views_and_empty_tensors(name):
     kernel, scores = KERNELS[name], Scores(scale=0.3)
     qkv = torch.randn(1, 24, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k, v = qkv[:, 2:22, :4], qkv[:, 4:, 4:6], qkv[:, 4:, 6:]
-    pairs = [AttentionSlice(0, 20, 0, 20, lo=0, hi=7)]
-    found = kernel.forward(q, k, v, pairs, scores=scores)
-    torch.testing.assert_close(found, kernel.forward(q.clone(), k.clone(), v.clone(), pairs, scores=scores))
-    out, lse = kernel.forward(q[:, :0], k, v, [], scores=scores)
+    slices = [AttentionSlice(0, 20, 0, 20, lo=0, hi=7)]
+    found = kernel.forward(q, k, v, slice_table(slices), scores=scores)
+    torch.testing.assert_close(
+        found, kernel.forward(q.clone(), k.clone(), v.clone(), slice_table(slices), scores=scores)
+    )
+    out, lse = kernel.forward(q[:, :0], k, v, slice_table([]), scores=scores)
     assert out.shape == (1, 0, 4, 8)
-    assert kernel.backward(out, q[:, :0], k, v, out, lse, [], scores=scores).dk_BsKD.abs().sum() == 0
+    assert kernel.backward(out, q[:, :0], k, v, out, lse, slice_table([]), scores=scores).dk_BsKD.abs().sum() == 0
 
 
 @pytest.mark.parametrize("name", ["cpu_flash", "blockwise"])
 def test_equal_bits_on_repetition(name):
-    kernel, pairs, scores = KERNELS[name], [AttentionSlice(0, 700, 0, 700, lo=0)], Scores(scale=0.3)
+    kernel, slices, scores = KERNELS[name], [AttentionSlice(0, 700, 0, 700, lo=0)], Scores(scale=0.3)
     if name == "blockwise":
         scores = rules(4, torch.float32)["all"]
     q, k, v = tensors(700, 700)
-    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
-    runs = [kernel.backward(out, q, k, v, out, lse, pairs, scores=scores) for _ in range(2)]
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=scores)
+    runs = [kernel.backward(out, q, k, v, out, lse, slice_table(slices), scores=scores) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True) if a is not None)
 
 
@@ -193,8 +196,8 @@ def test_keys_outside_the_band_weigh_exactly_nothing(name, dtype, tile_size):
     dout = torch.ones_like(q).index_fill(
         1, torch.arange(12, 20), 0
     )  # no row that sees those values asks for a gradient
-    pairs, scores = [AttentionSlice(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
-    out, lse = KERNELS[name].forward(q, k, v, pairs, scores=scores)
+    slices, scores = [AttentionSlice(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
+    out, lse = KERNELS[name].forward(q, k, v, slice_table(slices), scores=scores)
     assert out[:, :12].abs().max() < 10
-    grads = KERNELS[name].backward(dout, q, k, v, out, lse, pairs, scores=scores)
+    grads = KERNELS[name].backward(dout, q, k, v, out, lse, slice_table(slices), scores=scores)
     assert grads.dk_BsKD[:, 12:].abs().max() == grads.dv_BsKV[:, 12:].abs().max() == 0

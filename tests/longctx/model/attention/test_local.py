@@ -18,7 +18,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention, continuation_pairs, document_pairs
+from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
@@ -148,10 +148,10 @@ masks = st.builds(
 )
 
 
-def named(pairs, num_queries: int, num_keys: int) -> list[list[int]]:
+def named(slices, num_queries: int, num_keys: int) -> list[list[int]]:
     """How often each query and key is named."""
     seen = [[0] * num_keys for _ in range(num_queries)]
-    for p in pairs:
+    for p in slices:
         for i in range(p.q_start, p.q_stop):
             for j in range(p.k_start, p.k_stop):
                 seen[i][j] += (p.lo is None or i - j >= p.lo) and (p.hi is None or i - j <= p.hi)
@@ -160,15 +160,15 @@ def named(pairs, num_queries: int, num_keys: int) -> list[list[int]]:
 
 @settings(deadline=None, max_examples=60)
 @given(masks, st.integers(0, 30))
-def test_pairs_name_every_visible_key_once(mask, before):
+def test_slices_name_every_visible_key_once(mask, before):
     T = mask.num_tokens
     assert mask.num_documents == len(mask.cu_seqlens) - 1
-    assert named(document_pairs(mask), T, T) == [[visible(mask, i, j) for j in range(T)] for i in range(T)]
+    assert named(document_slices(mask), T, T) == [[visible(mask, i, j) for j in range(T)] for i in range(T)]
     queries = T - min(before, T)
-    pairs = continuation_pairs(mask, queries, T)
+    slices = continuation_slices(mask, queries, T)
     one = AttentionMask((0, T), mask.causal, mask.window, mask.sink_tokens)
-    assert named(pairs, queries, T) == [[visible(one, i, j) for j in range(T)] for i in range(T - queries, T)]
-    assert all(p.step == 1 and p.offset == T - queries for p in pairs)  # tokens' distance is i − j + offset
+    assert named(slices, queries, T) == [[visible(one, i, j) for j in range(T)] for i in range(T - queries, T)]
+    assert all(p.step == 1 and p.offset == T - queries for p in slices)  # tokens' distance is i − j + offset
 
 
 @pytest.mark.parametrize("changes", [{}, {"window": 4}, {"window": 3, "sink_tokens": 2}], ids=str)

@@ -14,8 +14,9 @@ from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.slices import table_slices
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention, document_pairs
+from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
@@ -65,11 +66,11 @@ def t5_buckets(distances: torch.Tensor) -> torch.Tensor:
 
 
 def named(work, num_queries: int, num_keys: int) -> torch.Tensor:
-    """How often (query rows, key rows, pairs) name each query and key; checks the distances that the pairs tell."""
-    queries, keys, pairs = work
+    """How often (query rows, key rows, slices) name each query and key; checks the distances that the slices tell."""
+    queries, keys, slices = work
     seen = torch.zeros(num_queries, num_keys, dtype=torch.int64)
     assert all(len(rows.unique()) == len(rows) for rows in (queries, keys))
-    for p in pairs:
+    for p in table_slices(slices):
         i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
         inside = (i - j >= (-(2**40) if p.lo is None else p.lo)) & (i - j <= (2**40 if p.hi is None else p.hi))
         apart = queries[i] + (num_keys - num_queries) - keys[j]
@@ -85,7 +86,7 @@ documents = st.lists(st.integers(0, 14), min_size=1, max_size=4).map(lambda n: (
 @given(documents, st.integers(1, 16), st.integers(1, 16), st.integers(0, 40))
 def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
     mask, T = AttentionMask(cu_seqlens, window=window, stride=stride), cu_seqlens[-1]
-    band, nothing = (torch.arange(T), torch.arange(T), document_pairs(mask)), torch.zeros(T, T, dtype=torch.int64)
+    band, nothing = (torch.arange(T), torch.arange(T), mask.slice_table), torch.zeros(T, T, dtype=torch.int64)
     strided = strided_work(whole_documents(cu_seqlens), window, stride)
     got = named(band, T, T) + (nothing if strided is None else named(strided, T, T))
     assert torch.equal(got, sees(cu_seqlens, window, stride).long())
@@ -161,13 +162,13 @@ def test_a_cache_continues(window, stride, rich):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_cuda_adapters_take_a_strides_pairs(name):
+def test_cuda_adapters_take_a_strides_slices(name):
     """Of packed documents, and of new queries, with distances where the adapter has them."""
     slopes = torch.tensor([0.5, 0.25, 0.11, 0.0]) if name in ("flash2", "flex") else None
     for pieces in (whole_documents((0, 1, 12, 30)), continuation(7, 30)):
         work = strided_work(pieces, 3, 4)
         assert work is not None
-        check(KERNELS[name](), work.pairs, Scores(scale=0.3, alibi_slopes_H=slopes))
+        check(KERNELS[name](), table_slices(work.slices), Scores(scale=0.3, alibi_slopes_H=slopes))
 
 
 def test_one_new_token_reads_its_class_alone():

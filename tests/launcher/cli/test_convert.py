@@ -1,0 +1,46 @@
+"""``convert``."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.launcher.cli.calls import call
+
+
+def test_there_and_back_are_the_same_bytes(capsys, run, world, tmp_path):
+    code, out, _ = call(capsys, "convert", "--to", "hf", run, tmp_path / "hf")
+    assert code == 0
+    assert "from_pretrained" in out
+    weights = "model.safetensors"
+    assert (tmp_path / "hf" / weights).read_bytes() == (world / "hf" / weights).read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (world / "tokenizer.model").read_bytes()
+
+
+def test_dtype_reaches_the_files(capsys, run, tmp_path):
+    checkpoint = run / "checkpoints/step_000020"
+    assert call(capsys, "convert", "--to", "hf", checkpoint, tmp_path / "hf", "--dtype", "bfloat16")[0] == 0
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_it_reports_what_was_verified(capsys, world, run, tmp_path):
+    words = ("convert", "--to", "hf", run, tmp_path / "tensors", "--dtype", "bfloat16", "--verify", "tensors")
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert re.search(r"Cast as asked: \d+ tensors float32 → bfloat16, which loses bits", out)
+    assert re.search(r"Verified: \d+ tensors, .* read back: names, dtypes, shapes and hashes are equal", out)
+    assert "logits" not in out.lower()
+    assert "Not verified" in call(capsys, "convert", "--to", "hf", run, tmp_path / "none", "--verify", "none")[1]
+    code, out, _ = call(capsys, "convert", "--from", "hf", world / "hf", tmp_path / "ours", "--verify")
+    assert code == 0
+    assert len(out.splitlines()) <= 6
+    assert re.search(r"256 tokens in float32: logits at most \S+ apart .* KL at most \S+ nats a token", out)
+    assert "tokenizer.json" in out
+
+
+def test_an_occupied_output_is_left_alone(capsys, run, tmp_path):
+    (tmp_path / "mine").write_text("x")
+    code, _, err = call(capsys, "convert", "--to", "hf", run, tmp_path)
+    assert code == 1
+    assert "already exists" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -1,0 +1,84 @@
+"""``data build|inspect|verify``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from tests.launcher.cli.calls import call, flip_a_byte
+
+
+def test_build_prints_its_splits_and_does_nothing_twice(capsys, world):
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
+    options = ["--output", world / "data", "--validation-fraction", "0.3", "--shard-tokens", "20000"]
+    code, out, _ = call(capsys, *words, *options)
+    assert code == 0
+    assert "up to date" in out
+    assert f"--data.train {world / 'data'}" in out
+    rows = [line.split() for line in out.splitlines()[1:3]]
+    assert [row[0] for row in rows] == ["training", "validation"]
+    assert sum(int(row[1]) for row in rows) == 24
+
+
+def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
+    corpus = world / "corpus"
+    two = sorted(path.name for path in corpus.iterdir())[:2]
+    words = ["data", "build", "--source", corpus, "--tokenizer", world / "tokenizer.model", "--json"]
+    code, out, err = call(
+        capsys, *words, "--output", tmp_path / "d", "--exclude", two[0], "--exclude", two[1], "nope/*"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert found["skipped"] == {"excluded": 2}
+    assert found["training"]["documents"] + (found["validation"] or {"documents": 0})["documents"] == 22
+    assert found["training"]["bytes_per_token"] > 1
+    assert "'nope/*' matches no file" in err
+
+
+def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, tmp_path):
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
+    assert call(capsys, *words, tmp_path / "d")[0] == 0
+    code, _, err = call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2")
+    assert (code, "another options" in err) == (1, True)
+    assert call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2", "--overwrite")[0] == 0
+
+
+def test_inspect_shows_packing_and_a_row(capsys, world):
+    code, out, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 0)
+    assert (code, err) == (0, "")
+    assert re.search(r"^truncated tokens +0 +0$", out, re.MULTILINE)
+    assert "row 0 of" in out
+    assert ".py: tokens" in out
+
+
+def test_inspect_json_parses(capsys, world):
+    code, out, _ = call(capsys, "data", "inspect", world / "data", "--json", "--seq-len", 512, "--row", 1)
+    found = json.loads(out)
+    assert code == 0
+    assert found["split"] == "training"
+    assert found["validation"]["split"] == "validation"
+    assert found["packing"]["truncated_tokens"] == 0
+    assert found["row"]["tokens"] + found["row"]["padding_tokens"] == 512
+    assert "row" not in json.loads(call(capsys, "data", "inspect", world / "data", "--json")[1])
+
+
+def test_a_row_beyond_the_epoch_is_wrong_usage(capsys, world):
+    code, _, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 10**6)
+    assert code == 2
+    assert "rows 0 to" in err
+
+
+def test_verify_names_every_damaged_shard(capsys, world, tmp_path):
+    assert call(capsys, "data", "verify", world / "data")[0] == 0
+    folder = Path(shutil.copytree(world / "data", tmp_path / "d"))
+    flip_a_byte(folder / "00000.arrow")
+    (folder / "validation" / "00000.arrow").unlink()
+    code, out, _ = call(capsys, "data", "verify", folder)
+    assert code == 1
+    assert str(folder / "00000.arrow") in out
+    assert str(folder / "validation" / "00000.arrow") in out
+    code, out, _ = call(capsys, "data", "verify", folder, "--json")
+    assert code == 1
+    assert len(json.loads(out)["problems"]) == 2

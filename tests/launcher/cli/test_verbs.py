@@ -1,0 +1,221 @@
+"""Help, wrong usage, exit codes and streams, whatever the verb."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.console import program
+from launcher.cli.verbs import UNBUILT, VERBS, Verb, parse
+from longctx import __version__
+from tests.helpers import REPOSITORY
+from tests.launcher.cli.calls import call, start
+
+
+def examples_in(text: str) -> list[list[str]]:
+    """The words of every example line, without the name of the program."""
+    name = program()
+    lines = [line.strip() for line in text.splitlines() if line.startswith(f"  {name} ")]
+    return [shlex.split(line.removeprefix(name)) for line in lines]
+
+
+def listed_in(overview: str) -> set[str]:
+    """The verbs of an overview."""
+    lines = overview.partition("verbs:\n")[2].partition("\n\n")[0].splitlines()
+    return {line.strip().partition("  ")[0] for line in lines}
+
+
+class TestHelp:
+    @pytest.mark.parametrize("name", VERBS)
+    def test_every_verb_teaches_with_an_example_that_parses(self, capsys, name):
+        verb = name.split()
+        code, out, _ = call(capsys, *verb, "--help")
+        assert code == 0
+        examples = examples_in(out)
+        assert examples
+        for words in examples:
+            assert words[: len(verb)] == verb
+            assert callable(parse(words))
+
+    def test_the_overview_lists_every_verb_and_its_examples_parse(self, capsys):
+        code, out, _ = call(capsys, "--help")
+        assert code == 0
+        assert listed_in(out) == set(VERBS)
+        examples = examples_in(out)
+        assert len(examples) == 5
+        for words in examples:
+            assert callable(parse(words))
+
+    def test_options_reach_the_function_with_their_types(self):
+        words = ["data", "build", "--source", "s", "--exclude", "a", "b", "--exclude", "c", "--text-field", "body"]
+        bound = parse([*words, "--tokenizer", "t", "--output", "o", "--validation-fraction", "0.5", "--json"])
+        assert isinstance(bound, functools.partial)
+        corpus = bound.args[0] if bound.args else bound.keywords["corpus"]
+        assert corpus.words() == ["--source", "s", "--exclude", "a", "b", "c", "--text-field", "body"]
+        options = {name: value for name, value in bound.keywords.items() if name != "corpus"}
+        assert options == {
+            "tokenizer": Path("t"),
+            "output": Path("o"),
+            "validation_fraction": 0.5,
+            "shard_tokens": None,
+            "overwrite": False,
+            "json": True,
+        }
+
+    def test_the_version(self, capsys):
+        assert call(capsys, "--version")[:2] == (0, f"longctx {__version__}\n")
+
+    def test_help_imports_nothing_heavy_and_comes_at_once(self):
+        script = (
+            "import sys; from launcher.cli import main; code = main(['--help']);"
+            "heavy = {'torch', 'deepspeed', 'pyarrow', 'numpy', 'rich', 'matplotlib', 'pydantic'} & set(sys.modules);"
+            "sys.exit(f'{heavy}' if heavy else code)"
+        )
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        # Processor time, which a busy machine does not stretch: 0.1 s.
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+    @pytest.mark.parametrize("name", UNBUILT)
+    def test_unbuilt_names_are_not_advertised_and_say_so(self, capsys, name):
+        words = name.split()
+        _, overview, _ = call(capsys, *words[:-1], "--help")
+        assert listed_in(overview)
+        assert name not in listed_in(overview)
+        code, out, err = call(capsys, *words, "--anything", "goes")
+        assert (code, out) == (2, "")
+        assert "not built yet" in err
+        assert err.count("\n") == 1
+
+
+class TestWrongUsage:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            [],
+            ["frobnicate"],
+            ["data"],
+            ["data", "inspect"],
+            ["data", "build", "--source", "stdlib"],
+            ["data", "inspect", "x", "--seq-len", "many"],
+            ["data", "inspect", "x", "--row", "1"],
+            ["data", "inspect", "x", "--seq", "64"],
+            ["convert", "a", "b"],
+            ["convert", "--to", "hf", "--from", "hf", "a", "b"],
+            ["convert", "--to", "gguf", "a", "b"],
+            ["convert", "--to", "hf", "a", "b", "--dtype", "int8"],
+            ["convert", "--to", "hf", "a", "b", "--verify", "most"],
+            ["convert", "--to", "hf", "a"],
+            ["generate", "--checkpoint", "x", "--prompt", "y"],
+        ],
+        ids=" ".join,
+    )
+    def test_ends_with_2_and_words(self, capsys, words):
+        code, out, err = call(capsys, *words)
+        assert (code, out) == (2, "")
+        assert 1 <= len(err.strip().splitlines()) <= 4
+
+    @pytest.mark.parametrize(
+        ("words", "nearest"),
+        [
+            (["data", "inspct", "x"], "data inspect"),
+            (["train"], "tokenizer train"),
+            (["data"], "data build, data inspect, data verify"),
+            (["data", "inspect", "x", "--seq", "64"], "--seq-len"),
+            (["data", "build", "--source", "stdlib"], "--tokenizer F.model, --output DIR"),
+            (["convert", "--to", "gguf", "a", "b"], "'hf'"),
+            (["convert", "--to", "hf", "a", "b", "--dtype", "int8"], "'float32', 'bfloat16', 'float16'"),
+            (["convert", "--to", "hf", "a", "b", "--verify", "most"], "'auto', 'tensors', 'logits', 'none'"),
+            (["convert", "a", "b"], "--to, --from, --upcycle"),
+            (["data", "inspect", "x", "--seq-len", "many"], "'many'"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    )
+    @pytest.mark.parametrize("columns", ["40", "200"])
+    def test_names_what_would_work_on_any_terminal(self, capsys, monkeypatch, columns, words, nearest):
+        monkeypatch.setenv("COLUMNS", columns)
+        _, _, err = call(capsys, *words)
+        assert nearest in err
+        assert not set(err) & set("╭│╰─")
+        assert err.splitlines()[1].startswith(f"`{program()}")
+
+    @pytest.mark.parametrize(
+        ("words", "names"),
+        [
+            (["tokenizer", "train", "--source", "NO", "--vocab-size", 600, "--output", "OUT"], "does not exist"),
+            (["data", "build", "--source", "stdlib", "--tokenizer", "NO", "--output", "OUT"], "tokenizer train"),
+            (["data", "inspect", "NO"], "data build"),
+            (["data", "verify", "NO"], "data build"),
+            (["data", "verify", "EMPTY"], "not a shard folder"),
+            (["convert", "--to", "hf", "EMPTY", "OUT"], "neither a checkpoint"),
+            (["convert", "--from", "hf", "EMPTY", "OUT"], "config.json"),
+            (["convert", "--to", "hf", "NO", "OUT"], "does not exist"),
+            (["convert", "--from", "hf", "NO", "OUT"], "does not exist"),
+            (["convert", "--from", "hf", "EMPTY", "WITHIN"], "lies inside of"),
+            (["checkpoint", "list", "EMPTY"], "not a run folder"),
+            (["checkpoint", "verify", "NO"], "does not exist"),
+            (["generate", "--checkpoint", "EMPTY", "--prompt", "", "--max-new-tokens", 1], "neither a checkpoint"),
+            (["report", "EMPTY"], "not a run folder"),
+        ],
+        ids=lambda value: " ".join(map(str, value[:3])) if isinstance(value, list) else None,
+    )
+    def test_missing_things_end_with_1_and_leave_nothing(self, capsys, tmp_path, words, names):
+        (tmp_path / "empty").mkdir()
+        places = {"NO": tmp_path / "no", "EMPTY": tmp_path / "empty", "OUT": tmp_path / "out"}
+        places["WITHIN"] = places["EMPTY"] / "out"
+        code, out, err = call(capsys, *(places.get(word, word) for word in words))
+        assert (code, out) == (1, "")
+        assert names in err
+        assert "Traceback" not in err
+        assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+    def test_a_file_system_that_refuses_is_no_traceback(self, capsys, monkeypatch):
+        def refuse():
+            Path("/proc/version/x").read_text()
+
+        monkeypatch.setitem(VERBS, "report", Verb(refuse, ()))
+        code, _, err = call(capsys, "report")
+        assert code == 1
+        assert "/proc/version/x: Not a directory." in err
+        assert "Traceback" not in err
+
+    def test_a_missing_package_is_named_and_ours_is_a_fault(self, capsys, monkeypatch):
+        for name, fault in (("pyarrow.parquet", False), ("longctx.nothing", True)):
+
+            def fail(*, name: str = name):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+            monkeypatch.setitem(VERBS, "report", Verb(fail, ()))
+            code, _, err = call(capsys, "report")
+            assert code == 1
+            assert ("Traceback" in err) is fault
+            assert ("make setup" in err) is not fault
+
+
+class TestProcess:
+    def test_a_reader_that_leaves_ends_quietly(self, world):
+        process = start("data", "inspect", world / "data", "--json")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=30) == 0
+
+    def test_interrupted_training_of_a_tokenizer_leaves_nothing(self, tmp_path):
+        options = ["--source", "stdlib", "--vocab-size", 8000, "--output", tmp_path / "f.model"]
+        process = start("tokenizer", "train", *options)
+        assert process.stderr.readline() == "training a tokenizer on stdlib …\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=5)  # training itself would take several times as long
+        assert process.returncode == 130
+        assert err.strip() == "Interrupted. Nothing half-written is left."
+        assert list(tmp_path.iterdir()) == []
