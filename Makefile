@@ -2,7 +2,7 @@
 # make test    set up, then the tests
 # make setup   the virtual environment alone; seconds when there is nothing to do
 # make bench   ratios against named limits and peers, all in one run
-# make faults  the slow proofs: parity over 20 steps, recall, whole-corpus round trip
+# make faults  the slow proofs: parity over 20 steps, recall, whole-corpus round trip; PART=2/3 runs the second third
 # make lint    what CI runs after the tests
 
 SHELL := /bin/bash
@@ -15,6 +15,7 @@ TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
 WORKERS ?= 2
+PART ?= 1/1
 
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
@@ -42,7 +43,7 @@ test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multigpu"
 
 faults: setup
-	@$(BIN)/python -m pytest -m slow --timeout 1800
+	@$(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)
 
 bench: setup
 	@$(BIN)/python -m benchmarks.attention
@@ -52,7 +53,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks.moe
 
 lint: setup
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell && $(BIN)/python -m tests.lint.style
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

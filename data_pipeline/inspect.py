@@ -1,4 +1,4 @@
-"""Answers about a shard folder as values: what it holds, what a row looks like, what is wrong with it."""
+"""What a shard folder holds, what one of its rows looks like, what is wrong with it: answers as plain values."""
 
 from __future__ import annotations
 
@@ -129,6 +129,7 @@ def verify(folder: str | Path) -> list[str]:
 
 
 def _problems(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with one shard folder."""
     try:
         manifest = Manifest.load(folder)
     except DataError as error:
@@ -140,6 +141,7 @@ def _problems(folder: Path) -> Iterator[str]:
             yield f"{path} is not listed in the manifest."
     broken = list(_broken_shards(folder, manifest))
     yield from broken
+    # Opening the folder would only repeat the first broken shard.
     if not (folder / TOKENIZER_FILE).exists():
         yield f"{folder / TOKENIZER_FILE} is missing."
     elif not broken:
@@ -150,10 +152,11 @@ def _problems(folder: Path) -> Iterator[str]:
 
 
 def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Shards one by one, so that one damaged file does not hide another."""
+    """Yield what is wrong with the shards, read one by one: a damaged file does not hide another."""
     documents = tokens = 0
     for entry in manifest.shards:
-        documents, tokens = documents + entry.documents, tokens + entry.tokens
+        documents += entry.documents
+        tokens += entry.tokens
         try:
             values = ShardSet.open_one(folder, manifest, entry).shard_tokens(0)
         except DataError as error:
@@ -162,22 +165,26 @@ def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
         largest = int(values.max(initial=0))
         if largest >= manifest.vocab_size:
             yield f"{folder / entry.file} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
+    # Each entry may fit its file while the totals do not: an entry is missing, or there twice.
     if (documents, tokens) != (manifest.documents, manifest.tokens):
         yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
 
 
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
+    """A piece of a row, decoded at both ends; whole where the two ends would meet."""
     document, start, stop = piece
     ids = shards.slice(document, start, stop)
-    whole = len(ids) <= 2 * preview
+    head, tail = ids, ids[:0]
+    if len(ids) > 2 * preview:
+        head, tail = ids[:preview], ids[len(ids) - preview :]
     return PieceView(
         document=document,
         name=shards.name(document),
         start=start,
         stop=stop,
         document_tokens=int(shards.lengths[document]),
-        head=tokenizer.decode(ids if whole else ids[:preview]),
-        tail="" if whole else tokenizer.decode(ids[len(ids) - preview :]),
+        head=tokenizer.decode(head),
+        tail=tokenizer.decode(tail),
     )
 
 

@@ -1,4 +1,4 @@
-"""Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any of them.
+"""Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
 
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. Micro-batch a of data rank d takes the B rows from
 s·R + a·(D·B) + d·B. Rows of epoch e + 1 follow those of epoch e directly.
@@ -78,7 +78,7 @@ def build_validation_loader(
 
 
 class Loader:
-    """Endless micro-batches for one data rank. Made by ``build_loader``."""
+    """Endless micro-batches for one data rank. ``build_loader`` makes it."""
 
     def __init__(
         self,
@@ -104,22 +104,25 @@ class Loader:
         self._shuffle = shuffle
         self._plans: dict[int, RowPlan] = {}
         self._epoch = 0
+        # Where the last whole step ended; the state is these four numbers, so it never points into a step.
         self._epoch_row = 0  # next unread row of the epoch
         self._rows_consumed = 0
         self._tokens_consumed = 0
-        self._step_rows: list[Pieces] = []  # all ranks' rows of the step under way
-        self._micro_batch = 0  # next micro-batch of that step
+        # The step under way: all ranks' rows, and the micro-batch that comes next.
+        self._step_rows: list[Pieces] = []
+        self._micro_batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """Continues where the loader stands; it never ends."""
+        """The loader itself: iteration goes on where it stands, and never ends."""
         return self
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank."""
         if self._micro_batch == 0:
             self._step_rows = self._rows_of_step()
-        width = self._data_degree * self._micro_batch_rows
-        first = self._micro_batch * width + self._data_rank * self._micro_batch_rows
+        # Ranks take neighbouring rows of the same micro-batch, as the module's docstring says.
+        rows_of_all_ranks = self._data_degree * self._micro_batch_rows
+        first = self._micro_batch * rows_of_all_ranks + self._data_rank * self._micro_batch_rows
         batch = build_batch(self.shards, self._step_rows[first : first + self._micro_batch_rows], self.seq_len)
         self._micro_batch += 1
         if self._micro_batch == self.micro_batches_per_step:
@@ -166,7 +169,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the step that ``state`` was taken at; ``DataError`` if it belongs to other data or order."""
+        """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
         own = self.state_dict()
         if not isinstance(state, dict) or set(state) != set(own):
             raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
@@ -188,13 +191,15 @@ class Loader:
     def _rows_of_step(self) -> list[Pieces]:
         """The next ``rows_per_step`` global rows, across as many epochs as they take."""
         rows: list[Pieces] = []
-        epoch, row = self._epoch, self._epoch_row
+        epoch = self._epoch
+        row = self._epoch_row
         while len(rows) < self._rows_per_step:
             rows.append(self._plan(epoch).row(row))
             epoch, row = self._after(epoch, row)
         return rows
 
     def _finish_step(self) -> None:
+        """Count the step's rows and tokens, and move to the row after them."""
         for _ in self._step_rows:
             self._epoch, self._epoch_row = self._after(self._epoch, self._epoch_row)
         self._rows_consumed += len(self._step_rows)
@@ -202,17 +207,23 @@ class Loader:
         self._micro_batch = 0
 
     def _after(self, epoch: int, row: int) -> tuple[int, int]:
-        return (epoch, row + 1) if row + 1 < self._plan(epoch).num_rows else (epoch + 1, 0)
+        """Epoch and row of the row that follows."""
+        if row + 1 < self._plan(epoch).num_rows:
+            return epoch, row + 1
+        return epoch + 1, 0
 
     def _plan(self, epoch: int) -> RowPlan:
+        """The rows of an epoch, planned once."""
         if epoch not in self._plans:
             plan = plan_rows(self.shards.lengths, self.seq_len, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            self._plans = {e: p for e, p in self._plans.items() if e == self._epoch} | {epoch: plan}
+            # A step may reach from one epoch into the next; plans of earlier epochs only cost memory.
+            current = {e: p for e, p in self._plans.items() if e == self._epoch}
+            self._plans = current | {epoch: plan}
         return self._plans[epoch]
 
 
 class ValidationLoader:
-    """A fixed number of rows in a fixed order, for one data rank. Made by ``build_validation_loader``."""
+    """A fixed number of rows in a fixed order, for one data rank. ``build_validation_loader`` makes it."""
 
     def __init__(
         self,
@@ -238,16 +249,17 @@ class ValidationLoader:
         return -(-self.num_rows // (self._data_degree * self._micro_batch_rows))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Starts from the first row each time."""
+        """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
             first = (number * self._data_degree + self._data_rank) * self._micro_batch_rows
-            rows = [
-                self._plan.row(r) if r < self.num_rows else [] for r in range(first, first + self._micro_batch_rows)
-            ]
+            # Every rank takes part in every collective, so a rank without rows gets rows of padding.
+            wanted = range(first, first + self._micro_batch_rows)
+            rows = [self._plan.row(row) if row < self.num_rows else [] for row in wanted]
             yield build_batch(self.shards, rows, self.seq_len)
 
 
 def _open(folder: str | Path, *, verify: bool) -> ShardSet:
+    """The shard folder; ``DataError`` if it has no documents."""
     shards = ShardSet.open(folder, verify=verify)
     if not shards.num_documents:
         raise DataError(f"{folder} holds no documents. Build it again from a source with text.")
@@ -263,11 +275,11 @@ def _check_sizes(*, seq_len: int, micro_batch_rows: int, data_rank: int, data_de
 
 
 def _check_rows_per_step(rows_per_step: int, *, data_degree: int, micro_batch_rows: int) -> None:
-    width = data_degree * micro_batch_rows
-    if rows_per_step < 1 or rows_per_step % width:
-        below = max(rows_per_step // width, 0) * width
-        nearest = f"{below} or {below + width}" if below else f"{width}"
+    unit = data_degree * micro_batch_rows
+    if rows_per_step < 1 or rows_per_step % unit:
+        below = max(rows_per_step // unit, 0) * unit
+        nearest = f"{below} or {below + unit}" if below else f"{unit}"
         raise ConfigError(
             f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} × "
-            f"micro_batch_rows={micro_batch_rows} = {width} rows. Try rows_per_step={nearest}."
+            f"micro_batch_rows={micro_batch_rows} = {unit} rows. Try rows_per_step={nearest}."
         )

@@ -1,4 +1,4 @@
-"""Our own 64-bit integer mixing, so that an order never depends on a library's random generator or its version."""
+"""The order of documents and rows: a hash of 64-bit integers that depends on no library's random generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Each uint64 replaced by its splitmix64 image: a bijection whose output bits look independent.
+    """The splitmix64 image of each uint64: a bijection whose output bits look independent.
 
     Constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
     """

@@ -22,12 +22,10 @@ PADDING = "<|padding|>"
 SPACE_MARK = "\u2581"
 """SentencePiece writes a space as this character, and so reads the character itself back as a space."""
 
-
 _CHUNK_CHARACTERS = 1 << 20  # SentencePiece needs about 100 bytes of memory for each byte it encodes at once
 
-
 Progress = Callable[[int, int], None]
-"""Called with the documents and the bytes of text done so far."""
+"""A function that takes the number of documents and of bytes of text done so far."""
 
 
 class Tokenizer:
@@ -46,7 +44,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Reads a model file; ``DataError`` if it is missing, damaged, or cannot frame documents."""
+        """Read a model file; ``DataError`` if it is missing, damaged, or cannot frame documents."""
         path = Path(path)
         try:
             return cls(path.read_bytes(), path=path)
@@ -57,7 +55,7 @@ class Tokenizer:
             ) from error
 
     def save(self, path: Path) -> None:
-        """Writes the model file, byte for byte as it was read."""
+        """Write the model file, byte for byte as it was read."""
         write_atomically(path, self._model)
 
     @property
@@ -78,7 +76,8 @@ class Tokenizer:
     @property
     def padding(self) -> int:
         """Id that fills a row; the document end where a foreign model has no padding id (its target never counts)."""
-        return self._processor.pad_id() if self._processor.pad_id() >= 0 else self.document_end
+        own = self._processor.pad_id()
+        return own if own >= 0 else self.document_end
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of ``text`` as int32, without begin and end."""
@@ -108,7 +107,7 @@ class Tokenizer:
         return self._processor.id_to_piece(int(token))
 
     def _encode_chunk(self, chunk: str) -> Iterator[np.ndarray]:
-        """Ids of a chunk, in parts: the space mark goes as its three bytes, which decode to itself, not to a space."""
+        """Yield the ids of a chunk, in parts: the space mark becomes its three bytes, which decode to itself."""
         chunk.encode()  # SentencePiece would fail on a lone surrogate without a useful message
         for number, part in enumerate(chunk.split(SPACE_MARK)):
             if number:
@@ -118,18 +117,21 @@ class Tokenizer:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """``text`` in order, cut after a newline about every million characters: memory stays bounded on any document."""
+    """Yield ``text``, cut after a newline about every million characters: memory stays bounded on any document."""
     start = 0
     while start < len(text):
         stop = start + _CHUNK_CHARACTERS
         if stop < len(text):
+            # Few tokens cross a newline; a line without end is cut all the same.
             newline = text.rfind("\n", start, stop)
-            stop = newline + 1 if newline >= 0 else stop
+            if newline >= 0:
+                stop = newline + 1
         yield text[start:stop]
         start = stop
 
 
 def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
+    """The processor of a model file; ``DataError`` if it is damaged or cannot give every text back."""
     damaged = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
     processor = spm.SentencePieceProcessor()
     try:

@@ -26,12 +26,13 @@ def main(argv: list[str]) -> None:
     check_run(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
     try:
+        from launcher.training.setup import build_run
         from launcher.training.trainer import Trainer
 
         # Rank 0 decides for all, should the hosts differ.
         native = device.type == "cuda" or has_native_bfloat16()
         config = config.resolve(native_bfloat16=broadcast_object(native))
-        Trainer(config, device).train()
+        Trainer(build_run(config, device)).train()
     finally:
         stop_process_group()
 

@@ -59,6 +59,15 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync_path(path: Path) -> None:
+    """Have the system put a file's or folder's content on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def staged_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``target`` that takes its name when the block ends well and vanishes when it fails.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
+from longctx.objectives.loss_sum import LossSum
 
 
 @dataclass(frozen=True)
@@ -22,27 +23,31 @@ class StepCounts:
     tokens: int
     """Tokens that are not padding."""
 
+    def loss(self, sums: LossSum, config: ModelConfig) -> Tensor:
+        """What one micro-batch of one rank adds to the step's loss: over all of them, these add up to the loss.
 
-def count_step(batches: Iterable[Batch], device: torch.device) -> StepCounts:
-    """Counts over every rank and micro-batch of the step, known before its first backward. Collective."""
+        The loss is the mean objective over the step's targets, plus the mean balance loss and router z-loss over its
+        tokens, summed over layers and weighted as ``config`` says.
+        """
+        of_routers = config.balance_loss_weight * sums.balance_sum + config.router_z_loss_weight * sums.z_sum
+        return sums.objective_sum / max(1, self.targets) + of_routers / max(1, self.tokens)
+
+    def mean_nll(self, nll_sum: float) -> float:
+        """The loss to report: the step's negative log-likelihood a target."""
+        return nll_sum / max(1, self.targets)
+
+
+def count_step(batches: Iterable[Batch]) -> StepCounts:
+    """Counts over every rank and micro-batch of the step, known before its first backward. Collective.
+
+    ``batches`` are this rank's shards, still on the CPU: counting them there waits for no device.
+    """
     targets = tokens = 0
     for batch in batches:
         targets += batch.num_targets
         tokens += int((batch.document_ids != PADDING_DOCUMENT).sum())
-    total = sum_over_ranks(torch.tensor([targets, tokens], dtype=torch.int64, device=device))
+    total = sum_over_ranks(torch.tensor([targets, tokens], dtype=torch.int64))
     return StepCounts(int(total[0]), int(total[1]))
-
-
-def micro_batch_loss(
-    objective_sum: Tensor, balance_sum: Tensor, z_sum: Tensor, counts: StepCounts, config: ModelConfig
-) -> Tensor:
-    """This rank's and micro-batch's additive share of the step's loss; the shares sum to the loss.
-
-    Mean objective over the step's targets, plus the mean balance loss and router z-loss over its tokens, summed over
-    layers and weighted as ``config`` says.
-    """
-    of_routers = config.balance_loss_weight * balance_sum + config.router_z_loss_weight * z_sum
-    return objective_sum / max(1, counts.targets) + of_routers / max(1, counts.tokens)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention.core import ContextParallelAttention
 from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
@@ -28,7 +29,7 @@ def build_parallel_model(
     transport: str = "auto",
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
-    recompute: bool = False,
+    execution: Execution | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     seed: int = 0,
@@ -42,11 +43,16 @@ def build_parallel_model(
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
     core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic)
-    decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), seed=None)
-    decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
+    decoder = Decoder(
+        config,
+        core,
+        linear_core=ContextParallelLinearAttention(mesh, layout),
+        dispatcher=_dispatcher(config, mesh),
+        execution=execution,
+        seed=None,
+    )
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    decoder.recompute = recompute  # 3. recomputation wraps blocks; what came of travelling is kept, so it sends nothing
-    # 4. the objective outermost: one forward, one module
+    # 3. the objective outermost: one forward, one module
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 

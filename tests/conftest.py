@@ -1,11 +1,31 @@
-"""Properties: the same examples every time in `make test`, new ones in `make faults`."""
+"""Properties: equal examples each time in `make test`, new ones in `make faults`. And parts of the suite, by name."""
 
 from __future__ import annotations
 
+import re
+import zlib
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # a loaded machine is no reason to fail
 settings.register_profile("search", deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part 2/3`` runs the second of three parts."""
+    parser.addoption("--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the selected tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the part that was asked for. A test's part follows from its name, so it never changes."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("--part"))
+    if match is None or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"--part={config.getoption('--part')} must be K/N with 1 <= K <= N, such as 2/3.")
+    part, parts = int(match[1]), int(match[2])
+    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_configure(config) -> None:

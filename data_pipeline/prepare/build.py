@@ -1,4 +1,4 @@
-"""From a source and a tokenizer to two shard folders: training, and inside it ``validation``."""
+"""Tokenize a source into two shard folders: training, and inside it ``validation``."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def build_shards(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Tokenizes ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
+    """Tokenize ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
 
-    A document is held out by a hash of its text alone, so equal texts fall on one side and nothing moves when others
-    come or go. Every document is decoded again and compared. The folder appears when it is complete or not at all. A
-    folder that was built from the same source, tokenizer and options is left as it is; another one is an error unless
-    ``overwrite``.
+    A document is held out by a hash of its text alone: equal texts fall on one side, and nothing moves when other
+    documents come or go. Every document is decoded again and compared. The folder appears when it is complete, or not
+    at all. A folder that was built from the same source, tokenizer and options is left as it is; another one is an
+    error unless ``overwrite``.
     """
     output = Path(output)
     if not 0 <= validation_fraction < 1:
@@ -103,18 +103,19 @@ def _write_splits(
     sources: list[dict[str, Any]],
     progress: Progress | None,
 ) -> None:
-    """Fills ``folder`` and its ``validation``; a split without documents gets no shards."""
+    """Fill ``folder`` and its ``validation``; a split without documents gets no shards."""
     held_out = folder / VALIDATION_FOLDER
     held_out.mkdir()
-    training, validation = (
-        ShardWriter(place, vocab_size=tokenizer.vocab_size, shard_tokens=options["shard_tokens"])
-        for place in (folder, held_out)
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": options["shard_tokens"]}
+    training = ShardWriter(folder, **sizes)
+    validation = ShardWriter(held_out, **sizes)
     text_bytes = 0
     for number, document in enumerate(source, start=1):
         encoded = _encode(document, tokenizer)
-        aside = falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT)
-        (validation if aside else training).add(encoded)
+        if falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT):
+            validation.add(encoded)
+        else:
+            training.add(encoded)
         text_bytes += encoded.text_bytes
         if progress is not None:
             progress(number, text_bytes)
@@ -124,9 +125,9 @@ def _write_splits(
             f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
         )
     common = {"tokenizer": tokenizer, "sources": sources, "options": options, "skipped": source.skipped}
-    for writer, place, split in ((training, folder, "training"), (validation, held_out, "validation")):
+    for writer, split_folder, split in ((training, folder, "training"), (validation, held_out, "validation")):
         if writer.num_documents:
-            tokenizer.save(place / TOKENIZER_FILE)
+            tokenizer.save(split_folder / TOKENIZER_FILE)
             writer.finish(split=split, **common)
     if not validation.num_documents:
         held_out.rmdir()
@@ -137,10 +138,11 @@ def _encode(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
     tokens = tokenizer.encode_document(document.text)
     decoded = tokenizer.decode(tokens)
     if decoded != document.text:
-        place = next((i for i, (a, b) in enumerate(zip(document.text, decoded, strict=False)) if a != b), len(decoded))
+        pairs = enumerate(zip(document.text, decoded, strict=False))
+        first = next((i for i, (before, after) in pairs if before != after), len(decoded))
         raise DataError(
-            f"{document.name} does not survive encoding and decoding with {tokenizer.path}: character {place} "
-            f"{document.text[place : place + 12]!r} became {decoded[place : place + 12]!r}.\n"
+            f"{document.name} does not survive encoding and decoding with {tokenizer.path}: character {first} "
+            f"{document.text[first : first + 12]!r} became {decoded[first : first + 12]!r}.\n"
             "Train the tokenizer with `longctx tokenizer train`, which keeps every character."
         )
     raw = document.text.encode()
@@ -150,7 +152,7 @@ def _encode(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
 def _check_same_recipe(
     output: Path, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Passes if ``output`` is what this build would make; otherwise says what differs."""
+    """Raise ``DataError`` unless ``output`` is what this build would make; say what differs."""
     if not (output / MANIFEST_FILE).is_file():
         raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
     manifest = ShardSet.open(output).manifest
@@ -163,10 +165,11 @@ def _check_same_recipe(
             "Name another folder, or replace it with --overwrite (overwrite=True)."
         )
     if (output / VALIDATION_FOLDER).exists():
-        ShardSet.open(output / VALIDATION_FOLDER)
+        ShardSet.open(output / VALIDATION_FOLDER)  # a damaged split is not up to date either
 
 
 def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
+    """What lies in ``output`` now, read from its manifests."""
     training = Manifest.load(output)
     held_out = output / VALIDATION_FOLDER
     validation = Manifest.load(held_out) if held_out.exists() else None

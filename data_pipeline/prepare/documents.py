@@ -1,4 +1,4 @@
-"""Document."""
+"""What a source yields: documents, and what it left out with the reason."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
+    """A file, line or row that was left out."""
+
     name: str
     reason: str
+    """A few words, such as ``empty`` or ``binary``: skips are counted by them."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
+    """A file to read."""
+
     path: Path
     name: str
+    """Path relative to the source, with ``/`` on every system."""
     size: int
+    """Bytes on disk."""
 
 
 Item = Document | Skip

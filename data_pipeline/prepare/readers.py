@@ -1,4 +1,4 @@
-"""Text, JSON Lines, Parquet."""
+"""Readers of one file: text, JSON Lines (also gzip and zstd), Parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BINARY_PROBE_BYTES = 8192
 
 
 def read(file: File, text_field: str) -> Iterator[Item]:
-    """Documents of one file, chosen by the ending of its name."""
+    """Yield the documents of one file; the ending of its name chooses the reader."""
     lowered = file.name.lower()
     reader = next((reader for ending, reader in _READERS.items() if lowered.endswith(ending)), _read_text)
     try:
@@ -27,7 +27,7 @@ def read(file: File, text_field: str) -> Iterator[Item]:
 
 
 def _check(item: Item) -> Item:
-    """Leaves out what no tokenizer can give back."""
+    """The item, or a Skip for a text that no tokenizer can give back."""
     if isinstance(item, Skip):
         return item
     if not item.text:
@@ -40,7 +40,7 @@ def _check(item: Item) -> Item:
 
 
 def _read_text(file: File, text_field: str) -> Iterator[Item]:
-    """The whole file as one document, bytes unchanged: no newline or byte-order-mark is touched."""
+    """Yield the whole file as one document, bytes unchanged: no newline or byte-order-mark is touched."""
     content = file.path.read_bytes()
     if b"\0" in content[:_BINARY_PROBE_BYTES]:
         yield Skip(file.name, "binary")
@@ -52,7 +52,7 @@ def _read_text(file: File, text_field: str) -> Iterator[Item]:
 
 
 def _read_jsonl(file: File, text_field: str) -> Iterator[Item]:
-    """One JSON object a line with the text in ``text_field``; blank lines are ignored."""
+    """Yield the text in ``text_field`` of each line's JSON object; blank lines are ignored."""
     compression = {".gz": "gzip", ".zst": "zstd"}.get(file.path.suffix.lower())
     # Arrow's stream notices a cut-off gzip or zstd file; zstandard's own reader ends in silence.
     with pa.input_stream(str(file.path), compression=compression) as stream:
@@ -63,7 +63,7 @@ def _read_jsonl(file: File, text_field: str) -> Iterator[Item]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines without their newline; only ``\\n`` ends one, as JSON Lines has it."""
+    """Yield lines without their newline; only ``\\n`` ends one, as JSON Lines has it."""
     rest = b""
     while piece := stream.read(1 << 20):
         *lines, rest = (rest + piece).split(b"\n")
@@ -72,29 +72,30 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
         yield rest
 
 
-def _text_of(line: bytes, text_field: str, place: str) -> str:
+def _text_of(line: bytes, text_field: str, where: str) -> str:
+    """The text of one line; ``DataError`` names ``where`` it stands and what it holds instead."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
         raise DataError(
-            f"{place}: not JSON ({error}).\nEvery line must be an object like {{{text_field!r}: …}}."
+            f"{where}: not JSON ({error}).\nEvery line must be an object like {{{text_field!r}: …}}."
         ) from error
     if not isinstance(entry, dict):
         raise DataError(
-            f"{place}: a {type(entry).__name__} where an object is wanted.\n"
+            f"{where}: a {type(entry).__name__} where an object is wanted.\n"
             f"Every line must be like {{{text_field!r}: …}}."
         )
     if not isinstance(entry.get(text_field), str):
         strings = [key for key, value in entry.items() if isinstance(value, str)]
         raise DataError(
-            f"{place}: no text in field {text_field!r}.\n"
+            f"{where}: no text in field {text_field!r}.\n"
             f"Fields with text: {', '.join(map(repr, strings)) or 'none'}. Name the right one as text_field."
         )
     return entry[text_field]
 
 
 def _read_parquet(file: File, text_field: str) -> Iterator[Item]:
-    """One row a document, read in batches of rows."""
+    """Yield one document a row, read in batches of rows: a table larger than memory is no trouble."""
     with pq.ParquetFile(file.path) as table:
         schema = table.schema_arrow
         strings = [
@@ -109,8 +110,12 @@ def _read_parquet(file: File, text_field: str) -> Iterator[Item]:
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=[text_field]):
             for text in cast(Iterable[str | None], batch.column(0).to_pylist()):
-                name, number = f"{file.name}:{number}", number + 1
-                yield Skip(name, "null") if text is None else Document(name, text)
+                name = f"{file.name}:{number}"
+                number += 1
+                if text is None:
+                    yield Skip(name, "null")
+                else:
+                    yield Document(name, text)
 
 
 _READERS: dict[str, Callable[[File, str], Iterator[Item]]] = {

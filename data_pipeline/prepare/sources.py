@@ -1,6 +1,6 @@
 """Where text comes from: the interpreter's own standard library, folders, text files, JSON Lines, Parquet.
 
-Documents come in a fixed order (by relative path, then by place in the file). What is left out is counted by reason.
+Documents come in a fixed order: by relative path, then by line or row. What is left out is counted by reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Source:
-    """A corpus that can be read again and again, always in the same order. Made by ``open_source``."""
+    """A corpus that can be read again and again, always in the same order. ``open_source`` makes it."""
 
     def __init__(
         self,
@@ -51,23 +51,24 @@ class Source:
         self._fingerprint: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        """Yields every document; raises ``DataError`` at a damaged file, or at the end if there was no text at all."""
-        skipped, count = Counter(self._left_out), 0
+        """Yield every document; raise ``DataError`` at a damaged file, or at the end if there was no text at all."""
+        skipped = Counter(self._left_out)
+        num_documents = 0
         for file in self._files:
             for item in read(file, self._text_field):
                 if isinstance(item, Skip):
                     logger.info("left out %s: %s", item.name, item.reason)
                     skipped[item.reason] += 1
                 else:
-                    count += 1
+                    num_documents += 1
                     yield item
         self._skipped = skipped
-        if not count:
+        if not num_documents:
             raise DataError(_no_text(self.spec, skipped))
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many files, lines or rows were left out, by reason; complete after one full reading."""
+        """Number of files, lines or rows that were left out, by reason; complete after one full reading."""
         return dict(sorted(self._skipped.items()))
 
     @property
@@ -90,10 +91,13 @@ class Source:
             digest = xxhash.xxh3_128()
             for file in self._files:
                 digest.update(json.dumps([file.name, file.size, _hash(file)]).encode())
-            interpreter = f"{platform.python_implementation()} {platform.python_version()}"
+            if self.kind == "stdlib":
+                read_as = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
+            else:
+                read_as = {"text_field": self._text_field}
             self._fingerprint = {
                 "kind": self.kind,
-                **({"interpreter": interpreter} if self.kind == "stdlib" else {"text_field": self._text_field}),
+                **read_as,
                 "exclude": list(self._exclude),
                 "files": self.num_files,
                 "bytes": self.num_bytes,
@@ -128,6 +132,7 @@ def open_source(spec: str | Path, *, text_field: str = "text", exclude: Sequence
 
 
 def _locate(spec: str) -> tuple[str, Path]:
+    """Kind and path of what a user named; ``DataError`` if there is nothing."""
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
     path = Path(spec)
@@ -151,11 +156,14 @@ def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> lis
     """Files below ``root`` by relative path; a file given itself is the whole list."""
     if root.is_file():
         return [File(root, root.name, root.stat().st_size)]
-    files = []
+    files: list[File] = []
     for folder, folders, names in os.walk(root, onerror=_unreadable):
-        kept = [f for f in folders if not (f in _NEVER if python_only else f.startswith("."))]
-        left_out["hidden"] += 0 if python_only else len(folders) - len(kept)
-        folders[:] = kept
+        if python_only:
+            kept = [name for name in folders if name not in _NEVER]
+        else:
+            kept = [name for name in folders if not name.startswith(".")]
+            left_out["hidden"] += len(folders) - len(kept)
+        folders[:] = kept  # os.walk goes into these alone
         for name in names:
             path = Path(folder, name)
             if python_only and path.suffix != ".py":
@@ -176,10 +184,12 @@ def _unreadable(error: OSError) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a file, or a folder above it."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
 
 
 def _no_text(spec: str, skipped: Counter[str]) -> str:
+    """What to say of a source without a document."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "it is empty"
     return (
         f"source={spec} holds no text that can be used ({reasons}).\n"
@@ -192,6 +202,3 @@ def _hash(file: File) -> str:
         return hash_file(file.path)
     except OSError as error:
         raise DataError(f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}.") from error
-
-
-# ---------------------------------------------------------------------------------------------------- reading files

@@ -1,4 +1,4 @@
-"""A SentencePiece model from a corpus."""
+"""Train a SentencePiece model on a corpus."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from longctx.errors import DataError
 from longctx.files import write_atomically
 
 SMALLEST_VOCAB_SIZE = 4 + 256 + 1
-"""Unknown, begin, end and padding, then one id for each byte; and something to learn."""
-
+"""Unknown, begin, end and padding; one id for each byte; one piece to learn."""
 
 _TRAINING_OPTIONS = {
     "model_type": "bpe",
@@ -51,10 +50,10 @@ def train_tokenizer(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tokenizer:
-    """Trains a BPE on ``documents`` and writes it to ``output``, all at once; the same input gives the same bytes.
+    """Train a BPE on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
-    Training holds the text in memory, so of a corpus above ``max_text_bytes`` it uses a sample of whole documents,
-    drawn by a hash of ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus cannot fill.
+    Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample of whole documents, drawn by
+    a hash of ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus cannot fill.
     """
     if vocab_size < SMALLEST_VOCAB_SIZE:
         raise DataError(
@@ -75,23 +74,25 @@ def train_tokenizer(
 
 
 def _sample(documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None) -> list[str]:
-    """Texts of at most ``max_text_bytes`` together, those with the smallest hash; in memory there is never much more.
+    """Texts of at most ``max_text_bytes`` together, those with the smallest hash; memory never holds much more.
 
-    The choice depends on neither order nor chunking, and one document is always kept.
+    The choice does not depend on the order of the documents. One document is always kept.
     """
     kept: list[tuple[int, int, str]] = []  # a heap with the largest hash first
     kept_bytes = seen_bytes = 0
     for number, document in enumerate(documents):
         raw = document.text.encode()
         heapq.heappush(kept, (-xxhash.xxh3_64_intdigest(raw, seed=seed), number, document.text))
-        kept_bytes, seen_bytes = kept_bytes + len(raw), seen_bytes + len(raw)
+        kept_bytes += len(raw)
+        seen_bytes += len(raw)
         while kept_bytes > max_text_bytes and len(kept) > 1:
             kept_bytes -= len(heapq.heappop(kept)[2].encode())
         if progress is not None:
             progress(number + 1, seen_bytes)
     if not kept:
         raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
-    return [text for _, _, text in sorted(kept, key=lambda entry: entry[1])]
+    in_order = sorted(kept, key=lambda entry: entry[1])
+    return [text for _, _, text in in_order]
 
 
 def _explain_training(message: str, vocab_size: int) -> str:

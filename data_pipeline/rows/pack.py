@@ -1,7 +1,7 @@
-"""Which pieces of which documents share a row: a plan made from lengths alone, before a token is read.
+"""Packing: which pieces of which documents share a row, planned from lengths alone, before a token is read.
 
-Documents longer than a row are cut into contiguous rows; what remains and short documents are placed by online best
-fit. Nothing is dropped. The plan is a pure function of lengths, row length, seed and epoch.
+Documents longer than a row are cut into contiguous rows. Their remainders and short documents are placed by online
+best fit. Nothing is dropped. The plan is a pure function of lengths, row length, seed and epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackReport:
     tokens: int
     padding_tokens: int
     padding_share: float
-    """Padding divided by all places."""
+    """Padding tokens divided by all tokens of the rows."""
     documents_cut: int
     """Documents that do not stand in one row whole: exactly those longer than a row."""
     truncated_tokens: int
@@ -39,7 +39,10 @@ class PackReport:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``. All arrays int64."""
+    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``. All arrays int64.
+
+    Piece ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``.
+    """
 
     seq_len: int
     documents: np.ndarray
@@ -66,13 +69,14 @@ class RowPlan:
 
     def report(self, lengths: np.ndarray) -> PackReport:
         """Padding, cuts and truncation for the lengths the plan was made from."""
-        placed, places = int((self.stops - self.starts).sum()), self.num_rows * self.seq_len
+        placed = int((self.stops - self.starts).sum())
+        capacity = self.num_rows * self.seq_len
         pieces = np.bincount(self.documents, minlength=len(lengths))
         return PackReport(
             rows=self.num_rows,
             tokens=placed,
-            padding_tokens=places - placed,
-            padding_share=(places - placed) / places if places else 0.0,
+            padding_tokens=capacity - placed,
+            padding_share=(capacity - placed) / capacity if capacity else 0.0,
             documents_cut=int((pieces > 1).sum()),
             truncated_tokens=int(np.sum(lengths)) - placed,
         )
@@ -87,18 +91,21 @@ def plan_rows(
     shuffle: bool = True,
     open_rows: int = OPEN_ROWS,
 ) -> RowPlan:
-    """Packs documents of ``lengths`` (all at least 1) into rows of at most ``seq_len`` tokens.
+    """Pack documents of ``lengths`` (all at least 1) into rows of at most ``seq_len`` tokens.
 
-    With ``shuffle`` documents are placed, and rows then ordered, by a hash of (seed, epoch); without, both keep the
-    order of the documents.
+    With ``shuffle``, a hash of (seed, epoch) orders the documents before they are placed, and then the rows. Without
+    it, both keep the order of the documents.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert min(seq_len, open_rows, int(lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
-    order = shuffled(len(lengths), seed, epoch, _DOCUMENTS) if shuffle else np.arange(len(lengths))
+    order = np.arange(len(lengths))
+    if shuffle:
+        order = shuffled(len(lengths), seed, epoch, _DOCUMENTS)
     documents, starts, stops = _cut(order, lengths, seq_len)
     rows = _best_fit((stops - starts).tolist(), seq_len, open_rows)
-    num_rows = int(rows.max()) + 1 if len(rows) else 0
+    num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
+        # Rows are numbered as they were opened, which says something of their pieces' lengths.
         rows = shuffled(num_rows, seed, epoch, _ROWS)[rows]
     by_row = np.argsort(rows, kind="stable")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
@@ -107,7 +114,7 @@ def plan_rows(
 
 def _cut(order: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Documents in ``order`` as pieces of at most ``seq_len``: number of the document, start, stop."""
-    counts = -(-lengths[order] // seq_len)
+    counts = -(-lengths[order] // seq_len)  # rounded up
     documents = np.repeat(order, counts)
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
     starts = (np.arange(len(documents)) - first_piece) * seq_len
@@ -117,24 +124,29 @@ def _cut(order: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndarr
 def _best_fit(sizes: list[int], seq_len: int, open_rows: int) -> np.ndarray:
     """The row of each piece, rows numbered as they are opened.
 
-    A piece goes to the open row with the least room that still holds it. When too many are open, the fullest is
-    closed, as it is the least likely to find another piece.
+    A piece goes to the open row with the fewest free tokens that still holds it. When too many rows are open, the
+    fullest is closed: it is the least likely to find another piece.
     """
     rows = np.empty(len(sizes), dtype=np.int64)
-    room: list[int] = []  # ascending; names[i] is the row that has room[i] places left
-    names: list[int] = []
-    opened = 0
+    free: list[int] = []  # free tokens of the open rows, ascending
+    numbers: list[int] = []  # numbers[i] is the row that has free[i] left
+    num_rows = 0
     for piece, size in enumerate(sizes):
-        place = bisect.bisect_left(room, size)
-        if place < len(room):
-            left, row = room.pop(place) - size, names.pop(place)
+        fit = bisect.bisect_left(free, size)
+        if fit < len(free):
+            left = free.pop(fit) - size
+            row = numbers.pop(fit)
         else:
-            left, row, opened = seq_len - size, opened, opened + 1
+            left = seq_len - size
+            row = num_rows
+            num_rows += 1
         rows[piece] = row
-        if left:
-            place = bisect.bisect_left(room, left)
-            room.insert(place, left)
-            names.insert(place, row)
-            if len(room) > open_rows:
-                del room[0], names[0]
+        if left == 0:
+            continue
+        # The row opens again, at the place in the ascending list that its free tokens give it.
+        again = bisect.bisect_left(free, left)
+        free.insert(again, left)
+        numbers.insert(again, row)
+        if len(free) > open_rows:
+            del free[0], numbers[0]
     return rows

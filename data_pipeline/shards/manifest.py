@@ -68,13 +68,13 @@ class Manifest:
         return self.to_json()["hash"]
 
     def save(self, folder: Path) -> None:
-        """Writes ``manifest.json``."""
+        """Write ``manifest.json``."""
         content = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
         write_synced(folder / MANIFEST_FILE, content.encode() + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Reads and checks ``manifest.json``; ``DataError`` if it is missing, damaged, edited or of another version."""
+        """Read and check ``manifest.json``; ``DataError`` if it is missing, damaged, edited or of another version."""
         path = folder / MANIFEST_FILE
         body = _read_object(path)
         if body.get("format") != FORMAT:
@@ -103,11 +103,14 @@ def hash_json(value: Any) -> str:
 
 def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
     """Documents by length, in powers of two, shortest first."""
+    # frexp: length = mantissa · 2^exponent with a mantissa of at least one half and below one
     exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
-    return {f"2^{k}": int(count) for k, count in enumerate(np.bincount(exponents)) if count} if len(exponents) else {}
+    counts = np.bincount(exponents)
+    return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ``DataError`` says what stands there instead."""
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError as error:

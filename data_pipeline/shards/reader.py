@@ -1,4 +1,4 @@
-"""Shards: tokenized documents in Arrow files that are memory-mapped, checksummed and readable by plain pyarrow.
+"""Read shards: tokenized documents in Arrow files, memory-mapped, checksummed and readable by plain pyarrow.
 
 Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, a row a document: ``tokens`` (large_list of uint16 or
 uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
@@ -26,14 +26,15 @@ class ShardSet:
     def __init__(self, folder: Path, manifest: Manifest, shards: list[_Shard]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.lengths: np.ndarray = np.concatenate([np.empty(0, np.int64), *(np.diff(s.offsets) for s in shards)])
+        lengths = [np.diff(shard.offsets) for shard in shards]
+        self.lengths: np.ndarray = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
         """Tokens of each document, int64."""
         self._shards = shards
-        self._first_document = [0, *accumulate(len(s.offsets) - 1 for s in shards)]
+        self._first_document = list(accumulate((len(part) for part in lengths), initial=0))
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> ShardSet:
-        """Opens a folder; ``DataError`` names the file that is missing, truncated or damaged.
+        """Open a folder; ``DataError`` names the file that is missing, truncated or damaged.
 
         Sizes, offsets and counts are always checked; ``verify`` also reads every byte to check the checksums.
         """
@@ -43,7 +44,7 @@ class ShardSet:
 
     @classmethod
     def open_one(cls, folder: Path, manifest: Manifest, entry: ShardEntry) -> ShardSet:
-        """A set of one shard of the folder, checksum verified: for looking at damage file by file."""
+        """Open one shard of the folder, its checksum verified: damage can be looked for file by file."""
         return cls(folder, manifest, [_open_shard(folder, entry, verify=True)])
 
     @property
@@ -58,7 +59,7 @@ class ShardSet:
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document ``index``, a read-only view (uint16 or uint32)."""
-        shard, row = self._place(index)
+        shard, row = self._find(index)
         return shard.values[shard.offsets[row] : shard.offsets[row + 1]]
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
@@ -67,7 +68,7 @@ class ShardSet:
 
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
-        shard, row = self._place(index)
+        shard, row = self._find(index)
         return shard.batch.column("name")[row].as_py()
 
     def tokenizer(self) -> Tokenizer:
@@ -84,7 +85,8 @@ class ShardSet:
         """All tokens of one shard, one document after the other, as a read-only view."""
         return self._shards[number].values
 
-    def _place(self, index: int) -> tuple[_Shard, int]:
+    def _find(self, index: int) -> tuple[_Shard, int]:
+        """The shard of document ``index``, and its number there."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
@@ -93,12 +95,15 @@ class ShardSet:
 
 @dataclass(frozen=True)
 class _Shard:
+    """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``."""
+
     batch: pa.RecordBatch
     offsets: np.ndarray
     values: np.ndarray
 
 
 def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
+    """Map one file into memory; ``DataError`` if it is not the one that the manifest lists."""
     path = folder / entry.file
     advice = "Copy the shard again or build the folder again."
     try:
@@ -109,7 +114,7 @@ def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
         mapped = pa.memory_map(str(path))
         if verify and xxhash.xxh3_128_hexdigest(mapped.read_buffer()) != entry.xxh3_128:
             raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {advice}")
-        mapped.seek(0)
+        mapped.seek(0)  # read_buffer has moved to the end
         return _views(pa.ipc.open_file(mapped).get_batch(0), entry, path)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {advice}") from error

@@ -1,4 +1,4 @@
-"""Documents into Arrow files."""
+"""Write documents into Arrow files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EncodedDocument:
 class ShardWriter:
     """Writes documents into ``folder`` shard by shard; ``finish`` writes the manifest and returns it.
 
-    The folder must exist and be empty. It is a shard folder only once ``finish`` has returned, so write into a
+    The folder must exist and be empty. It is a shard folder only once ``finish`` has returned; therefore write into a
     temporary folder (``files.staged_folder``).
     """
 
@@ -66,7 +66,7 @@ class ShardWriter:
         return sum(entry.tokens for entry in self._entries) + self._open_tokens
 
     def add(self, document: EncodedDocument) -> None:
-        """Appends a document; closes the shard before it would grow beyond ``shard_tokens``."""
+        """Append a document; close the shard before it would grow beyond ``shard_tokens``."""
         tokens = document.tokens
         if not len(tokens):
             raise DataError(f"{document.name} has no tokens. Leave empty documents out.")
@@ -91,7 +91,7 @@ class ShardWriter:
         options: Mapping[str, Any],
         skipped: Mapping[str, int],
     ) -> Manifest:
-        """Writes the last shard and the manifest and returns the manifest."""
+        """Write the last shard and the manifest, and return the manifest."""
         if self._open:
             self._close_shard()
         manifest = Manifest(
@@ -112,6 +112,7 @@ class ShardWriter:
         return manifest
 
     def _close_shard(self) -> None:
+        """Write the open documents as the next file."""
         path = self._folder / f"{len(self._entries):05d}.arrow"
         batch = _record_batch(self._open, token_dtype(self._vocab_size))
         with path.open("wb") as file:
@@ -127,10 +128,12 @@ class ShardWriter:
             tokens=self._open_tokens,
         )
         self._entries.append(entry)
-        self._open, self._open_tokens = [], 0
+        self._open = []
+        self._open_tokens = 0
 
 
 def _record_batch(documents: list[EncodedDocument], dtype: np.dtype) -> pa.RecordBatch:
+    """The documents as one Arrow record batch."""
     offsets = np.zeros(len(documents) + 1, dtype=np.int64)
     np.cumsum([len(document.tokens) for document in documents], out=offsets[1:])
     values = np.concatenate([document.tokens.astype(dtype) for document in documents])

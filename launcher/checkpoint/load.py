@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,7 +15,9 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.runtime.process import on_every_rank
-from parallel.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
+    from parallel.zero.engine import ZeroEngine
 
 
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:

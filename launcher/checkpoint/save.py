@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import platform
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,25 @@ from longctx.checkpoint_format import (
     TOKENIZER,
     VERSION,
     canonical_hash,
-    hash_file,
     is_buffer,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
+from longctx.files import hash_file, sync_path
 from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects
-from parallel.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
+    from parallel.zero.engine import ZeroEngine
+
+
+class _WrittenFile(NamedTuple):
+    """One rank's file, as the manifest tells of it."""
+
+    name: str
+    num_bytes: int
+    hash: str
+    pieces: list[tuple[str, str, dict[str, Any]]]
+    """(tensor, role, where its values lie in the file)."""
 
 
 def save_checkpoint(
@@ -47,23 +59,30 @@ def save_checkpoint(
     model: ModelConfig,
     training: dict[str, Any],
     tokenizer: Path,
+    sync: Callable[[Path], None] = sync_path,
 ) -> Path:
     """Commit the state after ``step`` optimiser steps and return its folder. Collective.
 
-    CheckpointError on every rank when any of them cannot write; nothing is left behind and older checkpoints stay.
+    ``sync`` puts a file or folder on the disk. CheckpointError on every rank when any of them cannot write; nothing is
+    left behind and older checkpoints stay.
     """
     target = run_folder / CHECKPOINTS / f"step_{step:06d}"
     partial = target.with_name(f".{target.name}.partial")
     _on_rank_0(lambda: _make_empty(partial), partial)
-    entry, problem = None, None
+    written, problem = None, None
     try:
-        entry = _write_own_ranges(partial, engine)
+        written = _write_own_ranges(partial, engine, sync)
     except (OSError, SafetensorError) as error:  # safetensors wraps what the system says
-        problem = error
+        problem = _explain(error, partial)
     try:
-        agree_or_raise(None if problem is None else _explain(problem, partial))
-        entries = gather_objects(entry)
-        _on_rank_0(lambda: _commit(partial, target, entries, engine, step, model, training, tokenizer), partial)
+        agree_or_raise(problem)
+        files = gather_objects(written)
+
+        def commit() -> None:
+            manifest = _manifest(engine, [*files, _copy_tokenizer(tokenizer, partial, sync)], step, model, training)
+            _commit(partial, target, manifest, sync)
+
+        _on_rank_0(commit, partial)
     except CheckpointError:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -71,68 +90,71 @@ def save_checkpoint(
     return target
 
 
-def _write_own_ranges(folder: Path, engine: ZeroEngine) -> dict[str, Any]:
+def _write_own_ranges(folder: Path, engine: ZeroEngine, sync: Callable[[Path], None]) -> _WrittenFile:
     """Write this rank's ranges into one file; returns what the manifest says of it."""
-    file = f"rank_{dist.get_rank():05d}.safetensors"
+    path = folder / f"rank_{dist.get_rank():05d}.safetensors"
     tensors, pieces = {}, []
     for name, role, start, values in engine.owned_ranges():
         key = f"{name}/{role}/{start}"
         # A copy: ranges are views into DeepSpeed's flat buffers, and safetensors refuses shared memory.
         tensors[key] = values.detach().to("cpu", torch.float32, copy=True)
-        pieces.append((name, role, {"file": file, "key": key, "start": start, "numel": len(values)}))
-    save_file(tensors, folder / file)
-    _sync(folder / file)
-    return {"file": file, "pieces": pieces, "bytes": (folder / file).stat().st_size, "hash": hash_file(folder / file)}
+        pieces.append((name, role, {"file": path.name, "key": key, "start": start, "numel": len(values)}))
+    save_file(tensors, path)
+    sync(path)
+    return _WrittenFile(path.name, path.stat().st_size, hash_file(path), pieces)
 
 
-def _commit(
-    partial: Path,
-    target: Path,
-    entries: list[dict[str, Any]],
-    engine: ZeroEngine,
-    step: int,
-    model: ModelConfig,
-    training: dict[str, Any],
-    tokenizer: Path,
-) -> None:
-    """Write the manifest beside the pieces and rename the folder: from here on the checkpoint exists."""
-    shutil.copyfile(tokenizer, partial / TOKENIZER)
-    _sync(partial / TOKENIZER)
-    files = {e["file"]: {"bytes": e["bytes"], "hash": e["hash"]} for e in entries}
-    files[TOKENIZER] = {"bytes": (partial / TOKENIZER).stat().st_size, "hash": hash_file(partial / TOKENIZER)}
+def _copy_tokenizer(tokenizer: Path, folder: Path, sync: Callable[[Path], None]) -> _WrittenFile:
+    """Put the tokenizer beside the pieces: a checkpoint is of use without its run's data."""
+    path = folder / TOKENIZER
+    shutil.copyfile(tokenizer, path)
+    sync(path)
+    return _WrittenFile(path.name, path.stat().st_size, hash_file(path), [])
+
+
+def _manifest(
+    engine: ZeroEngine, files: list[_WrittenFile], step: int, model: ModelConfig, training: dict[str, Any]
+) -> dict[str, Any]:
+    """What ``manifest.json`` says, its own hash included."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "model": dataclasses.asdict(model),
-        "tensors": _tensor_table(engine, entries),
-        "files": files,
+        "tensors": _tensor_table(engine, files),
+        "files": {file.name: {"bytes": file.num_bytes, "hash": file.hash} for file in files},
         "training": training,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     manifest["hash"] = canonical_hash(manifest)
-    (partial / MANIFEST).write_text(json.dumps(manifest))
-    _sync(partial / MANIFEST)
-    _sync(partial)
-    if target.exists():
-        set_aside(target)
-    partial.rename(target)
-    _sync(target.parent)
+    return manifest
 
 
-def _tensor_table(engine: ZeroEngine, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    table = {
-        name: {"shape": list(shape), "roles": {role: [] for role in (ROLES[:1] if is_buffer(name) else ROLES)}}
-        for name, shape in engine.shapes.items()
-    }
-    for entry in entries:
-        for name, role, piece in entry["pieces"]:
+def _tensor_table(engine: ZeroEngine, files: list[_WrittenFile]) -> dict[str, Any]:
+    """Every tensor's shape, and for each of its roles the pieces that hold it."""
+    table: dict[str, Any] = {}
+    for name, shape in engine.shapes.items():
+        roles = ROLES[:1] if is_buffer(name) else ROLES
+        table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
+    for file in files:
+        for name, role, piece in file.pieces:
             table[name]["roles"][role].append(piece)
     return table
 
 
-def _on_rank_0(action, path: Path) -> None:
+def _commit(partial: Path, target: Path, manifest: dict[str, Any], sync: Callable[[Path], None]) -> None:
+    """Write the manifest beside the pieces and rename the folder: from here on the checkpoint exists."""
+    (partial / MANIFEST).write_text(json.dumps(manifest))
+    sync(partial / MANIFEST)
+    sync(partial)
+    if target.exists():
+        set_aside(target)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def _on_rank_0(action: Callable[[], None], path: Path) -> None:
     """Run ``action`` on rank 0; CheckpointError everywhere when the system refuses. Collective."""
     problem = None
     if dist.get_rank() == 0:
@@ -157,12 +179,3 @@ def _explain(error: Exception, path: Path) -> CheckpointError:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _sync(path: Path) -> None:
-    """Have the system put a file's or folder's content on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

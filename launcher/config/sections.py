@@ -198,6 +198,12 @@ class RunConfig:
         """Rows that one optimiser step sees."""
         return self.train.tokens_per_step // self.data.seq_len
 
+    @property
+    def last_step(self) -> int:
+        """The step that this process ends at."""
+        steps, stop = self.train.steps, self.train.stop_after
+        return min(steps, stop) if stop else steps
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
         return self.rows_per_step // (self.train.micro_batch_rows * (world_size // self.parallel.context))

@@ -6,6 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from launcher.config.sections import RunConfig
+from launcher.training.setup import Run
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import GradientError, TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,36 @@ class BrokenStep:
             older = ", or from an older one should it hold such weights too" if self.weights else ""
             go_on = f"Go on from the newest checkpoint, {self.checkpoint} (--run.resume latest){older},"
         return f"{taken}\n{go_on} with {advice}.\nIts data, to look at: {self.rows}."
+
+
+def broken_step(
+    run: Run, step: int, *, loss: float, lr: float, order: dict[str, Any], gradient: GradientError | None = None
+) -> TrainingError:
+    """The error for a step whose loss, or else whose gradient, is not finite. Collective.
+
+    ``order`` is the loader's state before the step.
+    """
+    broken = BrokenStep(
+        step=step,
+        loss=loss,
+        grad_norm=None if gradient is None else gradient.norm,
+        gradients=[] if gradient is None else gradient.names,
+        weights=run.engine.broken_weights(),
+        rows=_rows_from(run.config, order),
+        lr=run.config.train.lr,
+        checkpoint=next(reversed(list_checkpoints(run.folder)), None),
+    )
+    record = {"kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": broken.grad_norm}
+    return TrainingError(broken.message(), record)
+
+
+def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
+    """Where a step's rows stand in the data, in words."""
+    data, seed, row, epoch = config.data, config.run.seed, order["epoch_row"], order["epoch"]
+    said = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
+    if seed or epoch:
+        return f"{said} (run.seed {seed})"
+    return f"{said} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -15,26 +15,31 @@ from parallel.loss import sum_over_ranks
 
 
 def validate(
-    model: CausalLM, batches: Iterable[Batch], share: Callable[[Batch], Batch], *, seq_len: int, vocab_size: int
+    model: CausalLM,
+    batches: Iterable[Batch],
+    shard_batch: Callable[[Batch], Batch],
+    device: torch.device,
+    *,
+    seq_len: int,
+    vocab_size: int,
 ) -> dict[str, Any]:
     """A validation record without its step: loss, unigram entropy and loss by position. Collective.
 
-    ``share`` cuts a micro-batch down to this rank's tokens. Sums are float64, so the loss depends on the number
-    of ranks by rounding alone.
+    ``shard_batch`` cuts a micro-batch down to this rank's tokens, which ``model`` then reads on ``device``. Sums are
+    float64, so the loss depends on the number of ranks by rounding alone.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
     targets_by_bin = torch.zeros(len(edges), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for batch in batches:
-        mine = share(batch)
-        nll = model.token_nll(mine).flatten().double().cpu()
-        mine = mine.to(nll.device)  # back, to be counted
-        counted = mine.targets.flatten() != IGNORED_TARGET
-        bins = torch.bucketize(mine.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
+        shard = shard_batch(batch)
+        nll = model.token_nll(shard.to(device)).flatten().double().cpu()
+        counted = shard.targets.flatten() != IGNORED_TARGET
+        bins = torch.bucketize(shard.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
-        histogram += torch.bincount(mine.targets.flatten()[counted], minlength=vocab_size)
+        histogram += torch.bincount(shard.targets.flatten()[counted], minlength=vocab_size)
     for total in (nll_by_bin, targets_by_bin, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())

@@ -84,28 +84,28 @@ class AttentionFields:
     kv_lora_rank: int = 0
     """Latent width of keys and values: multi-head latent attention (DeepSeek-V2); 0 is grouped-query attention."""
     rope_head_dim: int = 0
-    """Of head_dim, the channels that turn, in latent attention; their keys are shared by all heads."""
+    """Rotary channels of head_dim in latent attention; all heads share the keys of these channels."""
     value_head_dim: int = 0
     """Width of one value head in latent attention; 0 is head_dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionFields:
-    """How tokens know where they stand."""
+    """Positions: how attention knows the order of tokens."""
 
     position: str = "rope"
-    """What tells tokens where they stand: rope, learned, sinusoidal, alibi, t5 (bias of distance buckets), relative
-    (Transformer-XL), none."""
+    """Kind of positions: rope, learned, sinusoidal, alibi, t5 (bias of distance buckets), relative (Transformer-XL),
+    none."""
     rope: Rope = field(default_factory=Rope)
     """Rotary positions, and how they are stretched to longer sequences."""
     rope_layers: tuple[bool, ...] = (True,)
-    """Which layers turn their heads, repeated over the depth; false ones know no positions (NoPE)."""
+    """Which layers have rotary positions, repeated over the depth; false ones have no positions (NoPE)."""
     local_rope_theta: float = 0.0
     """Rotary base of window layers, which are not stretched then (Gemma 3); 0 treats them like all others."""
     relative_buckets: int = 32
-    """t5: distances that are told apart."""
+    """t5: buckets of distances, each with a bias of its own."""
     relative_max_distance: int = 128
-    """t5: distance from which on all are one."""
+    """t5: distance from which on all share the last bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ class ExpertFields:
     num_experts: int = 0
     """Routed experts E a layer; 0 makes every FFN dense."""
     experts_per_token: int = _experts(2)
-    """Routed experts that each token visits (top-k)."""
+    """Routed experts of each token (top-k)."""
     expert_ffn_size: int = _experts(128)
     """Width F of one routed expert."""
     expert_bias: bool = _experts(False)
     """Whether experts' projections have a bias (GPT-OSS)."""
     shared_ffn_size: int = _experts(0)
-    """Width of the shared expert that every token visits; 0 for none."""
+    """Width of the shared expert, which every token is sent to; 0 for none."""
     shared_gate: bool = _experts(True)
     """Whether a sigmoid gate of the token scales the shared expert (Qwen2-MoE)."""
     dense_layers: tuple[int, ...] = _experts(())
@@ -154,10 +154,10 @@ class ExpertFields:
     """Whether a bias without gradient is added to scores where experts are chosen, not where they are weighed
     (DeepSeek-V3)."""
     expert_groups: int = _experts(1)
-    """Groups of experts of which a token visits groups_per_token (DeepSeek). A group's score is its best expert's, or
-    with a selection bias the sum of its best two."""
+    """Groups of experts; a token chooses among those of groups_per_token groups (DeepSeek). A group's score is its best
+    expert's, or with a selection bias the sum of its best two."""
     groups_per_token: int = _experts(1)
-    """Groups that a token may visit."""
+    """Groups that a token chooses among."""
     normalize_gates: bool = _experts(True)
     """Whether the chosen experts' gates are rescaled to sum to one."""
     routed_scale: float = _experts(1.0)
@@ -229,7 +229,7 @@ class ModelFields(
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that turn with positions."""
+        """Rotary channels of a head."""
         if self.is_latent:
             return self.rope_head_dim
         return int(self.head_dim * self.rope.partial) if self.position == "rope" else 0
@@ -241,7 +241,7 @@ class ModelFields(
         return (self.attention_scale or self.head_dim**-0.5) * stretched
 
     def layer_kind(self, layer: int) -> str:
-        """What attention in this layer is."""
+        """Kind of this layer's attention."""
         return self.layers[layer % len(self.layers)]
 
     def has_rope(self, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary position frequencies, as they were trained and as they are stretched. Imports no tensor library."""
+"""Rotary position frequencies, as they were trained and as they are stretched. No tensor library is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions (arXiv 2104.09864): channel pair c of a token at position p turns by p · frequency(c).
+    """Rotary positions (arXiv 2104.09864): channel pair c of a token at position p is rotated by p · frequency(c).
 
     All kinds but ``default`` stretch a model trained on ``original_max_positions`` tokens. 0 stands for "not given".
     """
@@ -37,15 +37,15 @@ class Rope:
     original_max_positions: int = 0
     """Length the frequencies were trained for; dynamic, yarn, longrope and llama3 need it."""
     partial: float = 1.0
-    """Share of a head's channels that turns; the rest does not know positions."""
+    """Share of a head's channels that is rotary; the others carry no position."""
     interleaved: bool = False
-    """Whether channels 2c and 2c + 1 turn together (DeepSeek), and not c and c + half (Llama)."""
+    """Whether channels 2c and 2c + 1 are a pair (DeepSeek), and not c and c + half (Llama)."""
     attention_factor: float = 0.0
     """Factor on cosines and sines of yarn and longrope; 0 takes the kind's own rule."""
     beta_fast: float = 32.0
-    """yarn: pairs that turn more often than this in the original length keep their frequency."""
+    """yarn: pairs with more rotations than this in the original length keep their frequency."""
     beta_slow: float = 1.0
-    """yarn: pairs that turn less often than this are divided by factor."""
+    """yarn: pairs with fewer rotations than this are divided by factor."""
     mscale: float = 0.0
     """yarn: weight of log(factor) in the attention factor (DeepSeek)."""
     mscale_all_dim: float = 0.0
@@ -65,64 +65,16 @@ class Rope:
         check_types(self, "model.rope")
         if self.kind not in ROPE_KINDS:
             raise ConfigError(f"model.rope.kind={self.kind!r} is unknown. Try one of {list(ROPE_KINDS)}.")
-        self._check_numbers()
-        for name, kinds in _READ_BY.items():
-            value = getattr(self, name)
-            if self.kind not in kinds and value != _DEFAULTS[name]:
-                raise ConfigError(
-                    f"model.rope.{name}={value} has no effect with model.rope.kind={self.kind!r}. Set the kind to one "
-                    f"of {list(kinds)}, or leave {name} out."
-                )
-        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_max_positions < 2:
-            raise ConfigError(
-                f"model.rope.kind={self.kind!r} with model.rope.original_max_positions={self.original_max_positions}: "
-                "it needs the length that the model was trained for, such as 4096."
-            )
+        _check_numbers(self)
+        _check_kind(self)
         if self.kind == "yarn":
-            self._check_yarn()
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"model.rope.high_freq_factor={self.high_freq_factor} must be above "
-                f"model.rope.low_freq_factor={self.low_freq_factor}; Llama 3.1 has 4 and 1."
-            )
-
-    def _check_numbers(self) -> None:
-        if not 1 < self.theta < math.inf:
-            raise ConfigError(f"model.rope.theta={self.theta} must be a number above 1, such as 10000.")
-        if not 1 <= self.factor < math.inf:
-            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1: it says how much longer.")
-        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must be a positive number.")
-        if not 0 < self.partial <= 1:
-            raise ConfigError(f"model.rope.partial={self.partial} must lie above 0 and at most at 1.")
-        for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must not be negative; 0 means not given.")
-
-    def _check_yarn(self) -> None:
-        if self.beta_fast < self.beta_slow:
-            raise ConfigError(
-                f"model.rope.beta_fast={self.beta_fast} must not be below model.rope.beta_slow={self.beta_slow}: pairs "
-                "between the two are partly divided. The paper has 32 and 1."
-            )
-        if self.original_max_positions < 2 * math.pi * self.beta_slow:
-            raise ConfigError(
-                f"model.rope.original_max_positions={self.original_max_positions} is too short for "
-                f"model.rope.beta_slow={self.beta_slow}: not even the fastest pair turns so often. "
-                f"Try original_max_positions={math.ceil(2 * math.pi * self.beta_slow)} or more."
-            )
-        if self.mscale not in (0, 1) and not self.mscale_all_dim:
-            raise ConfigError(
-                f"model.rope.mscale={self.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
-                "or give model.rope.attention_factor itself."
-            )
+            _check_yarn(self)
 
     def check_size(self, rotary_size: int) -> None:
-        """ConfigError unless heads can turn ``rotary_size`` channels by this rope."""
+        """ConfigError unless heads can have ``rotary_size`` rotary channels of this rope."""
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
-                f"model.rope turns {rotary_size} channels of each head; it must be an even number of at least 2. "
+                f"model.rope has {rotary_size} rotary channels in each head; it must be an even number of at least 2. "
                 "Change model.head_dim or model.rope.partial, in latent attention model.rope_head_dim."
             )
         for name in ("short_factor", "long_factor"):
@@ -141,18 +93,18 @@ class Rope:
     def frequencies(self, rotary_size: int, length: int = 0) -> list[float]:
         """Radians a token of each of the ``rotary_size / 2`` channel pairs.
 
-        ``length`` is that of the longest whole document, on whatever ranks it lies; only dynamic and longrope read it.
+        ``length`` is that of the longest whole document, over all ranks; only dynamic and longrope read it.
         """
         base = [self._theta(rotary_size, length) ** (-2 * c / rotary_size) for c in range(rotary_size // 2)]
         if self.kind == "linear":
             return [f / self.factor for f in base]
         if self.kind == "yarn":
-            return self._yarn(base, rotary_size)
+            return _yarn_frequencies(self, base, rotary_size)
         if self.kind == "longrope":
             divisors = self.long_factor if length > self.original_max_positions else self.short_factor
             return [f / divisor for f, divisor in zip(base, divisors, strict=True)]
         if self.kind == "llama3":
-            return [self._llama3(f) for f in base]
+            return [_llama3_frequency(self, f) for f in base]
         return base
 
     def scale(self) -> float:
@@ -174,41 +126,106 @@ class Rope:
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
     def _theta(self, rotary_size: int, length: int) -> float:
-        """The base, grown so that the slowest pair turns ``factor`` times slower (NTK-aware scaling)."""
+        """The base, grown so that the slowest pair rotates ``factor`` times slower (NTK-aware scaling)."""
         if self.kind == "ntk":
             growth = self.factor
         elif self.kind == "dynamic":
             growth = self.factor * max(length / self.original_max_positions, 1) - (self.factor - 1)
         else:
             return self.theta
-        return self.theta * growth ** (rotary_size / (rotary_size - 2)) if rotary_size > 2 else self.theta
-
-    def _yarn(self, base: list[float], rotary_size: int) -> list[float]:
-        def pair_of(rotations: float) -> float:
-            """The (fractional) pair that turns so many times in the original length."""
-            wavelength = self.original_max_positions / (rotations * 2 * math.pi)
-            return rotary_size * math.log(wavelength) / (2 * math.log(self.theta))
-
-        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rotary_size - 1)
-        width = high - low or 0.001
-        divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
-        return [f * (1 - share) + f / self.factor * share for f, share in zip(base, divided, strict=True)]
-
-    def _llama3(self, frequency: float) -> float:
-        turns = self.original_max_positions * frequency / (2 * math.pi)
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        if turns > self.high_freq_factor:
-            return frequency
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+        if rotary_size <= 2:
+            return self.theta  # one pair, whose frequency is 1 for every base
+        return self.theta * growth ** (rotary_size / (rotary_size - 2))
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Rope)}
 
 
+def _check_kind(rope: Rope) -> None:
+    """ConfigError for a field that the kind does not read, and for one that it lacks."""
+    for name, kinds in _READ_BY.items():
+        value = getattr(rope, name)
+        if rope.kind not in kinds and value != _DEFAULTS[name]:
+            raise ConfigError(
+                f"model.rope.{name}={value} has no effect with model.rope.kind={rope.kind!r}. Set the kind to one "
+                f"of {list(kinds)}, or leave {name} out."
+            )
+    if rope.kind in ("dynamic", "yarn", "longrope", "llama3") and rope.original_max_positions < 2:
+        raise ConfigError(
+            f"model.rope.kind={rope.kind!r} with model.rope.original_max_positions={rope.original_max_positions}: "
+            "it needs the length that the model was trained for, such as 4096."
+        )
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(
+            f"model.rope.high_freq_factor={rope.high_freq_factor} must be above "
+            f"model.rope.low_freq_factor={rope.low_freq_factor}; Llama 3.1 has 4 and 1."
+        )
+
+
+def _check_numbers(rope: Rope) -> None:
+    """ConfigError for a number out of its range, whatever the kind."""
+    if not 1 < rope.theta < math.inf:
+        raise ConfigError(f"model.rope.theta={rope.theta} must be a number above 1, such as 10000.")
+    if not 1 <= rope.factor < math.inf:
+        raise ConfigError(f"model.rope.factor={rope.factor} must be at least 1: it says how much longer.")
+    for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+        if not 0 < getattr(rope, name) < math.inf:
+            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must be a positive number.")
+    if not 0 < rope.partial <= 1:
+        raise ConfigError(f"model.rope.partial={rope.partial} must lie above 0 and at most at 1.")
+    for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
+        if not 0 <= getattr(rope, name) < math.inf:
+            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
+
+
+def _check_yarn(rope: Rope) -> None:
+    """ConfigError for numbers of yarn that contradict each other."""
+    if rope.beta_fast < rope.beta_slow:
+        raise ConfigError(
+            f"model.rope.beta_fast={rope.beta_fast} must not be below model.rope.beta_slow={rope.beta_slow}: pairs "
+            "between the two are partly divided. The paper has 32 and 1."
+        )
+    if rope.original_max_positions < 2 * math.pi * rope.beta_slow:
+        raise ConfigError(
+            f"model.rope.original_max_positions={rope.original_max_positions} is too short for "
+            f"model.rope.beta_slow={rope.beta_slow}: not even the fastest pair rotates so often. "
+            f"Try original_max_positions={math.ceil(2 * math.pi * rope.beta_slow)} or more."
+        )
+    if rope.mscale not in (0, 1) and not rope.mscale_all_dim:
+        raise ConfigError(
+            f"model.rope.mscale={rope.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
+            "or give model.rope.attention_factor itrope."
+        )
+
+
+def _yarn_frequencies(rope: Rope, base: list[float], rotary_size: int) -> list[float]:
+    """Keep fast channel pairs, divide slow ones by ``factor``, and blend in between (YaRN, section 3.2)."""
+
+    def pair_of(rotations: float) -> float:
+        """The (fractional) pair with so many rotations in the original length."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return rotary_size * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_size - 1)
+    width = high - low or 0.001  # as transformers does it, where both bounds are one pair
+    divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
+    return [f * (1 - share) + f / rope.factor * share for f, share in zip(base, divided, strict=True)]
+
+
+def _llama3_frequency(rope: Rope, frequency: float) -> float:
+    """Keep a fast pair's frequency, divide a slow one's by ``factor``, and blend in between."""
+    rotations = rope.original_max_positions * frequency / (2 * math.pi)
+    if rotations < rope.low_freq_factor:
+        return frequency / rope.factor
+    if rotations > rope.high_freq_factor:
+        return frequency
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - kept) * frequency / rope.factor + kept * frequency
+
+
 def _mscale(factor: float, weight: float) -> float:
+    """YaRN's growth of attention with the factor: 0.1 · weight · ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "score_function": ("softmax", "sigmoid"),
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
 }
-"""The words that a field may hold."""
+"""The values that a field of text may have."""
 
 LAYER_KINDS = ("full", "window", "sparse", "linear")
 """What an attention layer sees of its document."""
@@ -41,9 +41,9 @@ def check_model(config: ModelFields) -> None:
     """ConfigError for the first rule that does not hold."""
     check_types(config, "model")
     _check_numbers(config)
-    for name, words in CHOICES.items():
-        if getattr(config, name) not in words:
-            raise ConfigError(f"model.{name}={getattr(config, name)!r} is unknown. Try one of {list(words)}.")
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"model.{name}={getattr(config, name)!r} is unknown. Try one of {list(choices)}.")
     _check_heads(config)
     _check_layers(config)
     _check_latent(config)
@@ -111,7 +111,7 @@ def _check_layers(config: ModelFields) -> None:
 
 
 def _check_linear(config: ModelFields) -> None:
-    """Linear attention has no scores that a cap, a bias or a sink could change."""
+    """ConfigError for what changes scores: linear attention has none that a cap, a bias or a sink could change."""
     for name in ("attention_softcap", "attention_scale", "sinks"):
         if getattr(config, name):
             raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
@@ -149,7 +149,7 @@ def _check_latent(config: ModelFields) -> None:
 
 
 def _check_positions(config: ModelFields) -> None:
-    """Rotary positions, and what only they read."""
+    """ConfigError for what rotary positions cannot be, and for their fields where positions are of another kind."""
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
     else:
@@ -174,7 +174,7 @@ def _check_positions(config: ModelFields) -> None:
 
 
 def _check_biases(config: ModelFields) -> None:
-    """Positions of other kinds."""
+    """ConfigError for what positions of other kinds cannot be."""
     if config.position in ("sinusoidal", "relative") and config.hidden_size % 2:
         raise ConfigError(
             f"model.hidden_size={config.hidden_size} must be even with model.position={config.position!r}: half are "

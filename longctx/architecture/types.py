@@ -1,4 +1,4 @@
-"""Every field holds what its annotation says."""
+"""Check that every field of a dataclass holds what its annotation says."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ def check_types(config: Any, where: str) -> None:
             fits = _is_a(value, kind)
         if not fits:
             noun = _KINDS_OF_VALUE.get(kind, f"a table of {kind.__name__}'s keys")
-            raise ConfigError(
-                f"{where}.{name}={value!r} must be {'a list (in Python a tuple), each entry ' * is_tuple}{noun}."
-            )
+            if is_tuple:
+                noun = f"a list (in Python a tuple), each entry {noun}"
+            raise ConfigError(f"{where}.{name}={value!r} must be {noun}.")
 
 
 @cache
 def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
     """Each field's type, or its entries' if it is a tuple."""
-    hints = get_type_hints(cls)
-    return {name: (get_args(hint)[0], True) if get_args(hint) else (hint, False) for name, hint in hints.items()}
+    types: dict[str, tuple[type, bool]] = {}
+    for name, hint in get_type_hints(cls).items():
+        entries = get_args(hint)
+        types[name] = (entries[0], True) if entries else (hint, False)
+    return types
 
 
 def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a kind, where a bool is no number and a whole number is a float."""
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

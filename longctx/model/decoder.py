@@ -21,18 +21,27 @@ from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.block import Block, Call
-from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import ExpertCall
-from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
-from longctx.model.layers.dropout import Dropout, Jitter
+from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
+from longctx.model.training_pass import (
+    EVALUATION,
+    Execution,
+    TrainingPass,
+    build_capacity,
+    build_dropout,
+    build_jitter,
+    document_ids_of,
+    is_random,
+    token_indices,
+)
 
 
 class Backbone(nn.Module):
@@ -115,39 +124,29 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model's network; which keys a query meets, and where they live, is its attention core's affair.
-
-    ``core``, ``linear_core``, ``recompute``, ``training_seed`` and ``replay`` may be set at any time, and so may
-    ``expert_tile_tokens`` and ``recompute_experts`` (``ExpertRun``). With ``recompute`` a block keeps its input, the
-    core's result and where its tokens went, and computes the rest again in backward. What happens in training alone,
-    where the config asks for it (dropout, router jitter, experts' capacity), happens where ``training_seed`` is set,
-    which decides all that is random; None, as in evaluation, does none of it. ``training_start`` is the place of the
-    next forward pass's first token among all that share the seed. ``replay`` records or gives the experts' ids.
-    """
+    """A causal language model's network. Its attention cores decide which keys a query meets, and where they live."""
 
     def __init__(
         self,
         config: ModelConfig,
         core: AttentionCore | None = None,
         *,
+        linear_core: AttentionCore | None = None,
         dispatcher: TokenDispatcher | None = None,
+        execution: Execution | None = None,
         seed: int | None = 0,
     ) -> None:
-        """A decoder with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
+        """Build the network with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
 
-        It holds the experts that are the ``dispatcher``'s share: without one, all.
+        ``core`` serves the layers of softmax attention, ``linear_core`` the linear ones; both default to one process.
+        The decoder holds the experts that its ``dispatcher`` names: without one, all.
         """
         super().__init__()
         self.config = config
-        self.core: AttentionCore = core if core is not None else LocalAttention()
-        self.linear_core: AttentionCore = LocalLinearAttention()
-        self.recompute = False
-        self.training_seed: int | None = None
-        self.training_start = 0
-        self.replay: RoutingReplay | None = None
-        self.dispatcher: TokenDispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
-        self.expert_tile_tokens = 0
-        self.recompute_experts = "activation"
+        self.core: AttentionCore = LocalAttention() if core is None else core
+        self.linear_core: AttentionCore = LocalLinearAttention() if linear_core is None else linear_core
+        self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+        self.execution = Execution() if execution is None else execution
         self.model = Backbone(config, self.dispatcher.local_experts)
         self.lm_head = LMHead(config)
         if seed is not None:
@@ -177,6 +176,7 @@ class Decoder(nn.Module):
         *,
         document_ids: Tensor | None = None,
         row_tokens: int = 0,
+        training_pass: TrainingPass | None = None,
         return_stats: bool = False,
         cache: KVCache | None = None,
     ) -> Any:
@@ -185,17 +185,21 @@ class Decoder(nn.Module):
         ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
         tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
-        expert's capacity is one of a row); 0 if none were. With a ``cache`` the tokens continue the sequence that
-        filled it."""
+        expert's capacity is one of a row); 0 if none were. Without a ``training_pass`` nothing is random, as in
+        evaluation. With a ``cache`` the tokens continue the sequence that filled it."""
+        training_pass = EVALUATION if training_pass is None else training_pass
         masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         mask = next(iter(masks.values()))
         if self.config.position == "learned":
             check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
-        if return_stats and document_ids is None:
-            document_ids = _whole_documents(mask, tokens_Bt)
-        places_Bt = self._places(mask, tokens_Bt, positions_Bt, document_ids)
-        if self.replay is not None:
-            self.replay.check(self.config, tokens_Bt.numel())
+        if training_pass.replay is not None:
+            training_pass.replay.check(self.config, tokens_Bt.numel())
+        needs_tokens = is_random(self.config, training_pass)
+        if document_ids is None and (return_stats or needs_tokens):
+            document_ids = document_ids_of(mask, tokens_Bt)
+        token_Bt = (
+            token_indices(mask, positions_Bt, document_ids) if needs_tokens and document_ids is not None else None
+        )
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
@@ -203,9 +207,18 @@ class Decoder(nn.Module):
             length=self._length(mask, positions_Bt, cache),
             cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
             cache=cache,
-            dropout=self._dropout(places_Bt),
-            recompute=self.recompute,
-            experts=self._expert_call(mask, places_Bt, document_ids if return_stats else None, row_tokens),
+            dropout=build_dropout(self.config, training_pass, token_Bt),
+            recompute=self.execution.recompute,
+            experts=ExpertCall(
+                ExpertRun(self.dispatcher, self.execution.expert_tile_tokens, self.execution.recompute_experts),
+                document_ids if return_stats else None,
+                mask.num_documents,
+                jitter=build_jitter(self.config, training_pass, token_Bt),
+                capacity=build_capacity(
+                    self.config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=mask.num_tokens
+                ),
+                replay=training_pass.replay,
+            ),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 
@@ -214,36 +227,6 @@ class Decoder(nn.Module):
         if self.config.position != "rope" or not self.config.rope.depends_on_length:
             return 0
         return mask.longest if cache is None else int(positions_Bt.max()) + 1
-
-    def _places(
-        self, mask: AttentionMask, tokens_Bt: Tensor, positions_Bt: Tensor, documents_Bt: Tensor | None
-    ) -> Tensor | None:
-        """Where each token stands in the micro-batch, negative for padding; None where nothing depends on it."""
-        config = self.config
-        of_experts = config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
-        if self.training_seed is None or not (config.residual_dropout or of_experts):
-            return None
-        if documents_Bt is None:
-            documents_Bt = _whole_documents(mask, tokens_Bt)
-        return _places_of(mask, positions_Bt, documents_Bt)
-
-    def _dropout(self, places_Bt: Tensor | None) -> Dropout | None:
-        if places_Bt is None or self.training_seed is None or not self.config.residual_dropout:
-            return None
-        return Dropout(self.config.residual_dropout, self.training_seed, places_Bt + self.training_start)
-
-    def _expert_call(
-        self, mask: AttentionMask, places_Bt: Tensor | None, documents_Bt: Tensor | None, row_tokens: int
-    ) -> ExpertCall:
-        config, jitter, capacity = self.config, None, None
-        if config.num_experts and places_Bt is not None and self.training_seed is not None:
-            if config.router_jitter:
-                jitter = Jitter(config.router_jitter, self.training_seed, places_Bt + self.training_start)
-            if config.capacity_factor:
-                row_tokens = row_tokens or mask.num_tokens // len(places_Bt)
-                capacity = Capacity.build(config, places_Bt.flatten(), row_tokens, mask.num_tokens)
-        run = ExpertRun(self.dispatcher, self.expert_tile_tokens, self.recompute_experts)
-        return ExpertCall(run, documents_Bt, mask.num_documents, jitter, capacity, self.replay)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
@@ -291,20 +274,3 @@ def _mask_of(kind: str, mask: AttentionMask, config: ModelConfig) -> AttentionMa
     if kind == "sparse":
         return replace(mask, window=config.window, stride=config.sparse_stride)
     return mask
-
-
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
-def _whole_documents(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
-    """The segment of every token when these tokens are all there are."""
-    if mask.num_tokens != tokens_Bt.numel():
-        raise ValueError(
-            f"{tokens_Bt.numel()} tokens are not the {mask.num_tokens} of cu_seqlens; a share of them needs `documents`"
-        )
-    lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
-    return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
-
-
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
-def _places_of(mask: AttentionMask, positions_Bt: Tensor, documents_Bt: Tensor) -> Tensor:
-    starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)
-    return (starts[documents_Bt.clamp(min=0)] + positions_Bt).where(documents_Bt >= 0, -1)

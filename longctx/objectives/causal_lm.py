@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
+from longctx.model.training_pass import TrainingPass
 
 
 def identity(counts_LSE: Tensor) -> Tensor:
@@ -21,11 +22,7 @@ def identity(counts_LSE: Tensor) -> Tensor:
 
 
 class CausalLM(nn.Module):
-    """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter.
-
-    ``load_LE`` are the loads of the step before (``load_share``), for a balance loss over the global batch; to be set
-    after each step, None before the first.
-    """
+    """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter."""
 
     def __init__(
         self,
@@ -42,11 +39,12 @@ class CausalLM(nn.Module):
         self.decoder = decoder
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
-        self.load_LE: Tensor | None = None
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, training_pass: TrainingPass | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of ``LossSum``, as the plain tuple that ZeRO-3's hooks can look into."""
-        hidden_BtM, stats = self._run(batch, return_stats=True)
+        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True)
         objective_sum, nll_sum = self.decoder.loss_sums(
             hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
         )
@@ -54,7 +52,8 @@ class CausalLM(nn.Module):
             zero, facts_L4 = torch.zeros_like(nll_sum), nll_sum.new_zeros(0, 4, dtype=torch.float64)
             return objective_sum, zero, zero, batch.tokens.new_zeros(0, 0), facts_L4, nll_sum
         scope = self.decoder.config.balance_scope
-        balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=self.load_LE)
+        load_LE = None if training_pass is None else training_pass.expert_load_LE
+        balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=load_LE)
         z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
         return objective_sum, balance, z_sum, counts_LE, torch.stack([layer.facts_4 for layer in stats]), nll_sum
@@ -62,14 +61,15 @@ class CausalLM(nn.Module):
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
-        return self.decoder.token_nll(self._run(batch, return_stats=False), batch.targets)
+        return self.decoder.token_nll(self._run(batch, None, return_stats=False), batch.targets)
 
-    def _run(self, batch: Batch, *, return_stats: bool):
+    def _run(self, batch: Batch, training_pass: TrainingPass | None, *, return_stats: bool):
         return self.decoder(
             batch.tokens,
             batch.positions,
             batch.cu_seqlens,
             document_ids=batch.document_ids,
             row_tokens=batch.row_tokens,
+            training_pass=training_pass,
             return_stats=return_stats,
         )

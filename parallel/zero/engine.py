@@ -24,10 +24,13 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import Tensor, nn
 
+from longctx.batch import Batch
 from longctx.checkpoint_format import ROLES
 from longctx.errors import GradientError
 from longctx.model.experts.experts import is_expert_weight
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
 from parallel.zero.experts import share_out_experts
 from parallel.zero.options import OptimizerOptions, check_zero, deepspeed_config, optimizer_groups, quiet_deepspeed
 
@@ -91,9 +94,9 @@ class ZeroEngine:
         """Shape of every parameter and buffer of the whole model, by name."""
         return {**self._shapes, **self._buffers}
 
-    def forward(self, batch) -> Any:
-        """The module's forward on this rank's share of a micro-batch."""
-        return self._engine(batch)
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
+        """The module's forward on this rank's shard of a micro-batch."""
+        return LossSum(*self._engine(batch, training_pass))
 
     def backward(self, loss_share: Tensor) -> None:
         """Gradients of this rank's additive share of the step's loss; between micro-batches they add up."""

@@ -14,24 +14,36 @@ from typing import Any
 
 import torch
 
-import launcher.checkpoint.save
 import launcher.cluster.exit
 import launcher.training.trainer
+from launcher.checkpoint.save import save_checkpoint
 from launcher.cluster.exit import run_guarded
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
+from launcher.training.setup import Progress, Run, build_run
+from launcher.training.step import TrainStep
+from launcher.training.totals import StepSums
 from launcher.training.trainer import Trainer
+from longctx.batch import Batch
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
+from longctx.files import sync_path
+from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 
 
-def train(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
+def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
+    """A tiny run, ready for its first step."""
+    return build_run(tiny_config(shards, output, changed), torch.device("cpu"))
+
+
+def train(shards: Path, output: Path, changed: Mapping[str, Any], step: type[TrainStep] = TrainStep) -> None:
     """A run to its end, without report and TensorBoard, which take longer than all its steps."""
     leave_out_pictures()
-    Trainer(tiny_config(shards, output, changed), torch.device("cpu")).train()
+    run = build(shards, output, changed)
+    Trainer(run, train_step=step(run)).train()
 
 
 def train_each(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -40,32 +52,43 @@ def train_each(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
         train(shards, output, changed)
 
 
+def breaking_step(step: int, act: Callable[[Run], None]) -> type[TrainStep]:
+    """Steps of which one breaks something before its forward pass."""
+
+    class BreakingStep(TrainStep):
+        def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
+            if progress.step + 1 == step:
+                act(self.run)
+            return super().forward_backward(shards, counts, progress)
+
+    return BreakingStep
+
+
 def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, step: int) -> None:
     """``train``, but one rank is killed between the backward pass and the update of a step."""
-    plain = Trainer._forward_backward
 
-    def killed(trainer: Trainer, *args: Any) -> Any:
-        sums = plain(trainer, *args)
-        if trainer.mesh.rank == rank and trainer.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sums
+    class KilledStep(TrainStep):
+        def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
+            sums = super().forward_backward(shards, counts, progress)
+            if self.run.mesh.rank == rank and progress.step + 1 == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sums
 
-    Trainer._forward_backward = killed
-    train(shards, output, changed)
+    train(shards, output, changed, KilledStep)
 
 
 def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, file: str) -> None:
     """``train``, but one rank is killed in the second save when it puts ``file`` on the disk."""
-    plain, seen = launcher.checkpoint.save._sync, []
+    leave_out_pictures()
+    seen = []
 
-    def killed(path: Path) -> None:
+    def sync(path: Path) -> None:
         seen.append(path.name)
         if os.environ["RANK"] == str(rank) and seen.count(file) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        plain(path)
+        sync_path(path)
 
-    launcher.checkpoint.save._sync = killed
-    train(shards, output, changed)
+    Trainer(build(shards, output, changed), save=functools.partial(save_checkpoint, sync=sync)).train()
 
 
 def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[str, Any], step: int) -> None:
@@ -93,7 +116,7 @@ def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any],
     leave_out_pictures()
     for changed, words in cases:
         try:
-            Trainer(tiny_config(shards, output, changed), torch.device("cpu"))
+            build(shards, output, changed)
         except CheckpointError as error:
             said = str(error)
         else:
@@ -103,7 +126,13 @@ def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any],
 
 
 def end_guarded(
-    shards: Path, output: Path, changed: Mapping[str, Any], code: int, words: list[str], limit: int = 0
+    shards: Path,
+    output: Path,
+    changed: Mapping[str, Any],
+    code: int,
+    words: list[str],
+    limit: int = 0,
+    step: type[TrainStep] = TrainStep,
 ) -> None:
     """``train`` ends with this exit code on all ranks, and rank 0 alone speaks: one screen that has all the words.
 
@@ -114,7 +143,7 @@ def end_guarded(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()) as out:
-        ended = run_guarded(lambda: train(shards, output, changed))
+        ended = run_guarded(lambda: train(shards, output, changed, step))
     told = gather_objects((ended, said.getvalue()))
     assert [c for c, _ in told] == [code] * len(told), told
     assert not any(text for _, text in told[1:]), told
@@ -125,10 +154,15 @@ def end_guarded(
     assert not any(word in out.getvalue() for word in words), f"said on standard output too: {out.getvalue()}"
 
 
-def end_guarded_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], int, list[str]]]) -> None:
+def end_guarded_each(
+    shards: Path,
+    output: Path,
+    cases: list[tuple[Mapping[str, Any], int, list[str]]],
+    step: type[TrainStep] = TrainStep,
+) -> None:
     """``end_guarded`` for each case: what is changed, the exit code, the words."""
     for changed, code, words in cases:
-        end_guarded(shards, output, changed, code, words)
+        end_guarded(shards, output, changed, code, words, step=step)
 
 
 def run(function: Any, world_size: int, *args: Any) -> None:

@@ -15,16 +15,16 @@ from longctx.errors import ConfigError
 
 
 class RoutingReplay:
-    """Records the experts that a forward pass chooses, or makes it choose given ones; set as ``Decoder.replay``.
+    """Records the experts that a forward pass chooses, or makes it choose given ones: ``TrainingPass.replay``.
 
     Two programs that round differently choose differently where two experts score almost alike, and from there on they
     compute different functions. With the choices of one replayed in the other, what remains is rounding: for tests of
     parity, and to find where two runs part. Gates, probabilities and gradients are always the run's own.
 
-        model.decoder.replay = RoutingReplay()  # records
-        model(batch)
-        other.decoder.replay = RoutingReplay(model.decoder.replay.experts_LNk)
-        other(batch)  # the same tokens in the same order
+        recorded = RoutingReplay()
+        model(batch, TrainingPass(replay=recorded))
+        replayed = RoutingReplay(recorded.experts_LNk)
+        other(batch, TrainingPass(replay=replayed))  # the same tokens in the same order
 
     One object serves one forward pass (or several that are the same). Ids are what the router chose, before any
     capacity; −1 is nowhere, for a choice that led to no expert.

@@ -145,8 +145,7 @@ def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
     experts = {"num_experts": 4, "expert_ffn_size": 3, "shared_ffn_size": 5}
     config = ModelConfig(**{**sizes, **experts, **COUNTED[name]})
     lengths, total = [6, 1, 8], 15
-    decoder = Decoder(config)
-    decoder.core, decoder.linear_core = Plain(linear=False), Plain(linear=True)
+    decoder = Decoder(config, Plain(linear=False), linear_core=Plain(linear=True))
     tokens = torch.randint(config.vocab_size, (1, total), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths]).view(1, total)
     with FlopCounterMode(display=False) as counter:

@@ -15,6 +15,7 @@ import launcher.training.trainer
 from launcher.checkpoint.folder import find_start
 from launcher.config.load import QUICKSTART, load_run_config
 from launcher.config.sections import RunConfig
+from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.errors import CheckpointError
@@ -80,13 +81,13 @@ def config_of(shards: Path, output: Path, recipe: Path | None, changed: Mapping[
 def train_each(shards: Path, runs: Runs) -> None:
     launcher.training.trainer.write_report = lambda folder: folder / "report.html"
     for output, recipe, changed in runs:
-        Trainer(config_of(shards, output, recipe, changed), torch.device("cpu")).train()
+        Trainer(build_run(config_of(shards, output, recipe, changed), torch.device("cpu"))).train()
 
 
 def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
     for changed, words in cases:
         try:
-            Trainer(config_of(shards, output, RECIPE, changed), torch.device("cpu"))
+            build_run(config_of(shards, output, RECIPE, changed), torch.device("cpu"))
         except CheckpointError as error:
             said = str(error)
         else:

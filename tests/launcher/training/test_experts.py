@@ -9,12 +9,24 @@ import pytest
 import torch
 
 from launcher.metrics.record import read_metrics
+from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.setup import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import TrainingError
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import pretrain, tiny_config
-from tests.launcher.workers import end_guarded_each, refuse_each, rows, run, train, train_each
+from tests.launcher.runs import pretrain
+from tests.launcher.workers import (
+    breaking_step,
+    build,
+    end_guarded_each,
+    leave_out_pictures,
+    refuse_each,
+    rows,
+    run,
+    train,
+    train_each,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -126,27 +138,27 @@ def test_a_checkpoint_with_another_number_of_experts_is_refused(shards, base):
 # What ends a run.
 
 
-def break_a_router(trainer: Trainer, layer: int) -> None:
+def break_a_router(run: Run, layer: int) -> None:
     """One weight of a router becomes infinite, as after a step that was too long."""
-    trainer.engine.model.decoder.model.layers[layer].mlp.gate.weight.data[1, 0] = torch.inf
+    run.engine.model.decoder.model.layers[layer].mlp.gate.weight.data[1, 0] = torch.inf
 
 
-def owned(trainer: Trainer) -> dict[tuple[str, str, int], torch.Tensor]:
-    return {(r.name, r.role, r.start): r.values.clone() for r in trainer.engine.owned_ranges()}
+def owned(run: Run) -> dict[tuple[str, str, int], torch.Tensor]:
+    return {(r.name, r.role, r.start): r.values.clone() for r in run.engine.owned_ranges()}
 
 
 def step_with_a_broken_router(shards: Path, output: Path, stage: int) -> None:
-    trainer = Trainer(tiny_config(shards, output, {"zero.stage": stage, "parallel.expert": 2}), torch.device("cpu"))
-    trainer._train_step()
-    trainer._train_step()
-    break_a_router(trainer, 1)
-    before = owned(trainer)
+    trainer = Trainer(build(shards, output, {"zero.stage": stage, "parallel.expert": 2}))
+    trainer.take_step()
+    trainer.take_step()
+    break_a_router(trainer.run, 1)
+    before = owned(trainer.run)
     with pytest.raises(TrainingError) as caught:
-        trainer._train_step()
+        trainer.take_step()
     assert "step 3: model.layers.1 (" in str(caught.value), "on every rank"
     assert "model.layers.0" not in str(caught.value)
-    assert trainer.step == 2
-    after = owned(trainer)
+    assert trainer.progress.step == 2
+    after = owned(trainer.run)
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert not changed, "moments and masters are those of step 2"
 
@@ -158,15 +170,9 @@ def test_router_logits_that_are_not_finite_end_the_run_before_the_update(shards,
 
 
 def end_with_a_broken_router(shards: Path, output: Path) -> None:
-    plain = Trainer._forward_backward
-
-    def broken(self: Trainer, *args: Any) -> Any:
-        if self.step == 4:
-            break_a_router(self, 0)
-        return plain(self, *args)
-
-    Trainer._forward_backward = broken
-    end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, ["TrainingError", "step 5", "model.layers.0"])])
+    broken = breaking_step(5, lambda run: break_a_router(run, 0))
+    cases = [({"parallel.expert": 2}, 1, ["TrainingError", "step 5", "model.layers.0"])]
+    end_guarded_each(shards, output, cases, broken)
 
 
 @pytest.mark.slow
@@ -181,22 +187,14 @@ def test_it_is_said_on_one_screen_and_the_checkpoint_before_it_is_there(shards, 
 
 def kill_an_expert(shards: Path, output: Path) -> None:
     """No token can choose expert 2 of layer 1: its selection bias is far below all scores."""
-    import launcher.training.trainer
-
-    plain = Trainer.__init__
-    watch = launcher.training.trainer.DeadExpertWatch
-
-    def with_a_dead_expert(self: Trainer, *args: Any) -> None:
-        plain(self, *args)
-        self.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
-
-    Trainer.__init__ = with_a_dead_expert
-    launcher.training.trainer.DeadExpertWatch = lambda layers, experts: watch(layers, experts, window=3)  # type: ignore[misc]
+    leave_out_pictures()
     changed = {"model.selection_bias": True, "train.steps": 5, "validation.rows": 0, "parallel.context": 1}
-    train(shards, output, changed)
-    Trainer.__init__ = plain
-    started = Trainer(tiny_config(shards, output / "next", {**changed, "run.start_from": output}), torch.device("cpu"))
-    assert started.engine.model.load_LE is None, "a start takes weights and nothing else"
+    run = build(shards, output, changed)
+    run.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
+    watch = DeadExpertWatch(run.expert_layers, run.model.num_experts, window=3)
+    Trainer(run, dead_experts=watch).train()
+    started = build(shards, output / "next", {**changed, "run.start_from": output})
+    assert started.progress.expert_load_LE is None, "a start takes weights and nothing else"
 
 
 def test_a_dead_expert_is_a_warning_by_name(shards, tmp_path):

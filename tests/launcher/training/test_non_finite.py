@@ -13,15 +13,13 @@ from torch import Tensor
 
 from launcher.metrics.record import Record
 from launcher.report.page import load_run, remarks
-from launcher.training.totals import StepSums
+from launcher.training.setup import Run
 from launcher.training.trainer import Trainer
-from longctx.batch import Batch
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
-from tests.launcher.runs import SCREEN, STEPS, flags, pretrain, tiny_config
-from tests.launcher.workers import end_guarded_each, rows, run, train
+from tests.launcher.runs import SCREEN, STEPS, flags, pretrain
+from tests.launcher.workers import breaking_step, build, end_guarded_each, rows, run, train
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,26 +27,26 @@ EXPERT = "model.layers.1.mlp.experts.down_proj"
 LAST_NORM = "model.norm.weight"
 
 
-def break_a_weight(trainer: Trainer) -> None:
+def break_a_weight(run: Run) -> None:
     """The last norm is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
-    engine = trainer.engine
+    engine, mesh = run.engine, run.mesh
     p = dict(engine.model.decoder.named_parameters())[LAST_NORM]
-    if engine.stage == 3 or trainer.mesh.rank == trainer.mesh.world_size - 1:
+    if engine.stage == 3 or mesh.rank == mesh.world_size - 1:
         engine._set_working_weight(LAST_NORM, p, lambda name, role, start, count: torch.full((count,), torch.nan))
 
 
-def break_a_gradient(trainer: Trainer) -> None:
+def break_a_gradient(run: Run) -> None:
     """The last rank's gradient of its experts is infinite from now on; the loss stays as it is."""
 
     def hook(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, torch.inf)
 
-    p = dict(trainer.engine.model.decoder.named_parameters())[EXPERT]
-    if trainer.mesh.rank == trainer.mesh.world_size - 1:
+    p = dict(run.engine.model.decoder.named_parameters())[EXPERT]
+    if run.mesh.rank == run.mesh.world_size - 1:
         p.register_hook(hook)
 
 
-BREAKS: dict[str, tuple[Callable[[Trainer], None], list[str]]] = {
+BREAKS: dict[str, tuple[Callable[[Run], None], list[str]]] = {
     "loss": (
         break_a_weight,
         ["the loss of step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
@@ -60,8 +58,8 @@ BREAKS: dict[str, tuple[Callable[[Trainer], None], list[str]]] = {
 }
 
 
-def kept(trainer: Trainer) -> dict[tuple[str, str, int], Tensor]:
-    return {(r.name, r.role, r.start): r.values.clone() for r in trainer.engine.owned_ranges()}
+def kept(run: Run) -> dict[tuple[str, str, int], Tensor]:
+    return {(r.name, r.role, r.start): r.values.clone() for r in run.engine.owned_ranges()}
 
 
 def bits(values: Tensor) -> Tensor:
@@ -71,16 +69,16 @@ def bits(values: Tensor) -> Tensor:
 
 def break_each(shards: Path, output: Path, changed: dict[str, Any], kinds: list[str]) -> None:
     for kind in kinds:
-        trainer = Trainer(tiny_config(shards, output / kind, changed), torch.device("cpu"))
-        trainer._train_step()
-        trainer._train_step()
+        trainer = Trainer(build(shards, output / kind, changed))
+        trainer.take_step()
+        trainer.take_step()
         act, words = BREAKS[kind]
-        act(trainer)
-        before = kept(trainer)
+        act(trainer.run)
+        before = kept(trainer.run)
         with pytest.raises(TrainingError) as caught:
-            trainer._train_step()
-        after = kept(trainer)
-        assert trainer.step == 2
+            trainer.take_step()
+        after = kept(trainer.run)
+        assert trainer.progress.step == 2
         changed_bits = [key for key in before if not torch.equal(bits(before[key]), bits(after[key]))]
         assert not changed_bits, "masters, moments and bias"
         said, record = str(caught.value), caught.value.record
@@ -116,28 +114,15 @@ def test_so_it_is_on_one_rank(shards, tmp_path, stage):
 # To the end of a run, and on from there.
 
 
-def at_step(step: int, act: Callable[[Trainer], None]) -> None:
-    """From now on every trainer breaks in this step."""
-    plain = Trainer._forward_backward
-
-    def broken(self: Trainer, shares: list[Batch], counts: StepCounts) -> StepSums:
-        if self.step + 1 == step:
-            act(self)
-        return plain(self, shares, counts)
-
-    Trainer._forward_backward = broken
-
-
 def end_with(kind: str, shards: Path, output: Path) -> None:
     act, _ = BREAKS[kind]
-    at_step(6, act)
     words = [
         "TrainingError: the",
         "of step 6 is not finite",
         "step_000004 (--run.resume latest)",
         "The step was not taken",
     ]
-    end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, words)])
+    end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, words)], breaking_step(6, act))
 
 
 def trained(folder: Path) -> list[Record]:

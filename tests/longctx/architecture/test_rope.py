@@ -26,7 +26,7 @@ LENGTHS = st.integers(64, 131_072)
 
 
 def sizes():
-    """(head size, share that turns): even numbers of turned channels, from 4 on."""
+    """(head size, share that is rotary): even numbers of rotary channels, from 4 on."""
     return st.tuples(st.sampled_from([8, 16, 40, 64, 128]), st.sampled_from([0.25, 0.5, 0.75, 1.0])).filter(
         lambda x: int(x[0] * x[1]) % 2 == 0 and x[0] * x[1] >= 4
     )
@@ -278,8 +278,8 @@ def test_a_rope_that_cannot_be_is_refused(name):
 @pytest.mark.parametrize(
     ("rope", "size", "said"),
     [
-        (Rope(), 5, "turns 5 channels"),
-        (Rope(), 0, "turns 0 channels"),
+        (Rope(), 5, "5 rotary channels"),
+        (Rope(), 0, "0 rotary channels"),
         (Rope(kind="longrope", original_max_positions=8), 4, "short_factor has 0 values; longrope needs 2"),
         (
             Rope(kind="longrope", original_max_positions=8, short_factor=(1.0, 2.0), long_factor=(1.0, 0.0)),

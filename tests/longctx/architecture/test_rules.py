@@ -18,6 +18,7 @@ from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from longctx.presets import PRESETS
@@ -58,9 +59,9 @@ REFUSED = {
     "half latent": ({"rope_head_dim": 4}, "rope_head_dim=4 belongs to latent attention; set model.kv_lora_rank"),
     "latent heads": ({**LATENT, "num_kv_heads": 2}, "num_kv_heads=2 must be model.num_heads=4"),
     "latent positions": ({**LATENT, "position": "alibi"}, "kv_lora_rank=6.*use model.position=rope"),
-    "latent turns": ({**LATENT, "rope_head_dim": 8}, "rope_head_dim=8 must lie above 0 and below .*Try 2"),
-    "latent odd turns": ({**LATENT, "rope_head_dim": 3}, "turns 3 channels.*even.*model.rope_head_dim"),
-    "odd turns": ({"rope": Rope(partial=0.4)}, "turns 3 channels of each head"),
+    "latent rotary channels": ({**LATENT, "rope_head_dim": 8}, "rope_head_dim=8 must lie above 0 and below .*Try 2"),
+    "latent odd rotary channels": ({**LATENT, "rope_head_dim": 3}, "3 rotary channels.*even.*model.rope_head_dim"),
+    "odd rotary channels": ({"rope": Rope(partial=0.4)}, "3 rotary channels in each head"),
     "longrope factors": (
         {"rope": Rope(kind="longrope", original_max_positions=8, short_factor=(1.0,))},
         "short_factor has 1 values; longrope needs 4",
@@ -253,10 +254,9 @@ def accepted(drawn: dict) -> ModelConfig | None:
 def check_runs(config: ModelConfig) -> None:
     """Loss and every gradient of a packed batch are finite and there; parameters are as many as arithmetic says."""
     model = CausalLM(Decoder(config))
-    model.decoder.training_seed = 1
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
-    loss = LossSum(*model(batch))
+    loss = LossSum(*model(batch, TrainingPass(seed=1)))
     loss.total(0.5, config.router_z_loss_weight).backward()
     assert loss.nll_sum.isfinite()
     assert 0.2 < loss.nll_sum.item() / batch.num_targets / math.log(13) < 5

@@ -12,6 +12,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.layers.norms import RMSNorm
 from longctx.model.positions import apply_rotary, rotary_table
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import (
@@ -108,7 +109,6 @@ def test_packed_documents_equal_documents_alone(name):
 
 def test_positions_are_read_and_not_counted():
     """Rows in any order of tokens give the same hidden states when positions travel along."""
-    decoder = Decoder(tiny_config()).double()
     shuffled = torch.tensor([3, 0, 2, 1])
 
     class Unmasked(LocalAttention):
@@ -116,7 +116,7 @@ def test_positions_are_read_and_not_counted():
             q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    decoder.core = Unmasked()
+    decoder = Decoder(tiny_config(), Unmasked()).double()
     tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[10, 11, 12, 1_000_000]])
     hidden = decoder(tokens, positions)
     torch.testing.assert_close(decoder(tokens[:, shuffled], positions[:, shuffled]), hidden[:, shuffled])
@@ -147,8 +147,7 @@ def test_recompute_changes_no_bit(name):
     batch = packed_batch([[9, 14], [20, 3]], padding=1)
     results = {}
     for recompute in (False, True):
-        model = CausalLM(Decoder(CONFIGS[name]))
-        model.decoder.recompute = recompute
+        model = CausalLM(Decoder(CONFIGS[name], execution=Execution(recompute)))
         loss = LossSum(*model(batch))
         loss.total(0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
@@ -172,7 +171,7 @@ def test_documents_may_be_left_out_when_the_tokens_are_the_whole():
     inferred = decoder(batch.tokens, batch.positions, batch.cu_seqlens.tolist(), return_stats=True)
     torch.testing.assert_close(inferred, given, rtol=0, atol=0)
     assert len(given[1]) == 2
-    with pytest.raises(ValueError, match="documents"):
+    with pytest.raises(ValueError, match="document_ids"):
         decoder(batch.tokens[:, :5], batch.positions[:, :5], batch.cu_seqlens, return_stats=True)
     rows = decoder(batch.tokens, batch.positions, return_stats=True)[1]
     assert rows[0].counts_SE.sum(1).tolist() == [20, 20]

@@ -75,8 +75,8 @@ POSITIONS = {
 }
 
 
-def build(name: str) -> Decoder:
-    decoder = Decoder(odd_config(**POSITIONS[name])).double()
+def build(name: str, core: LocalAttention | None = None) -> Decoder:
+    decoder = Decoder(odd_config(**POSITIONS[name]), core).double()
     randomize(decoder)
     return decoder
 
@@ -151,42 +151,40 @@ class Recorder(LocalAttention):
 
 @pytest.mark.parametrize("name", [*POSITIONS])
 def test_a_share_of_the_sequence_knows_positions_and_length_of_the_whole(name):
-    decoder, batch = build(name), packed_batch([[3, 13, 1]], vocab_size=31)
-    decoder.core = Recorder()
+    core, batch = Recorder(), packed_batch([[3, 13, 1]], vocab_size=31)
+    decoder = build(name, core)
     decoder(batch.tokens, batch.positions, batch.cu_seqlens)
-    whole = decoder.core.seen
+    whole = core.seen
     mine = torch.tensor([16, 2, 9, 10])  # tokens of all documents, out of order
     decoder(batch.tokens[:, mine], batch.positions[:, mine], batch.cu_seqlens)
-    for part, of_whole in zip(decoder.core.seen, whole, strict=True):
+    for part, of_whole in zip(core.seen, whole, strict=True):
         torch.testing.assert_close(part, of_whole[:, mine], **EXACT)
 
 
 def test_stretching_follows_the_longest_document_and_not_the_row():
-    decoder = build("longrope")  # trained for 8 tokens
+    core = Recorder()
+    decoder = build("longrope", core)  # trained for 8 tokens
     short, longer = packed_batch([[8, 8]], vocab_size=31), packed_batch([[7, 9]], vocab_size=31)
-    decoder.core = Recorder()
     seen = []
     for batch in (short, longer):
         decoder(batch.tokens, torch.arange(16)[None], batch.cu_seqlens)  # the same positions in both
-        seen.append(decoder.core.seen[0])
+        seen.append(core.seen[0])
     assert not torch.allclose(*seen)
     rope = replace(decoder.config.rope, long_factor=(9.0,) * 5)  # which the batch with the shorter documents ignores
-    other = Decoder(replace(decoder.config, rope=rope)).double()
+    other = Decoder(replace(decoder.config, rope=rope), core).double()
     randomize(other)
-    other.core = Recorder()
     other(short.tokens, torch.arange(16)[None], short.cu_seqlens)
-    assert torch.equal(other.core.seen[0], seen[0])
+    assert torch.equal(core.seen[0], seen[0])
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_decoding_stretches_by_what_there_is_so_far(name):
-    decoder, tokens = build(name), one_document(1, 13).tokens % 31
-    decoder.core = Recorder()
+    core, tokens = Recorder(), one_document(1, 13).tokens % 31
+    decoder = build(name, core)
     decoder(tokens[:, :12], torch.arange(12)[None])
-    prefix = decoder.core.seen[0]
-    decoder.core = Recorder()
+    prefix = core.seen[0]
     decoder(tokens[:, 11:12], torch.tensor([[11]]), cache=LocalKVCache())
-    torch.testing.assert_close(decoder.core.seen[0], prefix[:, 11:], **EXACT)
+    torch.testing.assert_close(core.seen[0], prefix[:, 11:], **EXACT)
 
 
 @pytest.mark.parametrize("name", ["learned", "sinusoidal", "alibi", "t5", "relative", "none", "local base"])

@@ -26,9 +26,12 @@ from longctx.model.experts.dispatch import LocalDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.layer import MixtureOfExperts
 from longctx.model.recompute import RecomputeCache, recomputed
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
+
+RECOMPUTE = Execution(recompute=True)
 
 
 class CountingKernel(CpuFlashKernel):
@@ -82,8 +85,7 @@ class SinksEverywhere(LocalAttention):
 def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dtype, kernel):
     batch, results = packed_batch([[9, 14], [20, 3]], padding=1), {}
     for recompute in (False, True):
-        model = CausalLM(Decoder(config, core)).to(dtype)
-        model.decoder.recompute = recompute
+        model = CausalLM(Decoder(config, core, execution=Execution(recompute))).to(dtype)
         core_calls = kernel.runs["forward"]
         loss = LossSum(*model(batch))
         loss.total(0.1).backward()
@@ -120,8 +122,8 @@ def _storages(values) -> list[torch.UntypedStorage]:
 
 def kept_bytes(num_layers: int, *, recompute: bool) -> tuple[int, int]:
     """Bytes alive after forward, and after backward while its graph is still held, gradients aside."""
-    decoder, batch = Decoder(dense_config(num_layers=num_layers)), one_document(1, 64)
-    decoder.recompute = recompute
+    decoder = Decoder(dense_config(num_layers=num_layers), execution=Execution(recompute))
+    batch = one_document(1, 64)
     with LiveBytes() as live:
         loss = decoder(batch.tokens, batch.positions, batch.cu_seqlens).square().mean()
         after_forward = live.total()
@@ -141,8 +143,7 @@ def test_a_recomputed_layer_keeps_its_input_and_attentions_result():
 
 def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
     monkeypatch.setattr(RecomputeCache, "save", lambda *_: pytest.fail("kept for a backward that cannot come"))
-    decoder, batch = Decoder(dense_config()), one_document(1, 16)
-    decoder.recompute = True
+    decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     with torch.no_grad():
         decoder(batch.tokens, batch.positions)
     cache = LocalKVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
@@ -151,8 +152,7 @@ def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
 
 
 def test_a_second_backward_is_refused():
-    decoder, batch = Decoder(dense_config()), one_document(1, 16)
-    decoder.recompute = True
+    decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     loss = decoder(batch.tokens, batch.positions).square().mean()
     loss.backward(retain_graph=True)
     with pytest.raises(ConfigError, match="recompute=False"):
@@ -163,8 +163,7 @@ def test_an_abandoned_graph_frees_the_recompute_cache(monkeypatch):
     made = []
     save = RecomputeCache.save
     monkeypatch.setattr(RecomputeCache, "save", lambda self, *x: (made.append(weakref.ref(self)), save(self, *x)))
-    decoder, batch = Decoder(dense_config()), one_document(1, 16)
-    decoder.recompute = True
+    decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     hidden = decoder(batch.tokens, batch.positions)
     assert [recompute_cache() is not None for recompute_cache in made] == [True, True]
     del hidden
@@ -201,11 +200,10 @@ def test_what_is_kept_has_no_history():
 
 def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
     """A backward for some of the inputs alone still finds attention's result."""
-    decoder, batch = Decoder(dense_config()), one_document(1, 16)
-    randomize(decoder)
-    grads = []
+    batch, grads = one_document(1, 16), []
     for recompute in (False, True):
-        decoder.recompute = recompute
+        decoder = Decoder(dense_config(), execution=Execution(recompute))
+        randomize(decoder)
         loss = decoder(batch.tokens, batch.positions).square().mean()
         grads.append(torch.autograd.grad(loss, decoder.model.layers[1].self_attn.k_proj.weight)[0])
     assert torch.equal(*grads)
@@ -214,11 +212,14 @@ def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
 # Experts
 
 
-def of_experts(**changes) -> CausalLM:
+TRAINING = TrainingPass(seed=5)
+
+
+def of_experts(*, recompute: bool, dispatcher=None, **changes) -> CausalLM:
     config = {"router_z_loss_weight": 0.1, "capacity_factor": 1.0, "router_jitter": 0.1, "selection_bias": True}
-    lm = CausalLM(Decoder(tiny_config(**{**config, **changes})))
+    execution = Execution(recompute)
+    lm = CausalLM(Decoder(tiny_config(**{**config, **changes}), dispatcher=dispatcher, execution=execution))
     randomize(lm, std=0.2)
-    lm.decoder.training_seed = 5
     return lm
 
 
@@ -245,9 +246,8 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
     """With everything that a router may have; and the second run gives backward the same bits."""
     results = {}
     for recompute in (False, True):
-        lm = of_experts()
-        lm.decoder.recompute = recompute
-        dispatcher = lm.decoder.dispatcher = Watched()
+        dispatcher = Watched()
+        lm = of_experts(recompute=recompute, dispatcher=dispatcher)
         forward = MixtureOfExperts.forward
 
         def watched(self, x, call, recompute_cache, *, forward=forward, dispatcher=dispatcher):
@@ -258,7 +258,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
 
         monkeypatch.setattr(MixtureOfExperts, "forward", watched)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum(*lm(EXPERT_BATCH))
+            loss = LossSum(*lm(EXPERT_BATCH, TRAINING))
             loss.total(0.1, 0.1).backward()
         monkeypatch.undo()
         ran = {event.key: event.count for event in profile.key_averages()}
@@ -272,8 +272,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
 
 def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
     """As rounding may have it: the second run weighs the first run's choices, refused ones too, by its own logits."""
-    lm, seen = of_experts(), []
-    lm.decoder.recompute = True
+    lm, seen = of_experts(recompute=True), []
     forward = Experts.forward
 
     def watched(self, x, gates, experts, *rest):
@@ -281,7 +280,7 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
         return forward(self, x, gates, experts, *rest)
 
     monkeypatch.setattr(Experts, "forward", watched)
-    loss = LossSum(*lm(EXPERT_BATCH)).total(0.1, 0.1)
+    loss = LossSum(*lm(EXPERT_BATCH, TRAINING)).total(0.1, 0.1)
     for layer in lm.decoder.model.layers:
         layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
     loss.backward()
@@ -292,7 +291,7 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
         assert not torch.allclose(gates, other_gates)
         assert torch.equal(gates == 0, other_gates == 0)
     seen.clear()
-    lm(EXPERT_BATCH)
+    lm(EXPERT_BATCH, TRAINING)
     assert not torch.equal(seen[0][1], ids), "it would have"
 
 
@@ -300,17 +299,29 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
 def test_a_compiled_layer_keeps_its_choices_too():
     """Inside a graph there is no recompute_cache; recomputation finds the ids, and attention's result, by their
     operators."""
-    lm = of_experts(num_layers=1)
-    lm.decoder.recompute = True
+    lm = of_experts(num_layers=1, recompute=True)
     torch.compiler.reset()
     compiled, results = torch.compile(lm, backend="aot_eager"), []
     for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
         lm.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum(*f(EXPERT_BATCH))
+            loss = LossSum(*f(EXPERT_BATCH, TRAINING))
             loss.total(0.1, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     ran = {event.key: event.count for event in profile.key_averages()}
     assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_step_may_have_another_seed():
+    """Each step has its own; compiled in or not, it decides."""
+    lm = of_experts(num_layers=1, recompute=False, residual_dropout=0.2)
+    torch.compiler.reset()
+    compiled = torch.compile(lm, backend="aot_eager")
+    for seed in (5, 5 + 0x9E3779B1, 2**62 + 3):
+        training_pass = TrainingPass(seed=seed, first_token=7 * (seed % 3))
+        wanted = lm(EXPERT_BATCH, training_pass)
+        torch.testing.assert_close(compiled(EXPERT_BATCH, training_pass), wanted, atol=1e-5, rtol=1e-5)
     torch.compiler.reset()

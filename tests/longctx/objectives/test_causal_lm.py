@@ -9,7 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from longctx.batch import IGNORED_TARGET
+from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, tiny_config
@@ -17,8 +19,8 @@ from tests.longctx.samples import dense_config, gradients, packed_batch, tiny_co
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
-def model(config=None, **kwargs) -> CausalLM:
-    return CausalLM(Decoder(config or tiny_config()), **kwargs).double()
+def model(config=None, *, core=None, execution=None, **kwargs) -> CausalLM:
+    return CausalLM(Decoder(config or tiny_config(), core, execution=execution), **kwargs).double()
 
 
 def mean_balance(stats, documents) -> torch.Tensor:
@@ -63,14 +65,15 @@ def test_padding_tokens_change_nothing():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def shards_of(lm: CausalLM):
-    """The batch flat, and token shares of it that cross documents, for a model whose tokens do not attend to others."""
+class NoAttention(LocalAttention):
+    """No token attends to another: a shard of the tokens then gives a shard of the results."""
 
-    class NoAttention:
-        def __call__(self, q_BtHD, k_BtKD, v_BtKD, **_):
-            return q_BtHD * 0.5 + (v_BtKD - 0.3 * k_BtKD).repeat_interleave(2, 2)
+    def __call__(self, q_BtHD, k_BtKD, v_BtKD, **_):
+        return q_BtHD * 0.5 + (v_BtKD - 0.3 * k_BtKD).repeat_interleave(2, 2)
 
-    lm.decoder.core = NoAttention()
+
+def shards_of_batch():
+    """The batch flat, and shards of its tokens that cross documents."""
     flat = BATCH.flatten_rows()
     owners = torch.tensor([0, 1, 1, 0, 2] * 8)
     return flat, [flat.map_tokens(lambda x, r=r: x[:, owners == r]) for r in range(4)]  # the last one holds no token
@@ -78,8 +81,8 @@ def shards_of(lm: CausalLM):
 
 def test_sums_and_gradients_add_up_over_shards():
     """With counts reduced and probabilities local, losses and gradients of the shares sum to those of the whole."""
-    lm = model(tiny_config(router_z_loss_weight=0.1), z_loss=0.01, label_smoothing=0.1)
-    flat, shards = shards_of(lm)
+    lm = model(tiny_config(router_z_loss_weight=0.1), core=NoAttention(), z_loss=0.01, label_smoothing=0.1)
+    flat, shards = shards_of_batch()
     whole = LossSum(*lm(flat))
     whole.total(0.1, 0.1).backward()
     wanted = gradients(lm)
@@ -104,8 +107,7 @@ def test_reduced_counts_may_be_written_in_place():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_counts_are_not_doubled_by_recomputation(recompute):
-    lm = model()
-    lm.decoder.recompute = recompute
+    lm = model(execution=Execution(recompute))
     calls = []
     lm.reduce_counts = lambda counts: calls.append(counts.sum().item()) or counts
     lm(BATCH)[0].backward()

@@ -22,6 +22,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import Strided
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -183,7 +184,7 @@ def check_models():
         if world % ulysses or (layout != "zigzag" and (ulysses > 1 or recompute)):
             continue
         mesh = Mesh.build(context=world, ulysses=ulysses)
-        model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", recompute=recompute)
+        model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", execution=Execution(recompute))
         whole = SequenceLayout.build(layout, 96, world, batch.cu_seqlens.tolist(), ulysses)
         got = run(
             model.decoder.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
@@ -216,7 +217,7 @@ def count_messages(layers: tuple[str, ...], *, recompute: bool) -> tuple[int, di
     wanted = {"window": 5 if {"sparse", "window"} & set(layers) else 0, "sparse_stride": 7 * ("sparse" in layers)}
     config = ModelConfig(**{**vars(MODEL), "layers": layers, **wanted})
     mesh, batch, sent = Mesh.build(context=4), batch_of(MODEL), [0]
-    model = build_parallel_model(config, mesh, layout="zigzag", kernel="blockwise", recompute=recompute)
+    model = build_parallel_model(config, mesh, layout="zigzag", kernel="blockwise", execution=Execution(recompute))
     layout = SequenceLayout.build("zigzag", 96, 4)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
     run(model.decoder, mine)  # schedules are known and agreed from here on, but for the first layer's
@@ -245,7 +246,7 @@ def test_a_second_backward_through_recomputed_linear_layers_is_refused():
 def check_second_backward():
     mesh, batch = Mesh.build(context=2), batch_of(MODEL)
     config = ModelConfig(**{**vars(MODEL), "layers": ("linear",), "window": 0, "sparse_stride": 0})
-    model = build_parallel_model(config, mesh, layout="zigzag", recompute=True)
+    model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution(True))
     layout = SequenceLayout.build("zigzag", 96, 2)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
     hidden = model.decoder(mine.tokens, mine.positions, mine.cu_seqlens)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution, TrainingPass
 from parallel.attention.core import ContextParallelAttention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -29,16 +30,20 @@ DOCUMENTS = [[5, 11, 1, 3], [16, 1, 3]]
 """Of two rows; the longest, 16 tokens, is longer than any rank's share of it, and than the 8 that ropes know."""
 
 
-def build(name: str, mesh: Mesh | None, layout: str = "", **changes) -> Decoder:
+def build(name: str, mesh: Mesh | None, layout: str = "", *, recompute: bool = False, **changes) -> Decoder:
     core = None if mesh is None else ContextParallelAttention(mesh, layout)
-    decoder = Decoder(odd_config(**{**POSITIONS[name], "num_layers": 2, **changes}), core).double()
+    config = odd_config(**{**POSITIONS[name], "num_layers": 2, **changes})
+    decoder = Decoder(config, core, execution=Execution(recompute)).double()
     randomize(decoder)
     return decoder
 
 
-def differentiate(decoder: Decoder, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, dict]:
+def differentiate(
+    decoder: Decoder, batch: Batch, weights: torch.Tensor, training_pass: TrainingPass
+) -> tuple[torch.Tensor, dict]:
     """Hidden states and all gradients of their weighted sum."""
-    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids)
+    ids = batch.document_ids
+    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=ids, training_pass=training_pass)
     (hidden * weights).sum().backward()
     return hidden.detach(), {name: p.grad for name, p in decoder.model.named_parameters()}
 
@@ -55,14 +60,13 @@ def check_kind(
     batch = packed_batch(DOCUMENTS, vocab_size=31).flatten_rows()
     weights = torch.randn(1, 40, 14, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     alone = build(name, None, **changes)
-    alone.training_seed = seed
-    wanted, wanted_grads = differentiate(alone, batch, weights)
+    training_pass = TrainingPass(seed=seed)
+    wanted, wanted_grads = differentiate(alone, batch, weights, training_pass)
     for kind in layouts:
-        spread = build(name, mesh, kind, **changes)
-        spread.training_seed, spread.recompute = seed, recompute
+        spread = build(name, mesh, kind, recompute=recompute, **changes)
         layout = SequenceLayout.build(kind, 40, mesh.context, batch.cu_seqlens, mesh.ulysses)
         mine = batch.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
-        found, grads = differentiate(spread, mine, layout.split(weights, mesh.context_rank, 1))
+        found, grads = differentiate(spread, mine, layout.split(weights, mesh.context_rank, 1), training_pass)
         what = f"{name}, {kind}, rank {mesh.rank} of {mesh.context}"
         same(found, layout.split(wanted, mesh.context_rank, 1), what)
         total = torch.cat([grad.flatten() for grad in grads.values()])

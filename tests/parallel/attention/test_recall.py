@@ -16,7 +16,7 @@ import torch
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
+from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
@@ -88,9 +88,8 @@ def learn(context: int) -> None:
     length, reached = 32, 0.0
     for step in range(MOST_STEPS):
         mine = share(recall_rows(length, seed=step))
-        counts = count_step([mine], torch.device("cpu"))
-        objective, balance, z_sum, *_ = engine.forward(mine)
-        engine.backward(micro_batch_loss(objective, balance, z_sum, counts, CONFIG))
+        counts = count_step([mine])
+        engine.backward(counts.loss(engine.forward(mine), CONFIG))
         engine.step(3e-3 * min(1.0, (step + 1) / 100))
         if step % 10 == 9:
             reached = accuracy(length, range(10**6, 10**6 + 2))

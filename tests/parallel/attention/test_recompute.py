@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import parallel.attention.core
 from longctx.config import ModelConfig
+from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -39,7 +40,9 @@ def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[
     """(messages of forward and backward, messages of each recomputed attention, gradients)."""
     axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
     mesh = Mesh.build(context=4, **axes)
-    model = build_parallel_model(MODEL, mesh, layout="zigzag", transport=way["transport"], recompute=recompute)
+    model = build_parallel_model(
+        MODEL, mesh, layout="zigzag", transport=way["transport"], execution=Execution(recompute)
+    )
     sent, replayed = [0], []
 
     def counted(function):

@@ -17,8 +17,9 @@ from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
+from longctx.model.training_pass import Execution, TrainingPass
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
+from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import OwnedRange, ZeroEngine
@@ -108,8 +109,8 @@ def train_by_definition(config: ModelConfig, steps: int, routing: Routing | None
         tokens = sum(int((row.document_ids != PADDING_DOCUMENT).sum()) for row in rows)
         nll_sum, loss, counts_LE = 0.0, torch.zeros(()), torch.zeros(EXPERT_LAYERS, config.num_experts)
         for number, row in enumerate(rows):
-            decoder.replay = RoutingReplay(routing[step][number]) if routing else None
-            nll, balance, z, row_counts_LE = _sums(decoder, row, share_LE)
+            replay = RoutingReplay(routing[step][number]) if routing else None
+            nll, balance, z, row_counts_LE = _sums(decoder, row, share_LE, replay)
             loss = loss + nll / targets
             loss = loss + (config.balance_loss_weight * balance + config.router_z_loss_weight * z) / tokens
             nll_sum, counts_LE = nll_sum + nll.item(), counts_LE + row_counts_LE
@@ -127,10 +128,19 @@ def train_by_definition(config: ModelConfig, steps: int, routing: Routing | None
     return run
 
 
-def _sums(decoder: Decoder, row: Batch, share_LE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sums(
+    decoder: Decoder, row: Batch, share_LE: Tensor, replay: RoutingReplay | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Σ nll, Σ balance loss in the config's scope, Σ squared log-sum-exp of the logits, tokens by layer and expert."""
     config = decoder.config
-    hidden, stats = decoder(row.tokens, row.positions, row.cu_seqlens, document_ids=row.document_ids, return_stats=True)
+    hidden, stats = decoder(
+        row.tokens,
+        row.positions,
+        row.cu_seqlens,
+        document_ids=row.document_ids,
+        training_pass=TrainingPass(replay=replay),
+        return_stats=True,
+    )
     logits, targets = decoder.logits(hidden).flatten(0, 1), row.targets.flatten()
     nll = functional.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
     balance = torch.zeros(())
@@ -177,10 +187,13 @@ class RanksRun:
         self.config, self.spread, self.run = config, spread, Run()
         self.mesh = Mesh.build(context=spread.context, expert=spread.expert)
         model = build_parallel_model(
-            config, self.mesh, layout=spread.layout, recompute=spread.recompute, seed=spread.seed
+            config,
+            self.mesh,
+            layout=spread.layout,
+            execution=Execution(spread.recompute, spread.recompute_experts, spread.tile_tokens),
+            seed=spread.seed,
         )
-        model.decoder.expert_tile_tokens = spread.tile_tokens
-        model.decoder.recompute_experts = spread.recompute_experts
+        self.load_LE: Tensor | None = None
         self.engine = ZeroEngine(
             model,
             stage=spread.stage,
@@ -199,19 +212,19 @@ class RanksRun:
             row.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
             for row, layout in zip(rows, layouts, strict=True)
         ]
-        counts = count_step(mine, torch.device("cpu"))
+        counts = count_step(mine)
         nll_sum, routed_LE = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for n, row, layout in zip(numbers, mine, layouts, strict=True):
             ids = layout.split(routing[number][n], mesh.context_rank, 1) if routing else None
-            decoder.replay = None if ids is None else RoutingReplay(ids)
-            objective, balance, z, counts_LE, _, nll = self.engine.forward(row)
-            self.engine.backward(micro_batch_loss(objective, balance, z, counts, config))
-            nll_sum, routed_LE = nll_sum + nll.double(), routed_LE + counts_LE
+            replay = None if ids is None else RoutingReplay(ids)
+            loss = self.engine.forward(row, TrainingPass(expert_load_LE=self.load_LE, replay=replay))
+            self.engine.backward(counts.loss(loss, config))
+            nll_sum, routed_LE = nll_sum + loss.nll_sum.double(), routed_LE + loss.counts_LE
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:
             move_selection_bias_(decoder, routed_LE, config.selection_bias_rate)
-        self.engine.model.load_LE = load_share(routed_LE)
+        self.load_LE = load_share(routed_LE)
         self.run.losses.append(float(sum_over_ranks(nll_sum)) / counts.targets)
         self.run.counts.append(routed_LE)
 

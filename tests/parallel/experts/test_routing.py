@@ -12,6 +12,7 @@ from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
@@ -62,27 +63,21 @@ def micro_batch(data_rank: int) -> Batch:
     return packed_batch(rows=ROWS, seq_len=LENGTH, vocab_size=64, seed=3 + data_rank)
 
 
-def in_training(model: CausalLM) -> CausalLM:
-    model = model.double()
-    loads = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model.load_LE = loads / loads.mean(1, keepdim=True)
-    model.decoder.training_seed = 7
-    return model
-
-
 def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
-    model.decoder.training_start = data_rank * ROWS * LENGTH
-    loss = LossSum(*model(batch))
+    loads = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    load_LE = loads / loads.mean(1, keepdim=True)
+    training_pass = TrainingPass(seed=7, first_token=data_rank * ROWS * LENGTH, expert_load_LE=load_LE)
+    loss = LossSum(*model(batch, training_pass))
     loss.total(CONFIG.balance_loss_weight, CONFIG.router_z_loss_weight).backward()
     return loss
 
 
 def check(config: ModelConfig, layout: str, context: int, expert: int, *, recompute: bool) -> None:
     mesh = Mesh.build(context=context, expert=expert)
-    alone = in_training(CausalLM(Decoder(config)))
+    alone = CausalLM(Decoder(config)).double()
     wanted = [differentiate(alone, micro_batch(d), d) for d in range(mesh.data)]
     assert min(loss.facts_L4[:, 2].min() for loss in wanted) > 5, "some are refused"
-    spread = in_training(build_parallel_model(config, mesh, layout=layout, recompute=recompute))
+    spread = build_parallel_model(config, mesh, layout=layout, execution=Execution(recompute)).double()
     batch = micro_batch(mesh.data_rank).flatten_rows()
     whole = SequenceLayout.build(layout, ROWS * LENGTH, context, batch.cu_seqlens.tolist())
     found = differentiate(spread, batch.map_tokens(lambda x: whole.split(x, mesh.context_rank, 1)), mesh.data_rank)

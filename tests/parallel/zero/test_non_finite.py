@@ -14,9 +14,8 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import GradientError
 from longctx.model.experts.experts import is_expert_weight
-from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, micro_batch_loss
+from parallel.loss import count_step
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
@@ -148,9 +147,9 @@ def check_no_targets(stage: int) -> None:
         row = rows_of_step(1)[n]
         row = replace(row, targets=torch.full_like(row.targets, IGNORED_TARGET))
         mine = row.map_tokens(lambda x: split.split(x, runner.mesh.context_rank, 1))
-        counts = count_step([mine], torch.device("cpu"))
-        loss = LossSum(*runner.engine.forward(mine))
-        runner.engine.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, DENSE))
+        counts = count_step([mine])
+        loss = runner.engine.forward(mine)
+        runner.engine.backward(counts.loss(loss, DENSE))
         assert (counts.targets, float(loss.nll_sum)) == (0, 0)
     assert runner.engine.step(LR) == 0.0
     assert not runner.engine.broken_weights()

@@ -10,9 +10,9 @@ import torch
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.objectives.loss_sum import LossSum
+from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
+from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
@@ -76,7 +76,7 @@ def train_together(
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
     mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
-    model = build_parallel_model(config, mesh, layout=layout, transport=transport, recompute=recompute)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
     options = OptimizerOptions(clip_norm=CLIP)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
@@ -87,13 +87,13 @@ def train_together(
         for row in rows:
             split = SequenceLayout.build(layout, SEQ_LEN, context, row.cu_seqlens, ulysses)
             mine.append(row.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
-        counts = count_step(mine, torch.device("cpu"))
+        counts = count_step(mine)
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
-            loss = LossSum(*engine.forward(batch))
+            loss = engine.forward(batch)
             total += loss.nll_sum.double()
             routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
-            engine.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, config))
+            engine.backward(counts.loss(loss, config))
         norms.append(engine.step(LR))
         losses.append(float(sum_over_ranks(total)) / counts.targets)
         counts_by_step.append(sum_over_ranks(routed))
@@ -185,13 +185,13 @@ def check_state(stage: int, other: int):
     batch = row_of(step_rows(99), 0)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = batch.map_tokens(lambda x: split.split(x, mesh.context_rank, 1))
-    counts = count_step([mine], torch.device("cpu"))
+    counts = count_step([mine])
     seen = []
     for runner in (engine, fresh):
         runner._engine.set_gradient_accumulation_boundary(True)
         for _ in range(2):
-            loss = LossSum(*runner.forward(mine))
-            runner.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, DENSE))
+            loss = runner.forward(mine)
+            runner.backward(counts.loss(loss, DENSE))
             seen += [float(loss.nll_sum), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 

@@ -11,6 +11,7 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs
 from tests.longctx.model.attention.test_local import by_definition
 from tests.longctx.samples import (
@@ -38,9 +39,9 @@ def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, 
     return by_definition(q_BtHD, k_BtKD, v_BtKV, mask, scores, sinks_H)
 
 
-def exact_decoder(**changes) -> Decoder:
+def exact_decoder(**given) -> Decoder:
     """In float64, with weights large enough to matter."""
-    decoder = Decoder(dense_config(layers=LAYERS, **changes)).double()
+    decoder = Decoder(dense_config(layers=LAYERS), **given).double()
     randomize(decoder)
     return decoder
 
@@ -55,11 +56,10 @@ def hidden_and_gradients(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("lengths", [[[13]], [[1, 7, 5]], [[3, 1, 9], [1, 1, 11]]], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_and_gradients_are_the_closed_form(lengths, recompute):
-    batch, decoder = packed_batch(lengths), exact_decoder()
-    decoder.recompute = recompute
-    got = hidden_and_gradients(decoder, batch)
-    decoder.recompute, decoder.core, decoder.linear_core = False, by_softmax, by_closed_form
-    torch.testing.assert_close(got, hidden_and_gradients(decoder, batch), rtol=1e-11, atol=1e-11)
+    batch = packed_batch(lengths)
+    got = hidden_and_gradients(exact_decoder(execution=Execution(recompute)), batch)
+    wanted = hidden_and_gradients(exact_decoder(core=by_softmax, linear_core=by_closed_form), batch)
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_packed_documents_are_documents_alone():

@@ -21,6 +21,7 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
 
 BUCKETS, FARTHEST = 6, 9
@@ -238,9 +239,8 @@ class OutsideOfGraphs(LocalAttention):
 def test_compiled_decoder_equals_eager_and_serves_any_documents(recompute, fresh_compiler):
     """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
     core = LocalAttention() if recompute else OutsideOfGraphs()
-    decoder = Decoder(dense_config(num_layers=1), core)
+    decoder = Decoder(dense_config(num_layers=1), core, execution=Execution(recompute))
     randomize(decoder)
-    decoder.recompute = recompute
     compiled = torch.compile(decoder, backend="aot_eager" if recompute else "eager")
     for lengths in BOUNDARIES:
         batch, results = packed_batch(lengths), []

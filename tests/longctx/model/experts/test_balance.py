@@ -17,6 +17,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
 from longctx.model.experts.router import RouterStats, Routing, router_stats
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import documents_of, gradients, packed_batch, tiny_config
@@ -109,8 +110,8 @@ def test_logits_that_are_not_finite_are_counted(value):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_broken_router_is_found_by_layer_and_nothing_crashes(recompute):
-    lm = CausalLM(Decoder(tiny_config(num_layers=3, selection_bias=True, expert_groups=2)))
-    lm.decoder.recompute = recompute
+    config = tiny_config(num_layers=3, selection_bias=True, expert_groups=2)
+    lm = CausalLM(Decoder(config, execution=Execution(recompute)))
     batch = packed_batch([[7, 11], [15, 3]], padding=2)
     with torch.no_grad():
         lm.decoder.model.layers[1].mlp.gate.weight[2, 5] = torch.nan
@@ -203,11 +204,12 @@ class Blind(LocalAttention):
         return q_BtHD * 0.5 + (v_BtKV - 0.3 * k_BtKD).repeat_interleave(2, 2)
 
 
+TRAINING = TrainingPass(expert_load_LE=LOADS)
+
+
 def model(scope: str) -> CausalLM:
     config = tiny_config(balance_scope=scope, router_z_loss_weight=0.05, score_function="sigmoid", num_layers=L)
-    lm = CausalLM(Decoder(config, Blind())).double()
-    lm.load_LE = LOADS
-    return lm
+    return CausalLM(Decoder(config, Blind())).double()
 
 
 def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
@@ -221,10 +223,10 @@ def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
         lm.reduce_counts = lambda counts, local=local: local.append(counts.clone()) or counts
         with torch.no_grad():
             for share in micro_batch:
-                lm(share)
+                lm(share, TRAINING)
         lm.reduce_counts = lambda counts, local=local: torch.stack(local).sum(0)
         for share in micro_batch:
-            loss = LossSum(*lm(share))
+            loss = LossSum(*lm(share, TRAINING))
             of_routers = 0.2 * loss.balance_sum + 0.05 * loss.z_sum
             (loss.objective_sum / targets + of_routers / tokens).backward()
     return gradients(lm)
@@ -274,13 +276,12 @@ def test_scopes_are_not_the_same():
     assert not torch.allclose(found["global_batch"], found["micro_batch"])
 
 
-def test_the_global_batch_is_balanced_by_the_loads_that_were_set():
+def test_the_global_batch_is_balanced_by_the_loads_that_are_given():
     """With a step's own loads it is the loss of that step as one micro-batch."""
     lm, other = model("global_batch"), model("micro_batch")
     wanted = LossSum(*other(BATCH))
-    lm.load_LE = load_share(wanted.counts_LE)
-    torch.testing.assert_close(LossSum(*lm(BATCH)).balance_sum, wanted.balance_sum)
-    lm.load_LE = None
+    training = TrainingPass(expert_load_LE=load_share(wanted.counts_LE))
+    torch.testing.assert_close(LossSum(*lm(BATCH, training)).balance_sum, wanted.balance_sum)
     torch.testing.assert_close(LossSum(*lm(BATCH)).balance_sum, torch.tensor(2 * 36.0, dtype=torch.float64))
     assert lm.state_dict().keys() == other.state_dict().keys()
 

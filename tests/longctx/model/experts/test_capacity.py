@@ -17,6 +17,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.capacity import Capacity, capacity_of
 from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import gradients, packed_batch, tiny_config
@@ -128,34 +129,35 @@ class Together(LocalDispatcher):
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
-def model(*, seed: int | None = 3, dispatcher=None, **changes) -> CausalLM:
+TRAINING = TrainingPass(seed=3)
+
+
+def model(*, dispatcher=None, recompute=False, **changes) -> CausalLM:
     config = tiny_config(**{"capacity_factor": 1.0, "router_z_loss_weight": 0.1, **changes})
-    lm = CausalLM(Decoder(config, Blind(), dispatcher=dispatcher)).double()
-    lm.decoder.training_seed = seed
-    return lm
+    return CausalLM(Decoder(config, Blind(), dispatcher=dispatcher, execution=Execution(recompute))).double()
 
 
 def test_training_alone_has_a_capacity():
-    free, evaluated, trained = model(capacity_factor=0.0), model(seed=None), model()
-    torch.testing.assert_close(evaluated(BATCH), free(BATCH), rtol=0, atol=0)
-    loss = LossSum(*trained(BATCH))
+    free, limited = model(capacity_factor=0.0), model()
+    torch.testing.assert_close(limited(BATCH), free(BATCH), rtol=0, atol=0)
+    loss = LossSum(*limited(BATCH, TRAINING))
     assert (loss.facts_L4[:, 2] > 0).all()
     assert not torch.equal(loss.nll_sum, LossSum(*free(BATCH)).nll_sum)
     roomy = model(capacity_factor=4.0)
-    torch.testing.assert_close(roomy(BATCH), free(BATCH))
+    torch.testing.assert_close(roomy(BATCH, TRAINING), free(BATCH))
 
 
 def test_rows_keep_their_capacity_when_they_are_laid_end_to_end():
-    wanted = model()(BATCH)
-    torch.testing.assert_close(model()(BATCH.flatten_rows()), wanted)
+    wanted = model()(BATCH, TRAINING)
+    torch.testing.assert_close(model()(BATCH.flatten_rows(), TRAINING), wanted)
     longer = Batch(**{**vars(BATCH.flatten_rows()), "row_tokens": 40})  # one row, whose first tokens take all the room
-    assert not torch.equal(model()(longer)[-1], wanted[-1])
+    assert not torch.equal(model()(longer, TRAINING)[-1], wanted[-1])
 
 
 def test_places_are_those_of_the_rows_and_padding_has_none():
     """Positions restart in every document, and whichever it is that padding follows."""
     recording = Recording()
-    model(dispatcher=recording)(BATCH)
+    model(dispatcher=recording)(BATCH, TRAINING)
     is_padding = BATCH.document_ids.flatten() < 0
     for sent in recording.sent:
         assert torch.equal(sent[:, 0], torch.arange(40).where(~is_padding, -1).int())
@@ -166,7 +168,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
     flat = BATCH.flatten_rows()
     recording = Recording()
     lm = model(dispatcher=recording)
-    whole = LossSum(*lm(flat))
+    whole = LossSum(*lm(flat, TRAINING))
     whole.total(0.0, 0.1).backward()
     assert len(recording.sent) == 2, "a gather a layer"
     assert whole.facts_L4[:, 2].min() > 0
@@ -174,9 +176,8 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
     sums, grads = [], []
     for r in range(4):  # the last one holds no token
         together = Together(recording.sent)
-        part = model(dispatcher=together)
-        part.decoder.recompute = recompute
-        loss = LossSum(*part(flat.map_tokens(lambda x, r=r: x[:, owner == r])))
+        part = model(dispatcher=together, recompute=recompute)
+        loss = LossSum(*part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
         loss.total(0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"
         sums.append(loss)

@@ -12,6 +12,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout, Jitter
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import gradients, packed_batch, tiny_config
@@ -117,19 +118,22 @@ class Blind(LocalAttention):
         return q_BtHD * 0.5
 
 
-def model(*, seed: int | None = 11, start: int = 0, core=None, **changes) -> CausalLM:
-    lm = CausalLM(Decoder(tiny_config(**{"router_jitter": 0.3, **changes}), core)).double()
-    lm.decoder.training_seed, lm.decoder.training_start = seed, start
-    return lm
+TRAINING = TrainingPass(seed=11)
+
+
+def model(*, core=None, recompute=False, **changes) -> CausalLM:
+    config = tiny_config(**{"router_jitter": 0.3, **changes})
+    return CausalLM(Decoder(config, core, execution=Execution(recompute))).double()
 
 
 def test_training_alone_jitters():
-    plain = model(router_jitter=0.0)(BATCH)
-    torch.testing.assert_close(model(seed=None)(BATCH), plain, rtol=0, atol=0)
-    assert not torch.equal(model()(BATCH)[0], plain[0])
-    assert torch.equal(model()(BATCH)[0], model()(BATCH)[0])
-    assert not torch.equal(model()(BATCH)[0], model(seed=12)(BATCH)[0])
-    assert not torch.equal(model()(BATCH)[0], model(start=1)(BATCH)[0])
+    lm, plain = model(), model(router_jitter=0.0)(BATCH, TRAINING)
+    torch.testing.assert_close(lm(BATCH), plain, rtol=0, atol=0)
+    jittered = lm(BATCH, TRAINING)[0]
+    assert not torch.equal(jittered, plain[0])
+    assert torch.equal(jittered, model()(BATCH, TRAINING)[0])
+    assert not torch.equal(jittered, lm(BATCH, TrainingPass(seed=12))[0])
+    assert not torch.equal(jittered, lm(BATCH, TrainingPass(seed=11, first_token=1))[0])
 
 
 def test_routers_alone_read_jittered_values():
@@ -139,15 +143,14 @@ def test_routers_alone_read_jittered_values():
     for each in (lm, plain):
         for layer in each.decoder.model.layers:
             torch.nn.init.zeros_(layer.mlp.gate.weight)
-    torch.testing.assert_close(lm(BATCH), plain(BATCH))
+    torch.testing.assert_close(lm(BATCH, TRAINING), plain(BATCH, TRAINING))
 
 
 def test_recomputation_draws_the_same_factors():
     results = []
     for recompute in (False, True):
-        lm = model()
-        lm.decoder.recompute = recompute
-        loss = LossSum(*lm(BATCH))
+        lm = model(recompute=recompute)
+        loss = LossSum(*lm(BATCH, TRAINING))
         loss.total(0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     torch.testing.assert_close(*results, rtol=0, atol=0)
@@ -155,8 +158,9 @@ def test_recomputation_draws_the_same_factors():
 
 def test_shares_of_a_sequence_draw_what_the_whole_draws():
     flat = BATCH.flatten_rows()
-    whole = LossSum(*model(core=Blind())(flat))
+    lm = model(core=Blind())
+    whole = LossSum(*lm(flat, TRAINING))
     owner = torch.tensor([0, 1, 1, 0, 2] * 8)
-    parts = [LossSum(*model(core=Blind())(flat.map_tokens(lambda x, r=r: x[:, owner == r]))) for r in range(3)]
+    parts = [LossSum(*lm(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING)) for r in range(3)]
     for name in ("objective_sum", "z_sum", "counts_LE", "facts_L4"):
         torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))

@@ -15,6 +15,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts import router as module
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import Router, route
+from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
 
@@ -184,55 +185,56 @@ def test_the_router_keeps_no_float32_copy_of_a_bfloat16_input():
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
-def model(**changes) -> CausalLM:
-    return CausalLM(Decoder(tiny_config(**changes))).double()
+def model(*, recompute: bool = False, **changes) -> CausalLM:
+    return CausalLM(Decoder(tiny_config(**changes), execution=Execution(recompute))).double()
+
+
+def routed(lm: CausalLM, replay: RoutingReplay):
+    """What the model gives when it records into, or follows, the replay."""
+    return lm(BATCH, TrainingPass(replay=replay))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_replay_makes_the_recorded_choices_again(recompute):
-    first, second = model(), model()
+    first, second = model(recompute=recompute), model(recompute=recompute)
     randomize(second, seed=5)  # another model, which would choose otherwise
-    for lm in (first, second):
-        lm.decoder.recompute, lm.decoder.replay = recompute, RoutingReplay()
-        lm(BATCH)[0].backward()
-    recorded = first.decoder.replay.experts_LNk
+    replays = RoutingReplay(), RoutingReplay()
+    for lm, replay in zip((first, second), replays, strict=True):
+        routed(lm, replay)[0].backward()
+    recorded, own = (replay.experts_LNk for replay in replays)
     assert recorded.shape == (2, BATCH.tokens.numel(), 2)
-    assert not torch.equal(recorded, second.decoder.replay.experts_LNk)
-    own = second.decoder.replay.experts_LNk
+    assert not torch.equal(recorded, own)
     for ids in (own, own.to(torch.int16), list(own)):  # its own choices change no bit
-        again = model()
+        again = model(recompute=recompute)
         randomize(again, seed=5)
-        again.decoder.recompute, again.decoder.replay = recompute, RoutingReplay(ids)
-        results = (second(BATCH), again(BATCH))
+        results = (second(BATCH), routed(again, RoutingReplay(ids)))
         torch.testing.assert_close(*results, rtol=0, atol=0)
-        again(BATCH)[0].backward()
+        routed(again, RoutingReplay(ids))[0].backward()
         for name, grad in gradients(again).items():
             assert torch.equal(grad, gradients(second)[name]), name
-    second.decoder.replay = RoutingReplay(recorded)
-    counts = second(BATCH)[3]
+    replay = RoutingReplay(recorded)
+    counts = routed(second, replay)[3]
     assert torch.equal(counts, first(BATCH)[3])
-    assert torch.equal(second.decoder.replay.experts_LNk, recorded)
+    assert torch.equal(replay.experts_LNk, recorded)
 
 
 def test_replayed_layers_are_numbered_among_those_with_experts():
     lm = model(num_layers=4, dense_layers=(0, 2))
-    lm.decoder.replay = RoutingReplay()
-    lm(BATCH)
-    ids = lm.decoder.replay.experts_LNk
+    recorded = RoutingReplay()
+    routed(lm, recorded)
+    ids = recorded.experts_LNk
     assert len(ids) == 2
-    for swapped in (False, True):
-        lm.decoder.replay = RoutingReplay(ids.flip(0) if swapped else ids)
-        counts = lm(BATCH)[3]
+    for given in (ids, ids.flip(0)):
+        counts = routed(lm, RoutingReplay(given))[3]
         is_real = BATCH.document_ids.flatten() >= 0
-        wanted = [torch.bincount(layer[is_real].flatten(), minlength=4) for layer in lm.decoder.replay.experts_LNk]
+        wanted = [torch.bincount(layer[is_real].flatten(), minlength=4) for layer in given]
         assert torch.equal(counts, torch.stack(wanted))
 
 
 def test_a_replay_that_does_not_fit_is_refused():
-    lm = model()
-    lm.decoder.replay = RoutingReplay()
-    lm(BATCH)
-    ids = lm.decoder.replay.experts_LNk
+    lm, recorded = model(), RoutingReplay()
+    routed(lm, recorded)
+    ids = recorded.experts_LNk
     wrong = {
         "layers": (ids[:1], "1 layers"),
         "tokens": (ids[:, :5], r"\(5, 2\)"),
@@ -241,6 +243,5 @@ def test_a_replay_that_does_not_fit_is_refused():
         "a negative id": (ids.where(ids != 3, -2), "ids from -2"),
     }
     for given, said in wrong.values():
-        lm.decoder.replay = RoutingReplay(given)
         with pytest.raises(ConfigError, match=said):
-            lm(BATCH)
+            routed(lm, RoutingReplay(given))

@@ -12,6 +12,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout
+from longctx.model.training_pass import Execution, TrainingPass
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
 
 M = 256
@@ -147,49 +148,48 @@ def test_a_strided_gradient_is_taken():
 # In the decoder
 
 
-def decoder_of(*, rate: float = 0.25, seed: int | None = 11, experts: bool = False, **changes) -> Decoder:
+def decoder_of(*, rate: float = 0.25, experts: bool = False, core=None, recompute=False, **changes) -> Decoder:
     config = (tiny_config if experts else dense_config)(residual_dropout=rate, **changes)
-    decoder = Decoder(config).double()
-    decoder.training_seed = seed
-    return decoder
+    return Decoder(config, core, execution=Execution(recompute)).double()
 
 
-def run(decoder: Decoder, batch, **more) -> Tensor:
-    return decoder(batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, **more)
+def run(decoder: Decoder, batch, *, seed: int | None = 11, first_token: int = 0) -> Tensor:
+    given = TrainingPass(seed=seed, first_token=first_token)
+    return decoder(
+        batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, training_pass=given
+    )
 
 
 def test_nothing_is_dropped_without_a_seed_or_a_rate():
     batch = packed_batch([[5, 11]])
     plain = run(decoder_of(rate=0.0), batch)
-    assert torch.equal(run(decoder_of(seed=None), batch), plain)
+    assert torch.equal(run(decoder_of(), batch, seed=None), plain)
+    assert torch.equal(decoder_of()(batch.tokens, batch.positions, batch.cu_seqlens), plain), "evaluation"
     assert not torch.equal(run(decoder_of(), batch), plain)
     assert torch.equal(run(decoder_of(), batch), run(decoder_of(), batch))
-    assert not torch.equal(run(decoder_of(), batch), run(decoder_of(seed=12), batch))
+    assert not torch.equal(run(decoder_of(), batch), run(decoder_of(), batch, seed=12))
 
 
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
-def test_sites_are_the_embedding_and_what_each_part_adds(order):
+def test_sites_are_the_embedding_and_what_each_part_adds(order, monkeypatch):
     """Recorded one by one: 1 + 2 · layers sites, each once, over all of the width."""
     decoder, batch, sites = decoder_of(norm_order=order), one_document(1, 6), []
     known = Dropout.__call__
 
-    class Recording(Dropout):
-        def __call__(self, x_BtM, site):
-            sites.append((site, tuple(x_BtM.shape)))
-            return known(self, x_BtM, site)
+    def recording(self, x_BtM, site):
+        sites.append((site, tuple(x_BtM.shape)))
+        return known(self, x_BtM, site)
 
-    decoder._dropout = lambda *_: Recording(0.25, 11, torch.arange(6)[None])
-    wanted = run(decoder, batch)
+    monkeypatch.setattr(Dropout, "__call__", recording)
+    run(decoder, batch)
     assert sites == [(site, (1, 6, 32)) for site in (-1, 0, 1, 2, 3)]
-    torch.testing.assert_close(run(decoder_of(norm_order=order), batch), wanted)
 
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_recomputation_drops_the_same_values(experts):
     batch, found = packed_batch([[5, 11, 1], [16, 1]], padding=2), []
     for recompute in (False, True):
-        decoder = decoder_of(experts=experts)
-        decoder.recompute = recompute
+        decoder = decoder_of(experts=experts, recompute=recompute)
         hidden = run(decoder, batch)
         hidden.square().sum().backward()
         found.append((hidden.detach(), gradients(decoder.model)))
@@ -208,8 +208,7 @@ class Blind(LocalAttention):
 @pytest.mark.parametrize("rows", [[[17]], [[5, 11, 1]], [[5, 11, 1], [1, 16, 0]]])
 def test_shares_of_a_sequence_drop_what_the_whole_drops(rows):
     batch = packed_batch(rows)
-    decoder = decoder_of()
-    decoder.core = Blind()
+    decoder = decoder_of(core=Blind())
     whole = run(decoder, batch).flatten(0, 1)
     flat = batch.flatten_rows()
     for rank in range(3):
@@ -217,28 +216,27 @@ def test_shares_of_a_sequence_drop_what_the_whole_drops(rows):
         torch.testing.assert_close(run(decoder, mine)[0], whole[rank::3], atol=1e-13, rtol=0)
 
 
-def test_documents_whose_positions_restart_drop_different_values():
-    decoder, batch = decoder_of(), packed_batch([[6, 6]])
-    places = decoder._dropout
-    seen = []
-    decoder._dropout = lambda *args: seen.append(places(*args)) or seen[-1]
+def test_documents_whose_positions_restart_drop_different_values(monkeypatch):
+    decoder, batch, seen = decoder_of(), packed_batch([[6, 6]]), []
+    known = Dropout.__call__
+    monkeypatch.setattr(Dropout, "__call__", lambda self, x, site: seen.append(self.token_Bt) or known(self, x, site))
     run(decoder, batch)
-    assert seen[0].token_Bt.tolist() == [list(range(12))]  # not 0 … 5 twice
-    decoder(batch.tokens, batch.positions, batch.cu_seqlens)  # the documents of a whole batch need not be given
-    assert seen[1].token_Bt.tolist() == [list(range(12))]
-    with pytest.raises(ValueError, match="needs `documents`"):
-        decoder(batch.tokens[:, :5], batch.positions[:, :5], batch.cu_seqlens)
+    assert seen[-1].tolist() == [list(range(12))]  # not 0 … 5 twice
+    given = TrainingPass(seed=11)
+    decoder(batch.tokens, batch.positions, batch.cu_seqlens, training_pass=given)  # a whole batch needs no ids
+    assert seen[-1].tolist() == [list(range(12))]
+    with pytest.raises(ValueError, match="needs `document_ids`"):
+        decoder(batch.tokens[:, :5], batch.positions[:, :5], batch.cu_seqlens, training_pass=given)
 
 
 def test_micro_batches_of_one_seed_continue_its_places():
     batch = packed_batch([[6, 6]])
     parts = documents_of(batch)
-    decoder = decoder_of()
-    decoder.core = Blind()
+    decoder = decoder_of(core=Blind())
     whole = run(decoder, batch)
     for part, start in zip(parts, (0, 6), strict=True):
-        decoder.training_start = start
-        torch.testing.assert_close(run(decoder, part), whole[:, start : start + 6], atol=1e-13, rtol=0)
+        found = run(decoder, part, first_token=start)
+        torch.testing.assert_close(found, whole[:, start : start + 6], atol=1e-13, rtol=0)
 
 
 def test_the_mean_over_seeds_is_the_plain_function():

@@ -1,0 +1,126 @@
+"""``TrainStep``: one optimiser step, readable from top to bottom."""
+
+from __future__ import annotations
+
+import time
+
+from launcher.metrics.record import Record
+from launcher.metrics.throughput import (
+    document_lengths,
+    mfu,
+    model_tflops,
+    peak_device_flops,
+    tokens_per_second,
+    training_flops,
+)
+from launcher.training.broken_step import broken_step
+from launcher.training.expert_record import expert_record
+from launcher.training.learning_rate import learning_rate
+from launcher.training.setup import Progress, Run
+from launcher.training.totals import StepSums, StepTotals
+from longctx.batch import Batch
+from longctx.errors import GradientError
+from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.training_pass import TrainingPass
+from parallel.loss import StepCounts, count_step
+from parallel.runtime.device import device_name, peak_memory_bytes
+
+
+class TrainStep:
+    """Takes a run's optimiser steps, one a call."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, progress: Progress) -> tuple[Progress, Record]:
+        """Take the next step; returns where the run then stands, and the step's record.
+
+        TrainingError on every rank alike, before anything is changed, when router logits, loss or gradient are not
+        finite. Collective.
+        """
+        run, step = self.run, progress.step + 1
+        started = time.perf_counter()
+
+        # 1. The step's rows, and this rank's shard of each micro-batch. Where they begin in the data is kept, for the
+        # routing files and for the message about a step that breaks.
+        order = run.loader.state_dict()
+        batches = [next(run.loader) for _ in range(run.loader.micro_batches_per_step)]
+        shards = [run.shard_batch(batch) for batch in batches]
+        waited = time.perf_counter() - started
+        if run.routing.active:
+            run.routing.begin(step, order, run.token_indices(batches))
+
+        # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss.
+        counts = count_step(shards)
+        sums = self.forward_backward(shards, counts, progress)
+        totals = sums.over_ranks(_model_flops(run, batches))
+
+        # 3. A step that is not finite ends the run here: weights and moments are still those of the step before.
+        totals.check_router_logits(run.expert_layers, step)
+        loss, lr = counts.mean_nll(totals.nll), learning_rate(step, run.config.train)
+        if not totals.finite:
+            raise broken_step(run, step, loss=loss, lr=lr, order=order)
+        try:
+            grad_norm = run.engine.step(lr)
+        except GradientError as error:
+            raise broken_step(run, step, loss=loss, lr=lr, order=order, gradient=error) from error
+
+        # 4. The loads of the step move the selection bias. The next step's balance loss may read them too.
+        load_LE = None
+        if run.model.num_experts:
+            load_LE = totals.counts_LE
+            if run.model.selection_bias_rate:
+                move_selection_bias_(run.engine.model.decoder, load_LE, run.model.selection_bias_rate)
+        run.routing.end()
+
+        record = {
+            "kind": "train",
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **_speed(run, counts, totals, seconds=time.perf_counter() - started, waited=waited),
+            **expert_record(totals, run.expert_layers, counts.tokens),
+        }
+        return Progress(step=step, expert_load_LE=load_LE), record
+
+    def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
+        """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""
+        run, sums, load_LE = self.run, StepSums(), None
+        if progress.expert_load_LE is not None:
+            load_LE = load_share(progress.expert_load_LE).to(run.device)
+        for number, shard in enumerate(shards):
+            # What is random depends on the run's seed, the step and a token's index in it: on no degree, no history.
+            training_pass = TrainingPass(
+                seed=run.config.run.seed * 0x9E3779B1 + progress.step,
+                first_token=run.first_token(number),
+                expert_load_LE=load_LE,
+                replay=run.routing.replay(number),
+            )
+            loss = run.engine.forward(shard.to(run.device), training_pass)
+            run.engine.backward(counts.loss(loss, run.model))
+            sums.add(loss)
+        return sums
+
+
+def _model_flops(run: Run, batches: list[Batch]) -> float:
+    """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and share it."""
+    flops = sum(training_flops(run.model, document_lengths(batch.cu_seqlens.tolist())) for batch in batches)
+    return flops / run.mesh.context
+
+
+def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
+    """What a train record says of time, memory and work."""
+    world_size = run.mesh.world_size
+    peak_flops = peak_device_flops(device_name(run.device), run.config.train.dtype)
+    if peak_flops is not None:
+        peak_flops *= world_size
+    return {
+        "tokens": run.loader.tokens_consumed,
+        "tokens_per_second": tokens_per_second(counts.tokens, seconds),
+        "step_seconds": seconds,
+        "data_wait_seconds": waited,
+        "max_memory_bytes": peak_memory_bytes(run.device),
+        "model_tflops": model_tflops(totals.flops, seconds, num_devices=world_size),
+        "mfu": mfu(totals.flops, seconds, peak_flops),
+    }

@@ -1,0 +1,104 @@
+"""``TrainingPass`` and ``Execution``: what a forward pass depends on besides its batch and its weights.
+
+Axes: B rows, t tokens of this rank, L expert layers, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.experts.capacity import Capacity
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.layers.dropout import Dropout, Jitter
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How layers are computed: what they keep for backward and how much they do at a time. Changes no result."""
+
+    recompute: bool = False
+    """Activation checkpointing: a block keeps its input, the attention core's result and its tokens' experts, and
+    backward computes the rest again."""
+    recompute_experts: str = "activation"
+    """What experts compute again in backward where blocks are not recomputed (``ExpertRun.recompute``)."""
+    expert_tile_tokens: int = 0
+    """Tokens that go through a layer's experts at a time; 0 for all at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingPass:
+    """What one forward pass of training depends on. Evaluation has none of it: all defaults."""
+
+    seed: int | None = None
+    """Decides all that is random. None switches off what happens in training alone: dropout, router jitter and the
+    experts' capacity."""
+    first_token: int = 0
+    """Index of the pass's first token among all tokens that share the seed."""
+    expert_load_LE: Tensor | None = None
+    """The loads of the step before (``load_share``), for a balance loss over the global batch; None before the first
+    step."""
+    replay: RoutingReplay | None = None
+    """Records the experts that routers choose, or gives them."""
+
+
+EVALUATION = TrainingPass()
+
+
+def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
+    """Whether anything in the pass depends on the seed and on where its tokens stand."""
+    if training_pass.seed is None:
+        return False
+    if config.residual_dropout:
+        return True
+    return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
+
+
+def build_dropout(config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None) -> Dropout | None:
+    """The residual dropout of the pass, whose tokens have these indices in the micro-batch."""
+    if token_Bt is None or training_pass.seed is None or not config.residual_dropout:
+        return None
+    return Dropout(config.residual_dropout, training_pass.seed, token_Bt + training_pass.first_token)
+
+
+def build_jitter(config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None) -> Jitter | None:
+    """The router jitter of the pass."""
+    if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.router_jitter):
+        return None
+    return Jitter(config.router_jitter, training_pass.seed, token_Bt + training_pass.first_token)
+
+
+def build_capacity(
+    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int, num_tokens: int
+) -> Capacity | None:
+    """What the experts of the pass take of each row of ``row_tokens`` tokens (0: the rows are those of ``token_Bt``).
+
+    ``num_tokens`` counts the whole micro-batch, on whatever ranks it lies.
+    """
+    if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.capacity_factor):
+        return None
+    row_tokens = row_tokens or num_tokens // len(token_Bt)
+    return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
+
+
+@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+def document_ids_of(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
+    """The document of every token, when these tokens are all there are."""
+    if mask.num_tokens != tokens_Bt.numel():
+        raise ValueError(
+            f"{tokens_Bt.numel()} tokens are not the {mask.num_tokens} of cu_seqlens; a shard of them needs "
+            "`document_ids`"
+        )
+    lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
+    return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
+
+
+@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+def token_indices(mask: AttentionMask, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
+    """The index of each token in the micro-batch, −1 for padding."""
+    starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)
+    return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

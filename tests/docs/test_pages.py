@@ -1,0 +1,140 @@
+"""What the pages show is true: commands are run, or their flags are read and their config is checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.cli.verbs import parse
+from launcher.config.check import check_run
+from launcher.config.load import load_run_config
+from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
+from tests.helpers import REPOSITORY
+from tests.launcher.runs import pretrain
+
+SCRIPT = "launcher/pretrain.py"
+RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
+NEEDS_FIRST_RUN = "5-when-it-breaks.md"
+"""A page that goes on in the folder of the first tutorial."""
+
+
+@pytest.mark.parametrize(("where", "command"), ALL_COMMANDS, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...], monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    program, *words = command
+    if program == "longctx":
+        parse(words)
+    elif program == "deepspeed" or (program == "python" and words[0] == SCRIPT):
+        check_start(words)
+    elif program == "python":
+        assert words[0] == "-m", command
+        assert list(REPOSITORY.glob(f"{words[1].replace('.', '/')}*")), f"no module {words[1]}"
+    elif program == "make":
+        targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+        assert {word for word in words if "=" not in word} <= set(targets)
+    elif program == "pip":
+        check_extras(words)
+    else:
+        assert program in ("source", "pre-commit", "git", "bash"), f"{where}: nothing checks {program}"
+
+
+def check_start(words: Sequence[str]) -> None:
+    """Read the flags of a pretraining command, and check the run on as many ranks as share a row."""
+    flags = list(words[words.index(SCRIPT) + 1 :])
+    if "--help" in flags:
+        return
+    if "--config" in flags and not Path(flags[flags.index("--config") + 1]).is_file():
+        at = flags.index("--config")  # the config of a run that the reader has and we have not
+        assert Path(flags[at + 1]).parts[0] in ("runs", "run.toml"), flags
+        del flags[at : at + 2]
+    config = load_run_config(flags)
+    check_run(config.resolve(native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
+
+
+def check_extras(words: Sequence[str]) -> None:
+    """Extras that a page installs are extras of the project."""
+    known = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if match := re.fullmatch(r"\.\[([a-z,]+)\]", word):
+            assert set(match[1].split(",")) <= set(known)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A folder as the reader's, in which the first tutorial was followed."""
+    folder = tmp_path_factory.mktemp("reader")
+    text = folder / "my-text"
+    text.mkdir()
+    for path in sorted((REPOSITORY / "data_pipeline").rglob("*.py")):
+        (text / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    (folder / "hostfile").write_text((REPOSITORY / "hostfile").read_text())
+    return folder
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda p: p.name)
+def test_marked_commands_run_in_their_order(page: Path, workspace: Path, monkeypatch, capfd):
+    """Pages stand in the order of their names, so what the first tutorial made is there for the later ones."""
+    monkeypatch.chdir(workspace)
+    for block in ALL_BLOCKS:
+        if block.page == page and block.is_run:
+            follow(block, capfd)
+
+
+def follow(block: Block, capfd) -> None:
+    """Run each command to its end; it must say that it is done."""
+    for program, *words in block.commands:
+        if program == "longctx":
+            assert main(words) == 0, f"{block.page.name}:{block.line}: {words}\n{capfd.readouterr()}"
+        else:
+            assert program == "deepspeed", f"only longctx and deepspeed are run: {program}"
+            ended = pretrain([*words[words.index(SCRIPT) + 1 :], *absolute_folders(words)])
+            assert ended.code == 0, f"{block.page.name}:{block.line}: {words}\n{ended.text}"
+
+
+def absolute_folders(words: Sequence[str]) -> list[str]:
+    """The command's folders as absolute paths: tests start it in the repository, not in the reader's folder."""
+    found = []
+    for flag in ("--data.train", "--run.output_dir"):
+        if flag in words:
+            found += [flag, str(Path(words[words.index(flag) + 1]).resolve())]
+    return found
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+
+
+def test_files_that_pages_name_are_there():
+    tracked = set(subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split())
+    known = re.compile(r"`((?:launcher|longctx|parallel|data_pipeline|tests|benchmarks|docs)/[\w/.\-]+\.\w+)`")
+    for page in PAGES:
+        for name in known.findall(page.read_text()):
+            assert name in tracked, f"{page.relative_to(REPOSITORY)} names {name}"
+
+
+def test_functions_that_pages_name_are_there():
+    """``file.py:name`` in a page is a function or class of that file."""
+    known = re.compile(r"`((?:launcher|longctx|parallel|data_pipeline)/[\w/]+\.py):(\w+)`")
+    for page in PAGES:
+        for name, defined in known.findall(page.read_text()):
+            tree = ast.parse((REPOSITORY / name).read_text())
+            names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            assert defined in names, f"{page.relative_to(REPOSITORY)} names {name}:{defined}"
+
+
+def test_a_command_that_there_is_not_would_be_found(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    (wrong,) = commands_of("longctx generate --checkpoint runs/first \\\n    --promt x  # a slip\n")
+    assert wrong == ("longctx", "generate", "--checkpoint", "runs/first", "--promt", "x")
+    with pytest.raises(SystemExit):
+        parse(wrong[1:])
