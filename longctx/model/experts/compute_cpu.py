@@ -17,7 +17,6 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.memory import fresh, mapped
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.activations import gated, gated_backward
@@ -39,7 +38,7 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
     blocks = _Blocks(tokens, weights)
     chunks = _SavedChunks(blocks, tokens, weights, call)
     saved = chunks.allocate()
-    out_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
+    out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     for expert, block in blocks:
         of_block = chunks.of(saved, block)
         x_nM = blocks.gather("x", x_SM, block)
@@ -74,7 +73,7 @@ def backward_blocks(
     M, F = weights.down_eMF.shape[1:]
     blocks = _Blocks(tokens, weights)
     chunks = _SavedChunks(blocks, tokens, weights, call)
-    dx_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype)) if needs.x else None
+    dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype)) if needs.x else None
     dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
     for expert, block in blocks:
         chunks.free_before(saved, block)
@@ -136,7 +135,7 @@ class _Blocks:
     def buffer(self, name: str, block: slice, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """A buffer [n, width] for a block. It overwrites what the last block had under this name."""
         if name not in self._buffers:
-            self._buffers[name] = fresh((self._most, width), dtype=dtype or self.dtype)
+            self._buffers[name] = torch.empty(self._most, width, dtype=dtype or self.dtype)
         return self._buffers[name][: block.stop - block.start]
 
     def gather(self, name: str, source_SX: Tensor, block: slice) -> Tensor:
@@ -157,7 +156,7 @@ class _Blocks:
         # blocks of an expert follow one another, so that it is converted once
         known, converted = self._converted.get(name, (-1, None))
         if converted is None:
-            converted = fresh(own.shape, dtype=self.dtype)
+            converted = torch.empty(own.shape, dtype=self.dtype)
         if known != expert:
             self._converted[name] = expert, converted.copy_(own)
         return converted
@@ -209,7 +208,7 @@ class _SavedChunks:
     def allocate(self) -> list[Tensor]:
         """Memory for all chunks, none of which is touched yet."""
         sizes = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
-        return [mapped((size, width), dtype=self.dtype) for size in sizes for width in self.widths]
+        return [torch.empty(size, width, dtype=self.dtype) for size in sizes for width in self.widths]
 
     def of(self, saved: Sequence[Tensor], block: slice) -> list[Tensor]:
         """The block's part of what is saved."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.memory import fresh
 from longctx.model.experts.call import Needs, Weights
 
 
@@ -68,7 +67,7 @@ class GradientSum:
 
     def _whole(self) -> Tensor:
         if self._total is None:
-            self._total = fresh(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
+            self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
         return self._total
 
     def _sum_of(self, expert: int) -> tuple[Tensor, bool]:
@@ -81,7 +80,7 @@ class GradientSum:
             assert is_first, "all blocks of an expert follow one another"
             buffer = self._round_open()
             if buffer is None:
-                buffer = fresh(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)
+                buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)
             self._open = expert, buffer
         return self._open[1], is_first
 

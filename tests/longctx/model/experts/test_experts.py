@@ -361,15 +361,14 @@ def test_tiles_bound_memory_whatever_the_number_of_tokens():
 
 @pytest.mark.parametrize("recompute", ["none", "activation"])
 @pytest.mark.parametrize("keeps_graph", [False, True])
-def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_graph, monkeypatch):
+def test_backward_frees_what_was_saved_unless_the_graph_is_kept(recompute, keeps_graph, monkeypatch):
     """Chunk by chunk, the gradients of weights take the place of what they are made of."""
-    made, alive = [], []
+    kept, alive = [], []
     monkeypatch.setattr(expert_blocks, "CHUNK_BYTES", 1)
     module, given = build(), routed()
     x, gates = (of.detach().requires_grad_() for of in given[:2])
-    _record(monkeypatch, expert_blocks, "mapped", made)
+    _record_chunks(monkeypatch, kept)
     out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
-    kept = [ref for ref in made if ref() is not None and ref().data_ptr() != out.data_ptr()]
     each = {"none": 2, "activation": 1}[recompute]  # gate and up, and x
     assert len(kept) == E * 3 * each  # every expert has rows in each of three tiles
     outer = GradientSum.add_outer
@@ -390,16 +389,16 @@ def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_
     assert not any(ref() is not None for ref in kept)
 
 
-def _record(monkeypatch, module, name, made):
-    """Have weak references to all that a function makes appended to a list."""
-    whole = getattr(module, name)
+def _record_chunks(monkeypatch, made):
+    """Have weak references to all chunks appended to a list."""
+    allocate = expert_blocks._SavedChunks.allocate
 
-    def recording(*given, **how):
-        result = whole(*given, **how)
-        made.append(weakref.ref(result))
-        return result
+    def recording(chunks):
+        tensors = allocate(chunks)
+        made.extend(map(weakref.ref, tensors))
+        return tensors
 
-    monkeypatch.setattr(module, name, recording)
+    monkeypatch.setattr(expert_blocks._SavedChunks, "allocate", recording)
 
 
 class LoggingDispatcher(LocalDispatcher):
