@@ -72,7 +72,7 @@ class Backbone(nn.Module):
         recompute: bool,
         experts: ExpertCall,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Hidden states [B, t, M] and the fields of every expert layer's ``RouterStats``.
+        """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
         ``masks`` and ``cores`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
@@ -220,13 +220,17 @@ class Decoder(nn.Module):
                 replay=training_pass.replay,
             ),
         )
-        return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
+        return (hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]) if return_stats else hidden_BtM
 
     def _length(self, mask: AttentionMask, positions_Bt: Tensor, cache: KVCache | None) -> int:
         """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
         if self.config.position != "rope" or not self.config.rope.depends_on_length:
             return 0
         return mask.longest if cache is None else int(positions_Bt.max()) + 1
+
+    def selection_biases(self) -> list[Tensor]:
+        """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
+        return [buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")]
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""

@@ -96,7 +96,7 @@ class ZeroEngine:
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
-        return LossSum(*self._engine(batch, training_pass))
+        return LossSum.from_tensors(self._engine(batch, training_pass))
 
     def backward(self, loss_share: Tensor) -> None:
         """Gradients of this rank's additive share of the step's loss; between micro-batches they add up."""
