@@ -1,0 +1,5 @@
+"""The one door to DeepSpeed: ZeRO stages 0 to 3 around our module, and its state as ranges of named tensors."""
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported; parallel/runtime/device.py may have said

@@ -10,7 +10,7 @@ from longctx.model.experts.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
 
 
-class _ExpertsAcrossRanks(AutoEPMoELayer):
+class ExpertsAcrossRanks(AutoEPMoELayer):
     """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
 
     DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
@@ -36,13 +36,13 @@ class _ExpertsAcrossRanks(AutoEPMoELayer):
             setattr(weight, name, value)
 
 
-def share_out_experts(model: CausalLM) -> _ExpertsAcrossRanks | None:
+def mark_experts(model: CausalLM) -> ExpertsAcrossRanks | None:
     """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
     num_experts = model.decoder.config.num_experts
     own = range(num_experts)[model.decoder.dispatcher.local_experts]
     if len(own) == num_experts:
         return None
-    experts = _ExpertsAcrossRanks(num_experts, num_experts // len(own))
+    experts = ExpertsAcrossRanks(num_experts, num_experts // len(own))
     assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
     for name, p in model.decoder.named_parameters():
         if is_expert_weight(name):

@@ -32,7 +32,7 @@ def break_a_weight(run: Run) -> None:
     engine, mesh = run.engine, run.mesh
     p = dict(engine.model.decoder.named_parameters())[LAST_NORM]
     if engine.stage == 3 or mesh.rank == mesh.world_size - 1:
-        engine._set_working_weight(LAST_NORM, p, lambda name, role, start, count: torch.full((count,), torch.nan))
+        engine.partition.set_weight(p, lambda: torch.full((engine.shapes[LAST_NORM].numel(),), torch.nan))
 
 
 def break_a_gradient(run: Run) -> None:

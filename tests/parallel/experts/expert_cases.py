@@ -22,8 +22,9 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import OwnedRange, ZeroEngine
+from parallel.zero.engine import ZeroEngine
 from parallel.zero.options import OptimizerOptions
+from parallel.zero.state import OwnedRange
 from tests.oracles import MaskedAttention, packed_batch
 
 ROWS, LENGTH, LR, CLIP, EPS = 4, 48, 1e-3, 0.25, 1e-4

@@ -33,7 +33,7 @@ def held(runner: RanksRun) -> Values:
     for name, p in runner.engine.model.decoder.named_parameters():
         part = p.ds_tensor if runner.spread.stage == 3 else p  # type: ignore[attr-defined]
         values[name, "working", 0] = part.detach().clone()
-    for state in runner.engine._inner.state.values():
+    for state in runner.engine.partition.inner.state.values():
         values["", "step", len(values)] = torch.as_tensor(state["step"]).clone()
     return values
 

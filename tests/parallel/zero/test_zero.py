@@ -180,18 +180,18 @@ def check_state(stage: int, other: int):
     mesh = Mesh.build(context=2)
     model = build_parallel_model(DENSE, mesh, layout="zigzag", seed=1)
     options = OptimizerOptions(clip_norm=CLIP)
-    fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=1, options=options)
+    fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=ROWS, options=options)
     fresh.load(lambda name, role, start, n: whole[name, role][start : start + n], step=FEW)
     batch = row_of(step_rows(99), 0)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = batch.map_tokens(lambda x: split.split(x, mesh.context_rank, 1))
-    counts = count_step([mine])
+    counts = count_step([mine] * ROWS)
     seen = []
     for runner in (engine, fresh):
-        runner._engine.set_gradient_accumulation_boundary(True)
         for _ in range(2):
-            loss = runner.forward(mine)
-            runner.backward(counts.loss(loss, DENSE))
+            for _ in range(ROWS):
+                loss = runner.forward(mine)
+                runner.backward(counts.loss(loss, DENSE))
             seen += [float(loss.nll_sum), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 

@@ -1,0 +1,61 @@
+"""Stages 1 and 2: masters and moments lie in flat buffers that ranks share out; in stage 2 gradients do too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from parallel.zero.gradients import named_gradients
+from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+
+
+class Flat:
+    """Every rank holds whole weights, and a range of each flat buffer of masters and moments."""
+
+    weight_is_master = False
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._model = wrapping.model
+        self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
+        # In stage 1 and bfloat16 DeepSpeed takes an optimiser class of its own, which keeps whole gradients.
+        self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer.optimizer
+
+    def update(self) -> float:
+        return update_by_deepspeed(self.engine)
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        zero = self.engine.optimizer
+        if self._keeps_whole_gradients:
+            groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients
+        else:
+            groups, gradients = zero.params_in_partition, zero.averaged_gradients
+        return named_gradients(self._model.decoder, groups, gradients)
+
+    def part(self, name: str, p: nn.Parameter) -> Part:
+        fragment = p._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:  # all of it lies in the ranges of other ranks
+            return Part(0, 0, {})
+        address = fragment.lp_fragment_address
+        values = {moment: fragment.get_hp_fragment(moment) for moment in MOMENTS}
+        return Part(address.start, address.numel, {MASTER: fragment.get_hp_fragment(), **values})
+
+    def answers_for(self, index: int, name: str) -> bool:
+        return True
+
+    def working_part(self, name: str, p: nn.Parameter) -> Tensor:
+        return p.detach()
+
+    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
+        p.data.copy_(values().view_as(p))
+
+    def prime_moments(self) -> None:
+        fill_moments(self.inner, masters_of(self.inner))
+        # DeepSpeed links each parameter to its ranges of the moments once; these are new.
+        self.engine.optimizer._hp_optimizer_states_linked = False
+        self.engine.optimizer._lazy_init_hp_params_optimizer_state()

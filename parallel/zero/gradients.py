@@ -1,0 +1,35 @@
+"""Gradients as DeepSpeed holds them, and which tensors are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def named_gradients(
+    decoder: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    gradients: Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """DeepSpeed's gradients by name: for each of its groups of parameters a list of as many, and padding."""
+    names = {id(p): name for name, p in decoder.named_parameters()}
+    for number, parameters in enumerate(groups):
+        parts = [part for part in gradients[number] if not getattr(part, "_zero_padding", False)]
+        for p, part in zip(parameters, parts, strict=False):
+            yield names[id(p)], part
+
+
+def not_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """1 for each tensor that holds a value that is not finite, else 0. No host sync."""
+    filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]
+    largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)  # exact, and without a mask of each
+    return (~torch.stack(largest).isfinite()).to(torch.int32)
+
+
+def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
+    """The names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [name for name, one in zip(names, found.tolist(), strict=True) if one]

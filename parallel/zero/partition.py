@@ -1,0 +1,134 @@
+"""How a ZeRO stage holds a model, and DeepSpeed's start: what ``Whole``, ``Flat`` and ``Sharded`` have in common."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from longctx.checkpoint_format import ROLES
+from longctx.objectives.causal_lm import CausalLM
+from parallel.zero.options import OptimizerOptions, deepspeed_config, optimizer_groups
+from parallel.zero.tensors import ModelTensors
+
+MASTER, MOMENTS = ROLES[0], ROLES[1:]
+"""The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
+
+
+class Part(NamedTuple):
+    """The flat range of a parameter whose master and moments this rank holds."""
+
+    start: int
+    """In the parameter as this rank held it before ZeRO."""
+    numel: int
+    """0 where the rank holds nothing of it."""
+    values: dict[str, Tensor]
+    """A flat tensor by role. The first ``numel`` values count; padding may follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapping:
+    """What DeepSpeed is started with."""
+
+    model: CausalLM
+    tensors: ModelTensors
+    stage: int
+    dtype: torch.dtype
+    accumulation: int
+    """Micro-batches that make a step."""
+    options: OptimizerOptions
+
+    def start(self, *, clip_norm: float) -> Any:
+        """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
+        # One parameter at a time: the foreach form would hold temporaries of all of them at once.
+        optimizer = torch.optim.AdamW(
+            optimizer_groups(self.model, self.options.weight_decay),
+            lr=0.0,
+            betas=self.options.betas,
+            eps=self.options.eps,
+            foreach=False,
+        )
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
+        with redirect_stdout(io.StringIO()):  # memory figures that no option silences
+            # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes we lean on.
+            return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
+
+
+class Partition(Protocol):
+    """A wrapped model as one kind of stage holds it."""
+
+    engine: Any
+    """DeepSpeed's."""
+    weight_is_master: bool
+    """Whether forward reads the masters themselves; else working weights are copies of them."""
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The AdamW inside whatever wraps it."""
+        ...
+
+    def update(self) -> float:
+        """Clip the gradients, update masters and weights, clear the gradients; returns the norm before clipping.
+
+        A norm that is not finite says that nothing was updated, on every rank alike. Collective.
+        """
+        ...
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
+        ...
+
+    def part(self, name: str, p: nn.Parameter) -> Part:
+        """What this rank holds of a parameter's master and moments, once ``prime_moments`` has made the latter."""
+        ...
+
+    def answers_for(self, index: int, name: str) -> bool:
+        """Whether this rank is the one to give its part of the ``index``-th parameter away."""
+        ...
+
+    def working_part(self, name: str, p: nn.Parameter) -> Tensor:
+        """What this rank holds of the weight that forward reads."""
+        ...
+
+    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
+        """Give the weight that forward reads these ``values``, all that this rank held of it before ZeRO.
+
+        They are asked for where they are needed. Collective in stage 3.
+        """
+        ...
+
+    def prime_moments(self) -> None:
+        """Give every master its moments: DeepSpeed and AdamW create them at the first step only."""
+        ...
+
+
+def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
+    """Give masters without moments zeros for them, and a step counter each."""
+    for p in masters:
+        # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
+        if p.numel() and not inner.state[p]:
+            moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
+            inner.state[p].update(step=torch.tensor(0.0), **moments)
+
+
+def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that the optimiser updates."""
+    return [p for group in inner.param_groups for p in group["params"]]
+
+
+def update_by_deepspeed(engine: Any) -> float:
+    """``Partition.update`` of stages 1 to 3.
+
+    They leave the update out, in silence, on all ranks as soon as one rank's part is not finite
+    (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
+    """
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    return math.inf if engine.optimizer.overflow else norm

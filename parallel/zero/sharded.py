@@ -1,0 +1,64 @@
+"""Stage 3: every rank holds a part of each weight, with its master, moments and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from torch import Tensor, nn
+
+from parallel.zero.gradients import named_gradients
+from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+
+
+class Sharded:
+    """Each parameter is cut into equal parts, one a rank; the last ones are padded."""
+
+    weight_is_master = False
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._model, self._tensors = wrapping.model, wrapping.tensors
+        # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
+        for module, parameter in wrapping.model.decoder.external_parameters():
+            deepspeed.zero.register_external_parameter(module, parameter)
+        self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer.optimizer
+
+    def update(self) -> float:
+        return update_by_deepspeed(self.engine)
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        zero = self.engine.optimizer
+        return named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
+
+    def part(self, name: str, p: nn.Parameter) -> Part:
+        master = safe_get_local_fp32_param(p)
+        values = {moment: safe_get_local_optimizer_state(p, moment) for moment in MOMENTS}
+        start = p.ds_zero_partition_rank * master.numel()  # type: ignore[attr-defined]
+        return Part(start, self._num_own(name, p, master.numel()), {MASTER: master, **values})
+
+    def answers_for(self, index: int, name: str) -> bool:
+        return True
+
+    def working_part(self, name: str, p: nn.Parameter) -> Tensor:
+        part = p.ds_tensor  # type: ignore[attr-defined]
+        return part[: self._num_own(name, p, part.numel())]
+
+    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):  # the first of those that partition it
+            if p.ds_zero_partition_rank == 0:  # type: ignore[attr-defined]
+                p.data.copy_(values().view_as(p))
+
+    def prime_moments(self) -> None:
+        # The optimiser is given one flat group at a time during a step: between steps it names none of them.
+        fill_moments(self.inner, masters_of(self.inner) + list(self.engine.optimizer.fp32_partitioned_groups_flat))
+
+    def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
+        """Values of this rank's part that belong to the parameter; what follows is padding."""
+        start = p.ds_zero_partition_rank * part_numel  # type: ignore[attr-defined]
+        return max(0, min(part_numel, self._tensors.local[name].numel() - start))

@@ -1,0 +1,83 @@
+"""Stage 0: every rank holds whole weights, masters, moments and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longctx.model.experts.experts import is_expert_weight
+from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of
+
+
+class Whole:
+    """Nothing is partitioned; a weight is its own master."""
+
+    weight_is_master = True
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._model, self._tensors = wrapping.model, wrapping.tensors
+        if wrapping.tensors.experts is None:
+            self._clip_norm = 0.0
+            self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
+        else:
+            # DeepSpeed would clip by the mean of norms that each leave out the other ranks' experts: we clip instead.
+            self._clip_norm = wrapping.options.clip_norm
+            self.engine = wrapping.start(clip_norm=0.0)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    def update(self) -> float:
+        """Look at the norm first: DeepSpeed would update also by a gradient that is not finite."""
+        norm = self._gradient_norm()
+        if math.isfinite(norm):
+            if self._clip_norm > 0 and norm + 1e-6 > self._clip_norm:
+                self._scale_gradients(self._clip_norm / (norm + 1e-6))
+            self.engine.step()
+        return norm
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._model.decoder.named_parameters():
+            if p.grad is not None:
+                yield name, p.grad
+
+    def part(self, name: str, p: nn.Parameter) -> Part:
+        state = self.inner.state[p]
+        values = {moment: state[moment].view(-1) for moment in MOMENTS}
+        return Part(0, p.numel(), {MASTER: p.data.view(-1), **values})
+
+    def answers_for(self, index: int, name: str) -> bool:
+        return self._tensors.answers_for(index, name)
+
+    def working_part(self, name: str, p: nn.Parameter) -> Tensor:
+        return p.detach()
+
+    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
+        p.data.copy_(values().view_as(p))
+
+    def prime_moments(self) -> None:
+        fill_moments(self.inner, masters_of(self.inner))
+
+    def _gradient_norm(self) -> float:
+        """DeepSpeed reports no norm here. Gradients are whole, and averaged on every rank that holds the weight."""
+        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        experts = self._tensors.experts
+        if experts is None:
+            return float(torch.nn.utils.get_total_norm(gradients.values()))
+        # Every rank has the same gradients of the shared weights; those of the experts are of its own experts alone.
+        of_experts = [gradient for name, gradient in gradients.items() if is_expert_weight(name)]
+        of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
+        norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
+        squares = torch.stack([norm.double() ** 2 for norm in norms])
+        dist.all_reduce(squares[1], group=experts.ep_group)
+        return float(squares.sum().sqrt())
+
+    def _scale_gradients(self, factor: float) -> None:
+        for p in self._model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
