@@ -262,7 +262,7 @@ def share_of_step(case: Case, degree: int, rounds: int) -> dict[str, Any]:
     once = sent.bytes
     seconds = alternate([partial(fresh_step, alone, *whole), partial(fresh_step, shared, *mine)], rounds)
     names = ("gate_up", "down")
-    pairs = [(shared.gradients()[name], alone.gradients()[name][dispatcher.share]) for name in names]
+    pairs = [(shared.gradients()[name], alone.gradients()[name][dispatcher.local_experts]) for name in names]
     with torch.no_grad():
         pairs.append((shared.forward(mine[0]), alone.forward(whole[0]).chunk(degree)[rank]))
     return {"seconds": seconds, "bytes": once, "apart": max(_relative(a, b) for a, b in pairs)}

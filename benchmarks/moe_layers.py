@@ -157,8 +157,8 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
     from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
 
     dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-    weights = {n: w if n == "router" else w[dispatcher.share] for n, w in case.weights().items()}
-    module = MixtureOfExperts(case.shape.config(), dispatcher.share).to(DTYPES[case.dtype])
+    weights = {n: w if n == "router" else w[dispatcher.local_experts] for n, w in case.weights().items()}
+    module = MixtureOfExperts(case.shape.config(), dispatcher.local_experts).to(DTYPES[case.dtype])
     fill(module, {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}, weights)
     run = ExpertRun(dispatcher, products=fastest_products())
 

@@ -16,7 +16,7 @@ from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention.core import ContextParallelAttention
 from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
-from parallel.experts.dispatcher import AllToAllDispatcher, OwnExperts
+from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
 
 
@@ -82,7 +82,7 @@ def check_experts(config: ModelConfig, degree: int, world_size: int | None = Non
 
 
 def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
-    return OwnExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
+    return ReplicatedExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
 
 
 def _context_sum(mesh: Mesh):

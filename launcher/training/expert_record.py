@@ -23,8 +23,7 @@ def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) ->
 
     ``num_tokens`` is the step's, without padding.
     """
-    loads = totals.counts_LE.tolist()
-    square_L, entropy_L, dropped_L, _ = totals.facts_L4.unbind(1)
+    loads, routers = totals.counts_LE.tolist(), totals.diagnostics
     tokens = max(1, num_tokens)
     chosen_L = totals.counts_LE.sum(1).clamp(min=1)
     return {
@@ -34,9 +33,9 @@ def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) ->
         "expert_load": loads,
         "expert_max_violation": [max_violation(counts) for counts in loads],
         "expert_mean_violation": [mean_violation(counts) for counts in loads],
-        "expert_dropped_share": (dropped_L / chosen_L).tolist(),
-        "router_entropy": (entropy_L / tokens).tolist(),
-        "router_logit_rms": (square_L / tokens).sqrt().tolist(),
+        "expert_dropped_share": (routers.dropped_assignments / chosen_L).tolist(),
+        "router_entropy": (routers.entropy / tokens).tolist(),
+        "router_logit_rms": (routers.squared_logits / tokens).sqrt().tolist(),
     }
 
 

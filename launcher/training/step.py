@@ -69,7 +69,9 @@ class TrainStep:
         if run.model.num_experts:
             load_LE = totals.counts_LE
             if run.model.selection_bias_rate:
-                move_selection_bias_(run.engine.model.decoder, load_LE, run.model.selection_bias_rate)
+                move_selection_bias_(
+                    run.engine.model.decoder.selection_biases(), load_LE, run.model.selection_bias_rate
+                )
         run.routing.end()
 
         record = {

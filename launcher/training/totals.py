@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import TrainingError
+from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import sum_over_ranks
 
@@ -29,8 +30,8 @@ class StepTotals:
     """Squared log-sum-exp of the router's logits, summed over tokens and layers."""
     counts_LE: Tensor
     """Tokens that chose the expert, by layer, int64; [0, 0] in a dense model."""
-    facts_L4: Tensor
-    """What the routers tell of themselves by layer, float64: ``RouterStats.facts_4``."""
+    diagnostics: RouterDiagnostics
+    """Of the routers, each [L]."""
     flops: float
     """Model FLOPs."""
 
@@ -41,12 +42,14 @@ class StepTotals:
 
     def check_router_logits(self, layers: Sequence[int], step: int) -> None:
         """TrainingError naming step and layers when a router's logits were not finite; the same on every rank."""
-        wrong = [(layer, int(facts[3])) for layer, facts in zip(layers, self.facts_L4, strict=True) if facts[3]]
+        counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
+        wrong = [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
         if wrong:
-            said = ", ".join(f"model.layers.{layer} ({count:,} tokens)" for layer, count in wrong[:8])
-            more = f" and {len(wrong) - 8} more layers" if len(wrong) > 8 else ""
+            message = ", ".join(wrong[:8])
+            if len(wrong) > 8:
+                message += f" and {len(wrong) - 8} more layers"
             raise TrainingError(
-                f"router logits are not finite in step {step}: {said}{more}.\n"
+                f"router logits are not finite in step {step}: {message}.\n"
                 "The step was not taken: weights and checkpoints are those of the step before. Go on from the newest "
                 "checkpoint (--run.resume latest) with a lower train.lr, a lower train.clip_norm or a "
                 "model.router_z_loss_weight (1e-3), which keeps logits small."
@@ -62,23 +65,26 @@ class StepSums:
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch."""
         scalars = torch.stack([x.detach().double() for x in (loss.nll_sum, loss.balance_sum, loss.z_sum)])
-        own = (scalars, loss.counts_LE, loss.facts_L4)
-        self._sums = own if self._sums is None else tuple(a + b for a, b in zip(self._sums, own, strict=True))
+        own = (scalars, loss.counts_LE, torch.stack(loss.diagnostics))
+        if self._sums is None:
+            self._sums = own
+        else:
+            self._sums = tuple(a + b for a, b in zip(self._sums, own, strict=True))
 
     def over_ranks(self, flops: float) -> StepTotals:
         """The sums over all ranks; ``flops`` are this rank's. Collective: one for everything that a step reports."""
         assert self._sums is not None
-        scalars, counts_LE, facts_L4 = self._sums
+        scalars, counts_LE, diagnostics_4L = self._sums
         # float64 holds whole numbers up to 2^53: counts stay exact
-        flat = torch.cat([scalars, counts_LE.flatten().double(), facts_L4.flatten().double()]).cpu()
+        flat = torch.cat([scalars, counts_LE.flatten().double(), diagnostics_4L.flatten().double()]).cpu()
         flat = sum_over_ranks(torch.cat([flat, flat.new_tensor([flops])]))
-        parts = flat.split([3, counts_LE.numel(), facts_L4.numel(), 1])
+        parts = flat.split([3, counts_LE.numel(), diagnostics_4L.numel(), 1])
         nll, balance, router_z = parts[0].tolist()
         return StepTotals(
             nll=nll,
             balance=balance,
             router_z=router_z,
             counts_LE=parts[1].long().view(counts_LE.shape),
-            facts_L4=parts[2].view(facts_L4.shape),
+            diagnostics=RouterDiagnostics._make(parts[2].view(diagnostics_4L.shape)),
             flops=float(parts[3]),
         )

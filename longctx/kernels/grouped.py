@@ -19,7 +19,7 @@ from longctx.kernels.processor import Products
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Routed rows in expert order, stable: index into the flattened [N, k], its inverse, each expert's end row (int32).
 
-    Choices that lead nowhere (−1) come last, after every expert's end.
+    Assignments without an expert (−1) come last, after every expert's end.
     """
     chosen_R = experts_Nk.flatten()
     pile_R = chosen_R.where(chosen_R >= 0, num_experts)

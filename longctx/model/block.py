@@ -60,7 +60,7 @@ class Block(nn.Module):
             self.post_feedforward_layernorm = build_norm(config, M)
 
     def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, ...]:
-        """The layer's output [B, t, M], and the fields of its router's ``RouterStats`` (a dense layer has none).
+        """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
 
         When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
         layer of experts their ids and output. Recomputing sends nothing and computes no softmax attention (linear

@@ -73,7 +73,7 @@ class Backbone(nn.Module):
         recompute: bool,
         experts: ExpertCall,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Hidden states [B, t, M] and the fields of every expert layer's ``RouterStats``.
+        """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
         ``masks`` and ``cores`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         self.core: AttentionCore = LocalAttention(products=products) if core is None else core
         self.linear_core: AttentionCore = LocalLinearAttention() if linear_core is None else linear_core
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-        self.model = Backbone(config, self.dispatcher.share)
+        self.model = Backbone(config, self.dispatcher.local_experts)
         self.lm_head = LMHead(config, products)
         set_products(self, products)
         if seed is not None:
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
                 continue
             shape = self.logical_shape(name, parameter.shape)
             value = initial_value(name, shape, self.config, seed)
-            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.share])
+            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.local_experts])
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -225,13 +225,17 @@ class Decoder(nn.Module):
                 replay=training_pass.replay,
             ),
         )
-        return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
+        return (hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]) if return_stats else hidden_BtM
 
     def _length(self, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
         """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
         if self.config.position != "rope" or not self.config.rope.depends_on_length:
             return 0
         return documents.longest if cache is None else int(positions_Bt.max()) + 1
+
+    def selection_biases(self) -> list[Tensor]:
+        """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
+        return [buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")]
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""

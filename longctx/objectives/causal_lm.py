@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
+from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
+from longctx.objectives.loss_sum import LossSum
 
 
 def identity(counts_LSE: Tensor) -> Tensor:
@@ -40,23 +42,23 @@ class CausalLM(nn.Module):
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
-    def forward(
-        self, batch: Batch, training_pass: TrainingPass | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The fields of ``LossSum``, as the plain tuple that ZeRO-3's hooks can look into."""
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
+        """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
         hidden_BtM, stats = self._run(batch, training_pass, return_stats=True)
         objective_sum, nll_sum = self.decoder.loss_sums(
             hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
         )
         if not stats:
-            zero, facts_L4 = torch.zeros_like(nll_sum), nll_sum.new_zeros(0, 4, dtype=torch.float64)
-            return objective_sum, zero, zero, batch.tokens.new_zeros(0, 0), facts_L4, nll_sum
+            zero, counts_LE = torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0)
+            nothing = RouterDiagnostics.none(nll_sum, 0)
+            return LossSum(objective_sum, zero, zero, counts_LE, nll_sum, nothing).tensors()
         scope = self.decoder.config.balance_scope
         load_LE = None if training_pass is None else training_pass.expert_load_LE
         balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=load_LE)
         z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
-        return objective_sum, balance, z_sum, counts_LE, torch.stack([layer.facts_4 for layer in stats]), nll_sum
+        diagnostics = RouterDiagnostics.stack([layer.diagnostics for layer in stats])
+        return LossSum(objective_sum, balance, z_sum, counts_LE, nll_sum, diagnostics).tensors()
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:

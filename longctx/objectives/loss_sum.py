@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from longctx.model.experts.router import RouterDiagnostics
 
 
 class LossSum(NamedTuple):
@@ -20,10 +23,20 @@ class LossSum(NamedTuple):
     weight; before that."""
     counts_LE: Tensor
     """This rank's tokens by layer and expert, padding excluded, int64; [0, 0] in a dense model."""
-    facts_L4: Tensor
-    """What the routers tell of themselves by layer, float64: ``RouterStats.facts_4``; [0, 4] in a dense model."""
     nll_sum: Tensor
     """Plain negative log-likelihood of the targets that count, to be reported: float32 scalar without gradient."""
+    diagnostics: RouterDiagnostics
+    """Of the routers, each [L]; [0] in a dense model."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        return (self.objective_sum, self.balance_sum, self.z_sum, self.counts_LE, self.nll_sum, *self.diagnostics)
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> LossSum:
+        """The inverse of ``tensors``: what ``CausalLM`` returned."""
+        objective_sum, balance_sum, z_sum, counts_LE, nll_sum = tensors[:5]
+        return cls(objective_sum, balance_sum, z_sum, counts_LE, nll_sum, RouterDiagnostics._make(tensors[5:]))
 
     def total(self, balance_loss_weight: float, router_z_loss_weight: float = 0.0) -> Tensor:
         """The sum to differentiate."""

@@ -1,18 +1,18 @@
-"""Experts shared out over ranks: tokens travel to them and results back, in one all-to-all each.
+"""Experts distributed over ranks: tokens are sent to them, and results back, in one all-to-all each.
 
-A token's row goes once to each rank that has any of its experts, with the ids and gates that this rank is to use, and
-comes back as one sum: no less can travel. How many rows travel depends on the routing, so ranks first tell one another,
-for all tiles of a layer in one exchange.
+A token is sent once to each rank that has any of its experts, with the ids and gates that this rank is to use, and
+comes back as one sum: no less can be sent. How many tokens are sent depends on the routing, so ranks first tell one
+another, for all tiles of a layer in one exchange.
 
-Axes: N tokens of this rank, n of one tile, U rows of a tile that this rank sends (token and rank, by rank), S rows that
-it receives, k experts a token, p ranks that share the experts, t tiles.
+Axes: N tokens of this rank, n of one tile, U tokens of a tile that this rank sends (a token once for each rank, by
+rank), S tokens that it receives, R assignments, k experts a token, p ranks that share the experts, t tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,27 +20,16 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.dispatch import Arrival, LocalDispatcher, Trip
+from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending
 from parallel.mesh import Mesh
 from parallel.runtime.communicate import named_collective
 
 _IDS = torch.int16
-"""As it is sent: which of a rank's experts."""
+"""The dtype in which ids of a rank's experts are sent."""
 
 
-class Planned(NamedTuple):
-    """How much of one tile travels."""
-
-    rows_to: tuple[int, ...]
-    """Rows that this rank sends to each rank that shares the experts, itself among them."""
-    rows_from: tuple[int, ...]
-    """Rows that each of them sends to it."""
-    choices: int
-    """Choices of the received rows that have their expert here."""
-
-
-class OwnExperts(LocalDispatcher):
-    """All experts are on this rank, and a part of the sequence."""
+class ReplicatedExperts(LocalDispatcher):
+    """All experts are on this rank, which holds a shard of the sequence."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -51,9 +40,9 @@ class OwnExperts(LocalDispatcher):
 
 
 class AllToAllDispatcher:
-    """Consecutive shares of a layer's experts on the ranks of the mesh's expert group."""
+    """Each rank of the mesh's expert group holds as many consecutive experts of a layer."""
 
-    travels = True
+    is_distributed = True
 
     def __init__(self, mesh: Mesh, num_experts: int) -> None:
         """ConfigError when the ranks do not divide the experts."""
@@ -64,32 +53,32 @@ class AllToAllDispatcher:
             )
         self.mesh, self.experts_per_rank = mesh, num_experts // mesh.expert
         first = mesh.expert_rank * self.experts_per_rank
-        self.share = slice(first, first + self.experts_per_rank)
+        self.local_experts = slice(first, first + self.experts_per_rank)
 
-    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[Any]:
-        """What will travel: one exchange among the ranks, and one wait for the device, for all tiles."""
-        p, e = self.mesh.expert, self.experts_per_rank
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """Agree on how much is sent: one exchange among the ranks, and one wait for the device, for all tiles."""
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
-        sent_pt2 = counts_tp2.transpose(0, 1).contiguous()
-        received_pt2 = torch.empty_like(sent_pt2)
+        send_pt2 = counts_tp2.transpose(0, 1).contiguous()
+        recv_pt2 = torch.empty_like(send_pt2)
         described = f"{self._who} telling how many tokens it sends to experts"
-        named_collective(
-            lambda: dist.all_to_all_single(received_pt2, sent_pt2, group=self.mesh.expert_group), described
-        )
-        assert (p, e) == (len(sent_pt2), len(range(self.share.start, self.share.stop)))
-        sent, received = torch.stack((sent_pt2, received_pt2)).transpose(1, 2).tolist()
+        named_collective(lambda: dist.all_to_all_single(recv_pt2, send_pt2, group=self.mesh.expert_group), described)
+        send, recv = torch.stack((send_pt2, recv_pt2)).transpose(1, 2).tolist()
         return [
-            Planned(
-                tuple(rows for rows, _ in to), tuple(rows for rows, _ in source), sum(choices for _, choices in source)
+            DispatchSizes(
+                send_counts=tuple(tokens for tokens, _ in to_ranks),
+                recv_counts=tuple(tokens for tokens, _ in from_ranks),
+                num_assignments=sum(assignments for _, assignments in from_ranks),
             )
-            for to, source in zip(sent, received, strict=True)
+            for to_ranks, from_ranks in zip(send, recv, strict=True)
         ]
 
-    def trip(self, experts_nk: Tensor, planned: Planned) -> Trip:
-        """The trip of one tile."""
-        is_wanted = self._is_wanted(experts_nk)
-        row_U = torch.nonzero_static(is_wanted.flatten(), size=sum(planned.rows_to)).squeeze(-1)
-        return _Trip(self, experts_nk, planned, row_U // max(1, len(experts_nk)), row_U % max(1, len(experts_nk)))
+    def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
+        """The handle of one tile: which tokens are sent to which rank."""
+        is_sent_pn = self._is_sent(experts_nk)
+        # nonzero by rank, then by token, without waiting for the device to count
+        sent_U = torch.nonzero_static(is_sent_pn.flatten(), size=sum(sizes.send_counts)).squeeze(-1)
+        num_tokens = max(1, len(experts_nk))
+        return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these of every rank of the sequence, by context rank; as many on each."""
@@ -100,36 +89,83 @@ class AllToAllDispatcher:
         first = self.mesh.rank - self.mesh.expert_rank
         return f"rank {self.mesh.rank} (experts over ranks {first} to {first + self.mesh.expert - 1})"
 
-    def _is_wanted(self, experts_nk: Tensor) -> Tensor:
-        """Whether a rank has any of a token's experts, [p, n]."""
-        rank_nk = experts_nk.div(self.experts_per_rank, rounding_mode="floor")  # −1 stays −1
-        is_wanted = rank_nk.new_zeros(self.mesh.expert + 1, len(rank_nk), dtype=torch.bool)
-        return is_wanted.scatter_(0, rank_nk.T % (self.mesh.expert + 1), True)[:-1]
+    def _is_sent(self, experts_nk: Tensor) -> Tensor:
+        """Whether a token is sent to a rank, which is where it has any of its experts, [p, n]."""
+        rank_nk = experts_nk.div(self.experts_per_rank, rounding_mode="floor")
+        is_sent = rank_nk.new_zeros(self.mesh.expert + 1, len(rank_nk), dtype=torch.bool)
+        # an id of −1 is on rank −1, which the remainder makes a last rank that is cut off
+        return is_sent.scatter_(0, rank_nk.T % (self.mesh.expert + 1), True)[:-1]
 
     def _counts(self, experts_nk: Tensor) -> Tensor:
-        """For each rank the rows that it is sent, and the choices that they make there, [p, 2]."""
+        """For each rank the tokens that it is sent, and their assignments to its experts, [p, 2]."""
         p = self.mesh.expert
         rank_R = experts_nk.div(self.experts_per_rank, rounding_mode="floor").flatten() % (p + 1)
-        choices = rank_R.new_zeros(p + 1).scatter_add_(0, rank_R, torch.ones_like(rank_R))
-        return torch.stack((self._is_wanted(experts_nk).sum(1), choices[:-1]), dim=1)
+        assignments = rank_R.new_zeros(p + 1).scatter_add_(0, rank_R, torch.ones_like(rank_R))
+        return torch.stack((self._is_sent(experts_nk).sum(1), assignments[:-1]), dim=1)
 
-    def start(self, outgoing_UX: Tensor, sizes_to: Sequence[int], sizes_from: Sequence[int], what: str) -> _Coming:
-        """Rows on their way to the ranks of the group and from them: as bytes, so that any dtype travels."""
-        packed = outgoing_UX.contiguous().view(torch.uint8)
-        arriving = packed.new_empty(sum(sizes_from), *packed.shape[1:])
+    def exchange(
+        self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], what: str
+    ) -> PendingExchange:
+        """Start to send tokens to the ranks of the group and to receive theirs."""
+        outgoing = outgoing_UX.contiguous().view(torch.uint8)  # as bytes, so that any dtype can be sent
+        arriving = outgoing.new_empty(sum(recv_counts), *outgoing.shape[1:])
         described = f"{self._who} {what}"
         work = named_collective(
             lambda: dist.all_to_all_single(
-                arriving, packed, list(sizes_from), list(sizes_to), group=self.mesh.expert_group, async_op=True
+                arriving, outgoing, list(recv_counts), list(send_counts), group=self.mesh.expert_group, async_op=True
             ),
             described,
         )
-        return _Coming(arriving, packed, outgoing_UX.dtype, work, described)
+        return PendingExchange(arriving, outgoing, outgoing_UX.dtype, work, described)
 
 
 @dataclass
-class _Coming:
-    """Rows in flight; keeps the outgoing ones alive until they are through."""
+class _Handle:
+    """One tile's tokens among the ranks of an expert group."""
+
+    dispatcher: AllToAllDispatcher
+    experts_nk: Tensor
+    sizes: DispatchSizes
+    rank_U: Tensor
+    token_U: Tensor
+
+    @property
+    def num_assignments(self) -> int | None:
+        return self.sizes.num_assignments
+
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        outgoing_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
+        return self._send_out(outgoing_UX, "sending tokens to experts")
+
+    def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        experts_per_rank = self.dispatcher.experts_per_rank
+        gates_Uk = gates_nk.index_select(0, self.token_U)
+        ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * experts_per_rank
+        is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
+        ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
+        # side by side in bytes: one message instead of two
+        both = torch.cat((gates_Uk.view(torch.uint8), ids_Uk.view(torch.uint8)), dim=1)
+        exchange = self._send_out(both, "sending choices to experts")
+        return _PendingRouting(exchange, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
+
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        send_counts, recv_counts, _ = self.sizes
+        exchange = self.dispatcher.exchange(
+            of_tokens_SX.to(communication_dtype), recv_counts, send_counts, "returning what experts made of tokens"
+        )
+        return _PendingSums(exchange, self.token_U, send_counts, len(self.experts_nk))
+
+    def bytes_sent(self, bytes_per_token: int) -> int:
+        own = self.dispatcher.mesh.expert_rank
+        return bytes_per_token * (sum(self.sizes.send_counts) - self.sizes.send_counts[own])
+
+    def _send_out(self, outgoing_UX: Tensor, what: str) -> PendingExchange:
+        return self.dispatcher.exchange(outgoing_UX, self.sizes.send_counts, self.sizes.recv_counts, what)
+
+
+@dataclass
+class PendingExchange:
+    """Tokens on their way; keeps the outgoing ones alive until they are sent."""
 
     arriving: Tensor
     outgoing: Tensor | None
@@ -138,23 +174,23 @@ class _Coming:
     described: str
 
     def wait(self) -> Tensor:
-        """The rows. ClusterError when a rank is gone or too late."""
+        """Return the tokens. ClusterError when a rank is gone or too late."""
         named_collective(self.work.wait, self.described)
         self.outgoing = None
         return self.arriving.view(self.dtype)
 
 
 @dataclass
-class _ChoicesComing:
-    """Gates and ids in flight, side by side in bytes."""
+class _PendingRouting:
+    """Gates and ids on their way, side by side in bytes."""
 
-    coming: _Coming
+    exchange: PendingExchange
     gates_bytes: int
     dtype: torch.dtype
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Gates, and ids among the experts here."""
-        both = self.coming.wait()
+        """Return gates, and ids among the experts here."""
+        both = self.exchange.wait()
         gates, ids = both.split((self.gates_bytes, both.shape[1] - self.gates_bytes), dim=1)
         # copied, for "contiguous" leaves the strides of an empty part as they are
         gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
@@ -162,58 +198,22 @@ class _ChoicesComing:
 
 
 @dataclass
-class _SumsComing:
-    """What each rank made of tokens, in flight."""
+class _PendingSums:
+    """What each rank made of tokens, on its way back."""
 
-    coming: _Coming
+    exchange: PendingExchange
     token_U: Tensor
-    rows_to: tuple[int, ...]
+    send_counts: tuple[int, ...]
     num_tokens: int
 
     def wait(self) -> Tensor:
-        """Sums over ranks, always in their order: a token's rows are added one rank after another."""
-        rows_UX = self.coming.wait()
-        sums = rows_UX.new_zeros((self.num_tokens, *rows_UX.shape[1:]), dtype=accumulate_dtype(rows_UX.dtype))
-        for token, rows in zip(self.token_U.split(self.rows_to), rows_UX.split(self.rows_to), strict=True):
-            sums.index_add_(0, token, rows.to(sums.dtype))  # of one rank every token once
+        """Return sums over ranks, always in their order: a token's results are added one rank after another."""
+        results_UX = self.exchange.wait()
+        sums = results_UX.new_zeros((self.num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
+        by_rank = zip(self.token_U.split(self.send_counts), results_UX.split(self.send_counts), strict=True)
+        for token, results in by_rank:
+            sums.index_add_(0, token, results.to(sums.dtype))  # of one rank every token once
         return sums
-
-
-@dataclass
-class _Trip:
-    """A tile's tokens among the ranks of an expert group."""
-
-    by: AllToAllDispatcher
-    experts_nk: Tensor
-    planned: Planned
-    rank_U: Tensor
-    token_U: Tensor
-
-    @property
-    def num_rows(self) -> int | None:
-        return self.planned.choices
-
-    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
-        rows_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
-        return self.by.start(rows_UX, self.planned.rows_to, self.planned.rows_from, "sending tokens to experts")
-
-    def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
-        gates_Uk = gates_nk.index_select(0, self.token_U)
-        ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * self.by.experts_per_rank
-        is_there = (ids_Uk >= 0) & (ids_Uk < self.by.experts_per_rank)
-        ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
-        both = torch.cat((gates_Uk.view(torch.uint8), ids_Uk.view(torch.uint8)), dim=1)
-        coming = self.by.start(both, self.planned.rows_to, self.planned.rows_from, "sending choices to experts")
-        return _ChoicesComing(coming, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
-
-    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
-        planned, what = self.planned, "returning what experts made of tokens"
-        coming = self.by.start(of_tokens_SX.to(communication_dtype), planned.rows_from, planned.rows_to, what)
-        return _SumsComing(coming, self.token_U, planned.rows_to, len(self.experts_nk))
-
-    def bytes_sent(self, bytes_per_token: int) -> int:
-        own = self.by.mesh.expert_rank
-        return bytes_per_token * sum(rows for rank, rows in enumerate(self.planned.rows_to) if rank != own)
 
 
 def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class ZeroEngine:
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
-        return LossSum(*self.partition.engine(batch, training_pass))
+        return LossSum.from_tensors(self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""

@@ -39,7 +39,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 def mark_experts(model: CausalLM) -> ExpertsAcrossRanks | None:
     """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
     num_experts = model.decoder.config.num_experts
-    own = range(num_experts)[model.decoder.dispatcher.share]
+    own = range(num_experts)[model.decoder.dispatcher.local_experts]
     if len(own) == num_experts:
         return None
     experts = ExpertsAcrossRanks(num_experts, num_experts // len(own))

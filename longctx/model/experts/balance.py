@@ -6,16 +6,11 @@ Axes: L expert layers, S documents of the micro-batch, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longctx.model.experts.layer import MixtureOfExperts
 from longctx.model.experts.router import RouterStats
-
-if TYPE_CHECKING:
-    from longctx.model.decoder import Decoder
 
 
 def balance_sum(
@@ -39,10 +34,12 @@ def balance_sum(
     prob_sums_LSE = torch.stack([layer.prob_sums_SE for layer in stats])
     if scope == "global_batch":
         prob_sums_LE = prob_sums_LSE.sum(1)
-        return prob_sums_LE.sum() if load_LE is None else (load_LE.to(prob_sums_LE) * prob_sums_LE).sum()
+        if load_LE is None:
+            return prob_sums_LE.sum()
+        return (load_LE.to(prob_sums_LE) * prob_sums_LE).sum()
     counts_LSE = torch.stack([layer.counts_SE for layer in stats])
     if scope == "micro_batch":
-        counts_LSE, prob_sums_LSE = (of_documents.sum(1, keepdim=True) for of_documents in (counts_LSE, prob_sums_LSE))
+        counts_LSE, prob_sums_LSE = counts_LSE.sum(1, keepdim=True), prob_sums_LSE.sum(1, keepdim=True)
     return (load_share(reduce_counts(counts_LSE)).to(prob_sums_LSE) * prob_sums_LSE).sum()
 
 
@@ -54,21 +51,15 @@ def load_share(counts_E: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def move_selection_bias_(decoder: Decoder, counts_LE: Tensor, rate: float) -> None:
+def move_selection_bias_(biases: Sequence[Tensor], counts_LE: Tensor, rate: float) -> None:
     """Make the experts that a step used less likelier to be chosen in the next (arXiv 2408.15664), in place.
 
-    ``counts_LE`` are those of the whole step, over all ranks and micro-batches, so that every rank moves alike. A
-    layer's bias moves by ``rate`` up or down with the sign of mean count − count; the mean of these moves is taken off,
-    which changes no choice and keeps the bias from drifting.
+    ``biases`` are the layers' [E]. ``counts_LE`` are those of the whole step, over all ranks and micro-batches, so that
+    every rank moves alike. A layer's bias moves by ``rate`` up or down with the sign of mean count − count; the mean of
+    these moves is taken off, which changes no choice and keeps the bias from drifting.
     """
-    biases = [
-        layer.mlp.gate.e_score_correction_bias
-        for layer in decoder.model.layers
-        if isinstance(layer.mlp, MixtureOfExperts)
-    ]
-    assert len(biases) == len(counts_LE)
-    too_few_LE = (counts_LE.sum(1, keepdim=True) - counts_LE.shape[1] * counts_LE).sign()  # in whole numbers: exact
-    moves_LE = rate * (too_few_LE.double() - too_few_LE.double().mean(1, keepdim=True))
+    E = counts_LE.shape[1]
+    too_few_LE = (counts_LE.sum(1, keepdim=True) - E * counts_LE).sign().double()  # in whole numbers: exact
+    moves_LE = rate * (too_few_LE - too_few_LE.mean(1, keepdim=True))
     for bias_E, move_E in zip(biases, moves_LE, strict=True):
-        assert bias_E is not None
         bias_E += move_E.to(bias_E)

@@ -1,7 +1,7 @@
-"""The most tokens of a row that one expert takes; the later ones pass by it.
+"""The most tokens of a row that one expert takes; later ones are dropped.
 
 Axes: N tokens of this process, P those of all processes that share the sequence, T of the whole micro-batch, E experts,
-k experts a token, R = T·k choices.
+k experts a token, R = T·k assignments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
-from longctx.model.experts.router import NOWHERE
+from longctx.model.experts.router import NO_EXPERT
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,41 +29,44 @@ class Capacity:
     """Tokens of a row."""
     num_rows: int
     """Rows of the micro-batch, on however many processes."""
-    place_N: Tensor
-    """Where each of this process's tokens stands in the micro-batch, row after row, int64; negative for padding."""
+    token_index_N: Tensor
+    """The index of each of this process's tokens in the micro-batch, row after row, int64; negative for padding."""
 
     @classmethod
-    def build(cls, config: ModelConfig, place_N: Tensor, row_tokens: int, num_tokens: int) -> Capacity:
+    def build(cls, config: ModelConfig, token_index_N: Tensor, row_tokens: int, num_tokens: int) -> Capacity:
         """That of ``config`` for a micro-batch of so many tokens in rows of that length."""
         assert num_tokens % row_tokens == 0
-        return cls(capacity_of(config, row_tokens), config.num_experts, row_tokens, num_tokens // row_tokens, place_N)
+        num_rows = num_tokens // row_tokens
+        return cls(capacity_of(config, row_tokens), config.num_experts, row_tokens, num_rows, token_index_N)
 
     def admit(self, experts_Nk: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The ids, with ``NOWHERE`` where the expert is full; padding goes nowhere and fills nothing.
+        """The ids, with ``NO_EXPERT`` where the expert is full; padding has no expert and fills none.
 
-        An expert takes a row's tokens in the order in which they stand there, so it matters what the other processes'
-        tokens chose and not who holds them; ``gather`` brings the rows of all that share the sequence. Collective.
+        An expert takes a row's tokens in their order, so it matters what the other processes' tokens chose and not who
+        holds them; ``gather`` brings the tokens of all that share the sequence. Collective.
         """
         T, k = self.row_tokens * self.num_rows, experts_Nk.shape[1]
-        everyone_PX = gather(torch.cat((self.place_N[:, None], experts_Nk), dim=1).int()).long()
-        place_P, experts_Pk = everyone_PX[:, 0], everyone_PX[:, 1:]
-        chosen_Tk = experts_Nk.new_full((T + 1, k), NOWHERE)
-        chosen_Tk[_or_last(place_P, T)] = experts_Pk  # padding lands in a last row
+        everyone_PX = gather(torch.cat((self.token_index_N[:, None], experts_Nk), dim=1).int()).long()
+        token_index_P, experts_Pk = everyone_PX[:, 0], everyone_PX[:, 1:]
+        chosen_Tk = experts_Nk.new_full((T + 1, k), NO_EXPERT)
+        chosen_Tk[_or_last(token_index_P, T)] = experts_Pk  # padding lands in a last token
         has_room_Tk = self._earlier(chosen_Tk[:T]) < self.tokens
         has_room_Tk = torch.cat((has_room_Tk, has_room_Tk.new_zeros(1, k)))
-        return experts_Nk.where(has_room_Tk[_or_last(self.place_N, T)], NOWHERE)
+        return experts_Nk.where(has_room_Tk[_or_last(self.token_index_N, T)], NO_EXPERT)
 
     def _earlier(self, chosen_Tk: Tensor) -> Tensor:
         """For every choice, how many tokens before it in its row made the same."""
         T, k = chosen_Tk.shape
         row_T = torch.arange(T, device=chosen_Tk.device) // self.row_tokens
-        pile_R = (row_T[:, None] * (self.num_experts + 1) + chosen_Tk + 1).flatten()  # nowhere is a pile too
-        order_R = pile_R.argsort(stable=True)
-        heights = pile_R.new_zeros(self.num_rows * (self.num_experts + 1))
-        heights.scatter_add_(0, pile_R, torch.ones_like(pile_R))
-        below_R = torch.empty_like(pile_R)
-        below_R[order_R] = torch.arange(T * k, device=pile_R.device)
-        return (below_R - (heights.cumsum(0) - heights)[pile_R]).view(T, k)
+        # choices with one expert and row form a group; having no expert is a group too
+        group_R = (row_T[:, None] * (self.num_experts + 1) + chosen_Tk + 1).flatten()
+        order_R = group_R.argsort(stable=True)
+        sizes = group_R.new_zeros(self.num_rows * (self.num_experts + 1))
+        sizes.scatter_add_(0, group_R, torch.ones_like(group_R))
+        # the rank among all choices, less the rank of the group's first one
+        rank_R = torch.empty_like(group_R)
+        rank_R[order_R] = torch.arange(T * k, device=group_R.device)
+        return (rank_R - (sizes.cumsum(0) - sizes)[group_R]).view(T, k)
 
 
 def capacity_of(config: ModelConfig, row_tokens: int) -> int:
@@ -73,5 +76,5 @@ def capacity_of(config: ModelConfig, row_tokens: int) -> int:
     return max(1, math.ceil(Fraction(str(config.capacity_factor)) * mean_load))
 
 
-def _or_last(place_N: Tensor, last: int) -> Tensor:
-    return place_N.where(place_N >= 0, last)
+def _or_last(token_index_N: Tensor, last: int) -> Tensor:
+    return token_index_N.where(token_index_N >= 0, last)

@@ -1,55 +1,84 @@
-"""What carries tokens to their experts and back: ``LocalDispatcher`` where one process holds them all.
+"""Token dispatch: tokens are sent to the processes that hold their experts, and what these made of them is combined.
 
-A dispatcher that spreads experts over processes has the same protocol and lives outside this package; experts cannot
-tell which one they were given. It owns no parameters. A token travels once to each process that holds any of its
-experts, however many of them, and one sum of what these made of it travels back.
+    sizes = dispatcher.plan(experts_Nk, tiles)                    # how much each tile sends and receives
+    handle = dispatcher.handle(experts_Nk[tile], sizes[number])   # of one tile
+    x_SM = handle.dispatch(x_NM[tile], dtype).wait()
+    gates_Sk, local_experts_Sk = handle.dispatch_routing(gates_Nk[tile]).wait()
+    out_nM = handle.combine(out_SM, dtype).wait()
 
-Axes: N tokens of this process, n of one tile of them, S tokens that arrive for a tile, k experts a token.
+``LocalDispatcher`` belongs to a process that holds all experts. A dispatcher that spreads experts over processes has
+the same protocol and lives outside this package; experts cannot tell which one they were given. It owns no parameters.
+A token is sent once to each process that holds any of its experts, however many, and one sum comes back from each.
+
+Axes: N tokens of this process, n of one tile, S tokens that arrive for a tile, k experts a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from longctx.kernels.processor import Products
 
-T_co = TypeVar("T_co", covariant=True)
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
 
 
-class Arrival(Protocol[T_co]):
-    """Something under way."""
+class Pending(Protocol[V_co]):
+    """A result that is on its way."""
 
-    def wait(self) -> T_co:
-        """What it is, once it is here. To be called once."""
+    def wait(self) -> V_co:
+        """Return the result once it is here. To be called once."""
         ...
 
 
-class Trip(Protocol):
-    """One tile's tokens on their way to the processes that hold their experts, and back."""
+@dataclass(frozen=True)
+class Ready(Generic[V]):
+    """A result that is here already."""
+
+    value: V
+
+    def wait(self) -> V:
+        """Return the result."""
+        return self.value
+
+
+class DispatchSizes(NamedTuple):
+    """How much of one tile is sent and received, in tokens; empty where nothing leaves the process."""
+
+    send_counts: tuple[int, ...] = ()
+    """Tokens that this process sends to each process that shares the experts, itself among them."""
+    recv_counts: tuple[int, ...] = ()
+    """Tokens that it receives from each of them."""
+    num_assignments: int | None = None
+    """Assignments of the received tokens that have their expert here; None where only the device knows."""
+
+
+class DispatchHandle(Protocol):
+    """One tile's tokens on their way to their experts and back."""
 
     @property
-    def num_rows(self) -> int | None:
-        """Choices among those that arrive for which this process has the expert; None where only the device knows."""
+    def num_assignments(self) -> int | None:
+        """Assignments of the received tokens that have their expert here; None where only the device knows."""
         ...
 
-    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         """Send something of every token to its experts, as ``communication_dtype``; [S, …] arrive. Collective."""
         ...
 
-    def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
-        """Send which experts and with what gates. Collective.
+    def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """Send every token's gates and expert ids to its experts. Collective.
 
         [S, k] each arrive: gates, and ids that count from this process's first expert, −1 for an expert elsewhere.
         """
         ...
 
-    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
-        """Send what was made of every token back, as ``communication_dtype``. Collective.
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        """Send what was made of every token back to its owner, as ``communication_dtype``. Collective.
 
         Its sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
         """
@@ -63,20 +92,20 @@ class Trip(Protocol):
 class TokenDispatcher(Protocol):
     """Where the experts of a layer live."""
 
-    share: slice
-    """Which of the experts this process holds."""
-    travels: bool
+    local_experts: slice
+    """The experts whose weights this process holds."""
+    is_distributed: bool
     """Whether tokens leave this process."""
 
-    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[Any]:
-        """For each tile of tokens what ``trip`` wants to know: how much will travel, no tensors. Collective.
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """Agree on how much each tile of tokens will send and receive. Collective.
 
         Every process that shares the experts has as many tiles; any number of tokens, also none.
         """
         ...
 
-    def trip(self, experts_nk: Tensor, planned: Any) -> Trip:
-        """The trip of one tile. Nothing is sent yet."""
+    def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
+        """The handle of one tile. Nothing is sent yet."""
         ...
 
     def gather(self, values_NX: Tensor) -> Tensor:
@@ -85,7 +114,7 @@ class TokenDispatcher(Protocol):
 
 
 RECOMPUTE = ("none", "activation", "all")
-"""What backward forms again of an expert: nothing, its activation, or all but the tokens it was given."""
+"""What backward recomputes of an expert: nothing, its activation, or all but the tokens it was given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,58 +123,50 @@ class ExpertRun:
 
     dispatcher: TokenDispatcher
     tile_tokens: int = 0
-    """Tokens of this process that travel at a time, while the tile before computes; 0 is all at once."""
+    """Tokens of this process that are dispatched at a time, while the tile before computes; 0 is all at once."""
     recompute: str = "activation"
-    """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and tokens travel once more in it."""
+    """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and it dispatches tokens once more."""
     products: Products = "native"
     """How a CPU multiplies bfloat16."""
 
 
-V = TypeVar("V")
-
-
 @dataclass(frozen=True)
-class Here(Generic[V]):
-    """What never left."""
+class LocalHandle:
+    """A tile whose tokens are with their experts already."""
 
-    value: V
-
-    def wait(self) -> V:
-        """The thing itself."""
-        return self.value
-
-
-@dataclass(frozen=True)
-class _NoTrip:
     experts_nk: Tensor
-    num_rows: int | None = None
+    num_assignments: int | None = None
 
-    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
-        return Here(of_tokens_nX)
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        """Return the tokens in the dtype that they have."""
+        return Ready(of_tokens_nX)
 
-    def dispatch_choices(self, gates_nk: Tensor) -> Arrival[tuple[Tensor, Tensor]]:
-        return Here((gates_nk, self.experts_nk))
+    def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """Return gates and ids."""
+        return Ready((gates_nk, self.experts_nk))
 
-    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Arrival[Tensor]:
-        return Here(of_tokens_SX)
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        """Return the results in the dtype that they have."""
+        return Ready(of_tokens_SX)
 
     def bytes_sent(self, bytes_per_token: int) -> int:
+        """None."""
         return 0
 
 
 class LocalDispatcher:
-    """All experts are here, and nothing waits for the device."""
+    """All experts are on this process. Nothing is sent, and nothing waits for the device."""
 
-    share = slice(None)
-    travels = False
+    local_experts = slice(None)
+    is_distributed = False
 
-    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[Any]:
-        """Nothing to know."""
-        return [None] * len(tiles)
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """Sizes that say nothing, for nothing is sent."""
+        return [DispatchSizes() for _ in tiles]
 
-    def trip(self, experts_nk: Tensor, planned: Any) -> Trip:
-        """Tokens stay where they are, in the dtype that they have."""
-        return _NoTrip(experts_nk)
+    def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
+        """A handle that leaves tokens where they are."""
+        return LocalHandle(experts_nk)
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """The values themselves."""
@@ -154,7 +175,7 @@ class LocalDispatcher:
 
 def tiles_of(num_tokens: int, tile_tokens: int) -> list[slice]:
     """Tiles of that many tokens, the last one shorter; one tile where they are 0, or no tokens."""
-    size = tile_tokens or num_tokens
     if not num_tokens:
         return [slice(0, 0)]
+    size = tile_tokens or num_tokens
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -37,14 +37,14 @@ class ExpertCall:
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token visits its k experts, whatever the load, unless a capacity is set."""
+    """Every token is routed to its k experts, whatever the load, unless a capacity is set."""
 
-    def __init__(self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0) -> None:
-        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts."""
+    def __init__(self, config: ModelConfig, local_experts: slice = slice(None), *, layer: int = 0) -> None:
+        """The ``layer``-th expert layer of a model, with the weights of its ``local_experts``."""
         super().__init__()
         self.config, self.layer = config, layer
         self.gate = Router(config)
-        self.experts = Experts(config, share)
+        self.experts = Experts(config, local_experts)
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
             self.shared_expert = FeedForward(config, config.shared_ffn_size)
@@ -55,34 +55,36 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_BtM: Tensor, call: ExpertCall | None = None, recompute_cache: RecomputeCache | None = None
     ) -> tuple[Tensor, ...]:
-        """Output [B, t, M], and the fields of the layer's ``RouterStats`` (S = 0 where the call wants none).
+        """Output [B, t, M], and ``RouterStats.tensors`` (S = 0 where the call wants none).
 
-        A ``recompute_cache`` keeps the choices of a layer that backward will recompute; the second run weighs them
-        anew, chooses nothing and counts nothing."""
-        call = ExpertCall() if call is None else call
-        x_NM = x_BtM.flatten(0, 1)
-        logits_NE = self.gate(x_NM if call.jitter is None else call.jitter(x_BtM, self.layer).flatten(0, 1))
+        A ``recompute_cache`` saves the choices of a layer that backward will recompute. The second run weighs them
+        anew, chooses nothing and counts nothing.
+        """
+        call = call or ExpertCall()
+        x_NM = router_input_NM = x_BtM.flatten(0, 1)
+        if call.jitter is not None:
+            router_input_NM = call.jitter(x_BtM, self.layer).flatten(0, 1)
+        logits_NE = self.gate(router_input_NM)
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
         out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache)
         if self.has_shared_expert:
-            shared_NM = self.shared_expert(x_NM)
-            if self.has_shared_gate:
-                shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
-            out_NM = out_NM + shared_NM
+            out_NM = out_NM + self._shared(x_NM)
         counting = recompute_cache is None or not recompute_cache.recomputing
-        return out_NM.to(x_BtM.dtype).view_as(x_BtM), *self._stats(logits_NE, routing, chosen_Nk, call, counting)
+        stats = self._stats(logits_NE, routing, chosen_Nk, call, counting)
+        return out_NM.to(x_BtM.dtype).view_as(x_BtM), *stats.tensors()
 
     def _route(
         self, logits_NE: Tensor, call: ExpertCall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
-        """Where tokens go, and what was chosen, of which a capacity may have refused some. Decided once."""
-        known = None if recompute_cache is None else recompute_cache.load(of="routing")
-        if known is not None:
-            chosen_Nk, experts_Nk = known
-            routing = self._choose(logits_NE, chosen_Nk)
+        """Choose experts once. Returns the routing, and the choices of which a capacity may have dropped some."""
+        bias_E = self.gate.e_score_correction_bias
+        saved = None if recompute_cache is None else recompute_cache.load(of="routing")
+        if saved is not None:
+            chosen_Nk, experts_Nk = saved
+            routing = route(logits_NE, self.config, bias_E=bias_E, replay_Nk=chosen_Nk)
         else:
             given_Nk = None if call.replay is None else call.replay.given(self.layer, logits_NE.device)
-            routing = self._choose(logits_NE, given_Nk)
+            routing = route(logits_NE, self.config, bias_E=bias_E, replay_Nk=given_Nk)
             chosen_Nk = experts_Nk = routing.experts_Nk
             if call.capacity is not None:
                 experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
@@ -90,13 +92,18 @@ class MixtureOfExperts(nn.Module):
                 call.replay.record(self.layer, chosen_Nk)
             if recompute_cache is not None:
                 recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
-        if call.capacity is not None:  # the other gates stay as they are: what was refused is missing
+        if call.capacity is not None:
+            # the other gates stay as they are: what was dropped is missing
             gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
 
-    def _choose(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
-        return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
+    def _shared(self, x_NM: Tensor) -> Tensor:
+        """The output of the expert that all tokens share."""
+        shared_NM = self.shared_expert(x_NM)
+        if self.has_shared_gate:
+            shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
+        return shared_NM
 
     def _stats(
         self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: ExpertCall, counting: bool

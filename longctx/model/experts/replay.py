@@ -27,7 +27,7 @@ class RoutingReplay:
         other(batch, TrainingPass(replay=replayed))  # the same tokens in the same order
 
     One object serves one forward pass (or several that are the same). Ids are what the router chose, before any
-    capacity; −1 is nowhere, for a choice that led to no expert.
+    capacity; −1 is no expert.
     """
 
     def __init__(self, experts_LNk: Tensor | Iterable[Tensor] | None = None) -> None:
@@ -38,13 +38,15 @@ class RoutingReplay:
     @property
     def experts_LNk(self) -> Tensor:  # noqa: N802 (a tensor's name ends in its axes)
         """The ids that were recorded, or given, int64; tokens in the order of the flattened [B, t]."""
-        return torch.stack(
-            [self._chosen[layer] for layer in sorted(self._chosen)] if self._given is None else self._given
-        )
+        if self._given is not None:
+            return torch.stack(self._given)
+        return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)])
 
     def given(self, layer: int, device: torch.device) -> Tensor | None:
         """The choices to make again in the ``layer``-th expert layer [N, k]; None when recording."""
-        return None if self._given is None else self._given[layer].to(device, torch.int64)
+        if self._given is None:
+            return None
+        return self._given[layer].to(device, torch.int64)
 
     def record(self, layer: int, experts_Nk: Tensor) -> None:
         """Keep the layer's choices, when recording."""
@@ -63,9 +65,11 @@ class RoutingReplay:
                 f"this model and batch need {layers} of {wanted[:1]}. Record it with the same model and batches."
             )
         for layer, ids in enumerate(self._given):
-            low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+            low, high = 0, 0
+            if ids.numel():
+                low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= config.num_experts:
                 raise ConfigError(
                     f"the replayed routing of expert layer {layer} has ids from {low} to {high}; experts are 0 to "
-                    f"{config.num_experts - 1}, and -1 is nowhere."
+                    f"{config.num_experts - 1}, and -1 is none."
                 )

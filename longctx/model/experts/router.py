@@ -1,11 +1,11 @@
-"""Which experts a token visits, and what they weigh: pure functions of the router's logits, and the router itself.
+"""Routing: which experts a token is sent to, and with what gates: pure functions of logits, and the router itself.
 
-Axes: N tokens, M model width, E experts, G groups of experts, C tokens an expert takes, k experts a token.
+Axes: N tokens, M model width, E experts, G groups of experts, k experts a token, S documents of the micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,15 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 
-NOWHERE = -1
-"""Id in place of an expert's where a choice leads to none: no row travels, and its gate is 0."""
+NO_EXPERT = -1
+"""Id of an assignment without an expert: its token is not sent for it, and its gate is 0."""
 
 
 class Routing(NamedTuple):
-    """Where tokens go, and what they weigh there."""
+    """The experts of each token, and their gates."""
 
     experts_Nk: Tensor
-    """Ids of each token's experts, the best first, int64; ``NOWHERE`` for none."""
+    """Ids of each token's experts, the best first, int64; ``NO_EXPERT`` for none."""
     gates_Nk: Tensor
     """Factors of these experts' outputs, with gradient, in the logits' dtype; 0 for none."""
     probs_NE: Tensor
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 def route(
     logits_NE: Tensor, config: ModelConfig, *, bias_E: Tensor | None = None, replay_Nk: Tensor | None = None
 ) -> Routing:
-    """The k best experts of every token by ``config``'s rules, from float32 (or float64) logits.
+    """Choose the k best experts of every token by ``config``'s rules, from float32 (or float64) logits.
 
     ``bias_E`` is added where experts are chosen and not where they are weighed. ``replay_Nk`` are ids chosen before, by
     recomputation's first run or another program; gates and probabilities are those of these logits all the same. Ids
@@ -41,14 +41,18 @@ def route(
     """
     is_softmax = config.score_function == "softmax"
     scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
-    experts_Nk = _choose(scores_NE.detach(), config, bias_E) if replay_Nk is None else replay_Nk
-    # masked also where nothing can be nowhere: recomputation, which replays, must save the same tensors
+    experts_Nk = replay_Nk
+    if experts_Nk is None:
+        experts_Nk = _choose(scores_NE.detach(), config, bias_E)
+    # masked also where every id is an expert: recomputation, which replays, must save the same tensors
     gates_Nk = scores_NE.gather(-1, experts_Nk.clamp(min=0)).masked_fill(experts_Nk < 0, 0)
     if config.normalize_gates:
         gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True).clamp(min=1e-20)
     if config.routed_scale != 1:
         gates_Nk = gates_Nk * config.routed_scale
-    probs_NE = scores_NE if is_softmax else scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
+    probs_NE = scores_NE
+    if not is_softmax:
+        probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
     return Routing(experts_Nk, gates_Nk, probs_NE)
 
 
@@ -56,7 +60,7 @@ def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Te
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
     if config.groups_per_token < config.expert_groups:
-        best_of = 2 if config.selection_bias else 1
+        best_of = 2 if config.selection_bias else 1  # as DeepSeek-V3 and V2 rate their groups
         scores_NE = within_best_groups(scores_NE, config.expert_groups, config.groups_per_token, best_of=best_of)
     return scores_NE.topk(config.experts_per_token, dim=-1).indices
 
@@ -75,12 +79,13 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E = config.num_experts
-        self.bias: nn.Parameter | None
+        self.bias: nn.Parameter | None = None
         self.e_score_correction_bias: Tensor | None
         self.weight = nn.Parameter(torch.empty(E, config.hidden_size))
-        self.register_parameter("bias", nn.Parameter(torch.empty(E)) if config.router_bias else None)
-        chosen_by = torch.zeros(E) if config.selection_bias else None
-        self.register_buffer("e_score_correction_bias", chosen_by)
+        if config.router_bias:
+            self.bias = nn.Parameter(torch.empty(E))
+        selection_bias_E = torch.zeros(E) if config.selection_bias else None
+        self.register_buffer("e_score_correction_bias", selection_bias_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
         """As PyTorch's, but the selection bias stays float32 (float64 at least) in any model dtype."""
@@ -101,60 +106,101 @@ _CHUNK_VALUES = 1 << 24
 
 
 class _Logits(torch.autograd.Function):
-    """x·Wᵀ + b in float32. Keeps x as it is, where autograd would keep a float32 copy of it, twice bfloat16's bytes."""
+    """x·Wᵀ + b in float32. Saves x as it is; autograd would save a float32 copy of it, twice bfloat16's bytes."""
 
     @staticmethod
     def forward(ctx: Any, x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NM, weight_EM)
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         wide = accumulate_dtype(x_NM.dtype)
-        bias, weight = None if bias_E is None else bias_E.to(wide), weight_EM.to(wide)
-        return _cat([nn.functional.linear(part.to(wide), weight, bias) for part in _parts(x_NM, wide)])
+        weight, bias = weight_EM.to(wide), bias_E
+        if bias is not None:
+            bias = bias.to(wide)
+        return _cat([nn.functional.linear(chunk.to(wide), weight, bias) for chunk in _chunks(x_NM, wide)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogits_NE: Tensor):  # type: ignore[override]
         x_NM, weight_EM = ctx.saved_tensors
-        weight = weight_EM.to(dlogits_NE.dtype)
-        parts = _parts(x_NM, dlogits_NE.dtype)
-        dlogits = dlogits_NE.split([len(part) for part in parts])
+        wide = dlogits_NE.dtype
+        weight = weight_EM.to(wide)
+        chunks = _chunks(x_NM, wide)
+        dlogits = dlogits_NE.split([len(chunk) for chunk in chunks])
         dx_NM = _cat([(d @ weight).to(x_NM.dtype) for d in dlogits])
-        dweight_EM = dlogits[0].T @ parts[0].to(dlogits_NE.dtype)
-        for d, part in zip(dlogits[1:], parts[1:], strict=True):
-            dweight_EM.addmm_(d.T, part.to(d.dtype))
-        dbias_E = None if ctx.bias_dtype is None else dlogits_NE.sum(0).to(ctx.bias_dtype)
+        dweight_EM = dlogits[0].T @ chunks[0].to(wide)
+        for d, chunk in zip(dlogits[1:], chunks[1:], strict=True):
+            dweight_EM.addmm_(d.T, chunk.to(wide))
+        dbias_E = None
+        if ctx.bias_dtype is not None:
+            dbias_E = dlogits_NE.sum(0).to(ctx.bias_dtype)
         return dx_NM, dweight_EM.to(weight_EM.dtype), dbias_E
 
 
-def _parts(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
-    """Rows that are converted together; all where there is nothing to convert."""
-    return (x_NM,) if x_NM.dtype == wide else x_NM.split(max(1, _CHUNK_VALUES // max(1, x_NM.shape[1])))
+def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
+    """Tokens that are converted together; all where there is nothing to convert."""
+    if x_NM.dtype == wide:
+        return (x_NM,)
+    return x_NM.split(max(1, _CHUNK_VALUES // max(1, x_NM.shape[1])))
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _cat(chunks: list[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+class RouterDiagnostics(NamedTuple):
+    """What a run reports of its routers and no loss reads: sums over tokens, float64, without gradient.
+
+    Scalars of one layer, or [L] of L layers; they add up over ranks and micro-batches.
+    """
+
+    squared_logits: Tensor
+    """Σ of the mean squared logit, padding left out."""
+    entropy: Tensor
+    """Σ of the entropy of the probabilities in nats, padding left out."""
+    dropped_assignments: Tensor
+    """Choices that an expert at its capacity dropped, padding left out."""
+    non_finite_tokens: Tensor
+    """Tokens with a logit that is not finite, padding too: it would spread as well."""
+
+    @classmethod
+    def none(cls, like: Tensor, *shape: int) -> RouterDiagnostics:
+        """Those of no token, on the device of ``like``."""
+        zeros = like.new_zeros(shape, dtype=torch.float64)
+        return cls(zeros, zeros, zeros, zeros)
+
+    @classmethod
+    def stack(cls, layers: Sequence[RouterDiagnostics]) -> RouterDiagnostics:
+        """[L] of each field."""
+        return cls._make(torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
 
 
 class RouterStats(NamedTuple):
     """What one layer's router did with this rank's tokens, padding left out; adds up over ranks and micro-batches."""
 
     counts_SE: Tensor
-    """Tokens of the document that chose the expert, also those for which it had no room; int64, no gradient."""
+    """Tokens of the document that chose the expert, dropped ones among them; int64, no gradient."""
     prob_sums_SE: Tensor
     """Sum over the document's tokens of the expert's probability, float32, with gradient."""
     z_sum: Tensor
     """Σ over tokens of logsumexp(logits)², float32 scalar (ST-MoE, arXiv 2202.08906); with gradient if it has a
     weight."""
-    facts_4: Tensor
-    """Sums over tokens, float64, no gradient: mean squared logit; entropy of the probabilities in nats; choices for
-    which an expert had no room; tokens with a logit that is not finite, padding too here: it would spread as well."""
+    diagnostics: RouterDiagnostics
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        return (self.counts_SE, self.prob_sums_SE, self.z_sum, *self.diagnostics)
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> RouterStats:
+        """The inverse of ``tensors``."""
+        counts_SE, prob_sums_SE, z_sum = tensors[:3]
+        return cls(counts_SE, prob_sums_SE, z_sum, RouterDiagnostics._make(tensors[3:]))
 
 
 def no_stats(logits_NE: Tensor) -> RouterStats:
     """Of no document."""
     nothing_0E = logits_NE.new_zeros(0, logits_NE.shape[1])
-    facts_4 = logits_NE.new_zeros(4, dtype=torch.float64)
-    return RouterStats(nothing_0E.long(), nothing_0E, logits_NE.new_zeros(()), facts_4)
+    return RouterStats(nothing_0E.long(), nothing_0E, logits_NE.new_zeros(()), RouterDiagnostics.none(logits_NE))
 
 
 def router_stats(
@@ -167,27 +213,37 @@ def router_stats(
     counting: bool = True,
     z_gradient: bool = True,
 ) -> RouterStats:
-    """Statistics of these tokens, of which ``chosen_Nk`` are the choices and ``routing`` is what came of them.
+    """Statistics of these tokens, which chose ``chosen_Nk`` before any of that was dropped.
 
     Padding has a negative document. Without ``counting``, what has no gradient is left at 0.
     """
-    probs_NE, E, is_real_N = routing.probs_NE, routing.probs_NE.shape[1], documents_N >= 0
-    row_N = documents_N.where(is_real_N, num_documents)  # padding lands in a last row that is cut off
-    sums = probs_NE.new_zeros(num_documents + 1, E)
-    sums = sums.index_put((row_N,), probs_NE, accumulate=True)  # unlike index_add, in fixed order on every device
+    probs_NE, E = routing.probs_NE, routing.probs_NE.shape[1]
+    is_real_N = documents_N >= 0
+    document_N = documents_N.where(is_real_N, num_documents)  # padding lands in a last document that is cut off
+
+    # unlike index_add, index_put adds in fixed order on every device
+    prob_sums_SE = probs_NE.new_zeros(num_documents + 1, E)
+    prob_sums_SE = prob_sums_SE.index_put((document_N,), probs_NE, accumulate=True)
     with torch.set_grad_enabled(z_gradient and torch.is_grad_enabled()):
         z_sum = logits_NE.logsumexp(-1).square().masked_fill(~is_real_N, 0).sum()
-    counts = chosen_Nk.new_zeros(num_documents + 1, E)
-    facts_4 = logits_NE.new_zeros(4, dtype=torch.float64)
+
+    counts_SE = chosen_Nk.new_zeros(num_documents + 1, E)
+    diagnostics = RouterDiagnostics.none(logits_NE)
     if counting:
-        slots = (row_N[:, None] * E + chosen_Nk).where(chosen_Nk >= 0, num_documents * E).flatten()
-        counts.view(-1).scatter_add_(0, slots, torch.ones_like(slots))
-        facts_4 = _facts(logits_NE.detach(), probs_NE.detach(), chosen_Nk, routing.experts_Nk, is_real_N)
-    return RouterStats(counts[:-1], sums[:-1], z_sum, facts_4)
+        count_Nk = (document_N[:, None] * E + chosen_Nk).where(chosen_Nk >= 0, num_documents * E).flatten()
+        counts_SE.view(-1).scatter_add_(0, count_Nk, torch.ones_like(count_Nk))
+        is_dropped_Nk = (chosen_Nk >= 0) & (routing.experts_Nk < 0)
+        diagnostics = _diagnostics(logits_NE.detach(), probs_NE.detach(), is_dropped_Nk, is_real_N)
+    return RouterStats(counts_SE[:-1], prob_sums_SE[:-1], z_sum, diagnostics)
 
 
-def _facts(logits_NE: Tensor, probs_NE: Tensor, chosen_Nk: Tensor, experts_Nk: Tensor, is_real_N: Tensor) -> Tensor:
-    square_N, entropy_N = logits_NE.square().mean(-1), torch.special.entr(probs_NE).sum(-1)
-    refused_N = ((chosen_Nk >= 0) & (experts_Nk < 0)).sum(-1)
-    sums = [x_N.where(is_real_N, 0).sum(dtype=torch.float64) for x_N in (square_N, entropy_N, refused_N)]
-    return torch.stack([*sums, (~logits_NE.isfinite().all(-1)).sum(dtype=torch.float64)])
+def _diagnostics(logits_NE: Tensor, probs_NE: Tensor, is_dropped_Nk: Tensor, is_real_N: Tensor) -> RouterDiagnostics:
+    def total(values_N: Tensor) -> Tensor:
+        return values_N.where(is_real_N, 0).sum(dtype=torch.float64)
+
+    return RouterDiagnostics(
+        squared_logits=total(logits_NE.square().mean(-1)),
+        entropy=total(torch.special.entr(probs_NE).sum(-1)),
+        dropped_assignments=total(is_dropped_Nk.sum(-1)),
+        non_finite_tokens=(~logits_NE.isfinite().all(-1)).sum(dtype=torch.float64),
+    )

@@ -16,15 +16,17 @@ from launcher.training.expert_record import DeadExpertWatch, expert_layers, expe
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.errors import TrainingError
+from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from tests.helpers import run_distributed
 
 MODEL = ModelConfig(num_layers=4, num_experts=4, experts_per_token=2, dense_layers=(0, 2))
 
 
-def totals(counts: list[list[int]], facts: list[list[float]], **changed: float) -> StepTotals:
+def totals(counts: list[list[int]], diagnostics: list[list[float]], **changed: float) -> StepTotals:
     numbers = {"nll": 30.0, "balance": 33.0, "router_z": 12.0, "flops": 1.0, **changed}
-    return StepTotals(counts_LE=torch.tensor(counts), facts_L4=torch.tensor(facts, dtype=torch.float64), **numbers)
+    of_routers = RouterDiagnostics._make(torch.tensor(diagnostics, dtype=torch.float64).T)
+    return StepTotals(counts_LE=torch.tensor(counts), diagnostics=of_routers, **numbers)
 
 
 def test_the_rows_are_numbered_by_layer():
@@ -34,8 +36,8 @@ def test_the_rows_are_numbered_by_layer():
 
 def test_expert_figures_by_hand():
     """Ten tokens, two choices each; in layer 3 expert 0 had no room for four of them."""
-    facts = [[40.0, 13.0, 0.0, 0.0], [2.5, 1.0, 4.0, 0.0]]
-    record = expert_record(totals([[5, 5, 5, 5], [10, 10, 0, 0]], facts), [1, 3], num_tokens=10)
+    diagnostics = [[40.0, 13.0, 0.0, 0.0], [2.5, 1.0, 4.0, 0.0]]
+    record = expert_record(totals([[5, 5, 5, 5], [10, 10, 0, 0]], diagnostics), [1, 3], num_tokens=10)
     assert record == {
         "balance_loss": pytest.approx(33 / 10 / 2),
         "router_z_loss": pytest.approx(1.2),
@@ -51,7 +53,12 @@ def test_expert_figures_by_hand():
 
 def test_a_dense_model_has_empty_figures():
     empty = StepTotals(
-        nll=1.0, balance=0.0, router_z=0.0, flops=1.0, counts_LE=torch.zeros(0, 0).long(), facts_L4=torch.zeros(0, 4)
+        nll=1.0,
+        balance=0.0,
+        router_z=0.0,
+        flops=1.0,
+        counts_LE=torch.zeros(0, 0).long(),
+        diagnostics=RouterDiagnostics.none(torch.zeros(0), 0),
     )
     record = expert_record(empty, [], num_tokens=10)
     assert record.pop("balance_loss") is record.pop("router_z_loss") is None
@@ -123,8 +130,8 @@ def loss_of(rank: int, micro_batch: int) -> LossSum:
         return torch.rand((), generator=g, requires_grad=True)
 
     counts_LE = torch.randint(0, 2**40, (2, 4), generator=g)  # beyond what float32 holds
-    facts_L4 = torch.rand(2, 4, generator=g, dtype=torch.float64)
-    return LossSum(drawn(), drawn(), drawn(), counts_LE, facts_L4, drawn())
+    diagnostics = RouterDiagnostics._make(torch.rand(4, 2, generator=g, dtype=torch.float64))
+    return LossSum(drawn(), drawn(), drawn(), counts_LE, drawn(), diagnostics)
 
 
 def add_up() -> None:
@@ -138,8 +145,8 @@ def add_up() -> None:
         wanted = sum(float(getattr(loss, field)) for loss in everyone)
         assert getattr(got, name) == pytest.approx(wanted, rel=1e-14)
     assert torch.equal(got.counts_LE, torch.stack([loss.counts_LE for loss in everyone]).sum(0))
-    facts_L4 = torch.stack([loss.facts_L4 for loss in everyone]).sum(0)
-    torch.testing.assert_close(got.facts_L4, facts_L4, rtol=1e-14, atol=0)
+    wanted = torch.stack([torch.stack(loss.diagnostics) for loss in everyone]).sum(0)
+    torch.testing.assert_close(torch.stack(got.diagnostics), wanted, rtol=1e-14, atol=0)
     assert got.flops == sum(0.5 + r for r in range(world_size))
 
 

@@ -256,7 +256,7 @@ def check_runs(config: ModelConfig) -> None:
     model = CausalLM(Decoder(config))
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
-    loss = LossSum(*model(batch, TrainingPass(seed=1)))
+    loss = LossSum.from_tensors(model(batch, TrainingPass(seed=1)))
     loss.total(0.5, config.router_z_loss_weight).backward()
     assert loss.nll_sum.isfinite()
     assert 0.2 < loss.nll_sum.item() / batch.num_targets / math.log(13) < 5

@@ -65,7 +65,7 @@ def test_gradients_are_the_dense_models(way, model):
     batch, g = packed_batch([[9, 15], [20, 4]]), WAYS[way].granularity
     wanted, got = [], []
     for part, found in zip(both(dense_config(**MODELS[model]), WAYS[way], torch.float64), (wanted, got), strict=True):
-        loss = LossSum(*part(batch)).total(0.0)
+        loss = LossSum.from_tensors(part(batch)).total(0.0)
         loss.backward()
         found += [loss.detach(), gradients(part.decoder)]
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-12, atol=0)

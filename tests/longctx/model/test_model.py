@@ -84,7 +84,7 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
     torch.testing.assert_close(logits, output.logits, atol=1e-5, rtol=1e-5)
 
     output.loss.backward()
-    (LossSum(*model(batch)).objective_sum / batch.num_targets).backward()
+    (LossSum.from_tensors(model(batch)).objective_sum / batch.num_targets).backward()
     loss = model(batch)[0] / batch.num_targets
     torch.testing.assert_close(loss, output.loss, atol=1e-5, rtol=1e-5)
     wanted = gradients(theirs)
@@ -98,11 +98,11 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
 def test_packed_documents_equal_documents_alone(name):
     batch = packed_batch([[5, 11, 1], [16, 1]], padding=3)
     model = CausalLM(Decoder(CONFIGS[name])).double()
-    whole = LossSum(*model(batch))
+    whole = LossSum.from_tensors(model(batch))
     whole.total(0.5).backward()
     packed = gradients(model)
     model.zero_grad()
-    losses = [LossSum(*model(part)) for part in documents_of(batch)]
+    losses = [LossSum.from_tensors(model(part)) for part in documents_of(batch)]
     sum(loss.total(0.5) for loss in losses[:3] + losses[4:6]).backward()  # 3 and 6 are padding
     torch.testing.assert_close(whole.nll_sum, sum(loss.nll_sum for loss in losses))
     torch.testing.assert_close(whole.balance_sum, sum(loss.balance_sum for loss in losses[:3] + losses[4:6]))
@@ -151,7 +151,7 @@ def test_recompute_changes_no_bit(name):
     results = {}
     for recompute in (False, True):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(recompute)))
-        loss = LossSum(*model(batch))
+        loss = LossSum.from_tensors(model(batch))
         loss.total(0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
     torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
@@ -226,7 +226,8 @@ def test_bfloat16_is_close_to_float32(name, products):
     results, replay = {}, RoutingReplay()
     for dtype in (torch.float32, torch.bfloat16):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(products=products))).to(dtype)
-        loss = LossSum(*model(batch, TrainingPass(replay=replay if name == "moe" else None)))
+        training_pass = TrainingPass(replay=replay if name == "moe" else None)
+        loss = LossSum.from_tensors(model(batch, training_pass))
         loss.total(0.1).backward()
         assert loss.nll_sum.dtype == loss.balance_sum.dtype == torch.float32
         assert {g.dtype for g in gradients(model).values()} == {dtype}

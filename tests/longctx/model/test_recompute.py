@@ -100,7 +100,7 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
     for recompute in (False, True):
         model = CausalLM(Decoder(config, core, execution=Execution(recompute, products=products))).to(dtype)
         core_calls = kernel.runs["forward"]
-        loss = LossSum(*model(batch))
+        loss = LossSum.from_tensors(model(batch))
         loss.total(0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
         if core.kernel == "cpu_flash":
@@ -271,7 +271,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
 
         monkeypatch.setattr(MixtureOfExperts, "forward", watched)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum(*lm(EXPERT_BATCH, TRAINING))
+            loss = LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING))
             loss.total(0.1, 0.1).backward()
         monkeypatch.undo()
         ran = {event.key: event.count for event in profile.key_averages()}
@@ -293,7 +293,7 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
         return forward(self, x, gates, experts, *rest)
 
     monkeypatch.setattr(Experts, "forward", watched)
-    loss = LossSum(*lm(EXPERT_BATCH, TRAINING)).total(0.1, 0.1)
+    loss = LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING)).total(0.1, 0.1)
     for layer in lm.decoder.model.layers:
         layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
     loss.backward()
@@ -318,7 +318,7 @@ def test_a_compiled_layer_keeps_its_choices_too():
     for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
         lm.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum(*f(EXPERT_BATCH, TRAINING))
+            loss = LossSum.from_tensors(f(EXPERT_BATCH, TRAINING))
             loss.total(0.1, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     ran = {event.key: event.count for event in profile.key_averages()}

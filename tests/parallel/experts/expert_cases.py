@@ -226,7 +226,7 @@ class RanksRun:
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:
-            move_selection_bias_(decoder, routed_LE, config.selection_bias_rate)
+            move_selection_bias_(decoder.selection_biases(), routed_LE, config.selection_bias_rate)
         self.load_LE = load_share(routed_LE)
         self.run.losses.append(float(sum_over_ranks(nll_sum)) / counts.targets)
         self.run.counts.append(routed_LE)

@@ -66,10 +66,10 @@ def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False):
     return [out.detach(), *torch.autograd.grad(out, [x, gates, *module.parameters()], dout.to(out.dtype))]
 
 
-def share_of(whole: Experts, dispatcher: AllToAllDispatcher, **changes) -> Experts:
-    module = Experts(tiny_config(num_experts=E, expert_bias=True, **changes), dispatcher.share)
+def local_part(whole: Experts, dispatcher: AllToAllDispatcher, **changes) -> Experts:
+    module = Experts(tiny_config(num_experts=E, expert_bias=True, **changes), dispatcher.local_experts)
     module.to(whole.down_proj.dtype)
-    module.load_state_dict({name: w[dispatcher.share] for name, w in whole.state_dict().items()})
+    module.load_state_dict({name: w[dispatcher.local_experts] for name, w in whole.state_dict().items()})
     return module
 
 
@@ -82,11 +82,11 @@ def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_
     wide = [of[group].flatten(0, 1).double() for of in (x, gates)]
     want = grads_of(whole, *wide, ids[group].flatten(0, 1), dout[group].flatten(0, 1))
     dispatcher = AllToAllDispatcher(mesh, E)
-    module = share_of(whole.to(dtype), dispatcher)
+    module = local_part(whole.to(dtype), dispatcher)
     mine = (x[mesh.rank], gates[mesh.rank], ids[mesh.rank], dout[mesh.rank])
     got = grads_of(module, *mine, ExpertRun(dispatcher, **run), layer_again=layer_again)
     own = slice(mesh.expert_rank * N, (mesh.expert_rank + 1) * N)
-    want = [*(of[own] for of in want[:3]), *(of[dispatcher.share] for of in want[3:])]
+    want = [*(of[own] for of in want[:3]), *(of[dispatcher.local_experts] for of in want[3:])]
     for number, (value, right) in enumerate(zip(got, want, strict=True)):
         error, scale = (value.double() - right).norm(), right.norm()
         assert error <= tolerance * scale, f"{case}, {run}: tensor {number} is {error / scale:.1e} off"
@@ -162,7 +162,7 @@ def check_messages():
     plain = dist.all_to_all_single
     dist.all_to_all_single = lambda *a, **k: sent.append(a[0].dtype) or plain(*a, **k)
     whole, dispatcher = whole_experts(), AllToAllDispatcher(mesh, E)
-    module = share_of(whole, dispatcher)
+    module = local_part(whole, dispatcher)
     x, gates, ids, _ = (of[mesh.rank] for of in tokens_of(2, "plain"))
     x.requires_grad_()
     out = recomputed(lambda x, recompute_cache: (module(x, gates, ids, ExpertRun(dispatcher), recompute_cache),), x)[0]
@@ -182,11 +182,11 @@ def check_bytes():
     for case in CASES:
         ids = tokens_of(3, case)[2][mesh.rank]
         tiles = tiles_of(N, 12)
-        planned = dispatcher.plan(ids, tiles)
-        trips = [dispatcher.trip(ids[tile], of) for tile, of in zip(tiles, planned, strict=True)]
+        sizes = dispatcher.plan(ids, tiles)
+        handles = [dispatcher.handle(ids[tile], of) for tile, of in zip(tiles, sizes, strict=True)]
         pairs = {(n, expert // 4) for n, token in enumerate(ids.tolist()) for expert in token if expert >= 0}
         elsewhere = [rank for _, rank in pairs if rank != mesh.rank]
-        assert sum(trip.bytes_sent(8 * 32) for trip in trips) == 8 * 32 * len(elsewhere)
+        assert sum(handle.bytes_sent(8 * 32) for handle in handles) == 8 * 32 * len(elsewhere)
 
 
 def test_sums_over_ranks_are_not_rounded():
@@ -198,10 +198,10 @@ def check_sums():
     mesh = Mesh.build(expert=2)
     dispatcher = AllToAllDispatcher(mesh, E)
     ids = torch.tensor([[0, 11], [11, 0], [0, 1], [-1, 7], [-1, -1]])
-    [planned] = dispatcher.plan(ids, [slice(0, 5)])
-    trip = dispatcher.trip(ids, planned)
-    here = trip.dispatch(torch.ones(5, 1), torch.float32).wait() * (256, 1)[mesh.rank]
-    sums = trip.combine(here, torch.bfloat16).wait()
+    [sizes] = dispatcher.plan(ids, [slice(0, 5)])
+    handle = dispatcher.handle(ids, sizes)
+    here = handle.dispatch(torch.ones(5, 1), torch.float32).wait() * (256, 1)[mesh.rank]
+    sums = handle.combine(here, torch.bfloat16).wait()
     assert sums.dtype == torch.float32
     assert sums.flatten().tolist() == [257, 257, 256, 1, 0]
 
@@ -232,7 +232,7 @@ def test_a_peer_that_dies_is_an_error_and_no_hang(backward):
 def check_dead_peer(backward):
     mesh = Mesh.build(expert=3)
     whole, dispatcher = whole_experts(), AllToAllDispatcher(mesh, E)
-    module = share_of(whole, dispatcher)
+    module = local_part(whole, dispatcher)
     x, gates, ids, _ = (of[mesh.rank] for of in tokens_of(3, "plain"))
     out = module(x.requires_grad_(), gates, ids, ExpertRun(dispatcher, 12))
     if mesh.rank == 2:

@@ -146,7 +146,7 @@ def check_every_rank(runner: RanksRun, want: State, *, where: str) -> None:
         return
     for name, p in decoder.named_parameters():
         whole = want[name, "master"].view(decoder.logical_shape(name, p.shape))
-        own = whole[decoder.dispatcher.share] if is_expert_weight(name) else whole
+        own = whole[decoder.dispatcher.local_experts] if is_expert_weight(name) else whole
         error = (p.detach() - own).norm() / whole.norm()
         assert error <= BOUND, f"{where}: {name} is {error:.1e} off on rank {dist.get_rank()}"
 

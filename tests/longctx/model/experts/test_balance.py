@@ -51,7 +51,7 @@ class Layer:
 
 def test_stats_count_each_document_and_leave_padding_out():
     layer = Layer(0)
-    counts, sums, z_sum, facts = layer.stats()
+    counts, sums, z_sum, found = layer.stats()
     probs = layer.logits.softmax(-1)
     for s in range(S):
         mine = layer.documents == s
@@ -60,11 +60,10 @@ def test_stats_count_each_document_and_leave_padding_out():
     assert counts.dtype == torch.int64
     real = layer.documents >= 0
     torch.testing.assert_close(z_sum, layer.logits[real].exp().sum(-1).log().square().sum())
-    torch.testing.assert_close(facts[0], layer.logits[real].square().mean(-1).sum().detach())
-    torch.testing.assert_close(facts[1], -(probs[real] * probs[real].log()).sum().detach())
-    assert facts[2:].tolist() == [0, 0]
-    assert facts.dtype == torch.float64
-    assert not facts.requires_grad
+    torch.testing.assert_close(found.squared_logits, layer.logits[real].square().mean(-1).sum().detach())
+    torch.testing.assert_close(found.entropy, -(probs[real] * probs[real].log()).sum().detach())
+    assert found.dropped_assignments == found.non_finite_tokens == 0
+    assert all(of.dtype == torch.float64 and not of.requires_grad for of in found)
 
 
 def test_gradients_of_the_stats():
@@ -81,7 +80,8 @@ def test_stats_of_shards_add_up():
     layer = Layer(2)
     shards = [torch.tensor(s).long() for s in ([0, 3, 9], [1, 2, 5, 8], [4, 6, 7], [])]
     parts = [layer.stats(shard) for shard in shards]
-    torch.testing.assert_close(tuple(sum(part) for part in zip(*parts, strict=True)), tuple(layer.stats()))
+    totals = [sum(part) for part in zip(*(part.tensors() for part in parts), strict=True)]
+    torch.testing.assert_close(totals, list(layer.stats().tensors()))
 
 
 def test_what_is_refused_and_what_is_nowhere():
@@ -91,7 +91,7 @@ def test_what_is_refused_and_what_is_nowhere():
     chosen[0, 1] = experts[0, 1] = -1  # a replay said so
     experts[2, 0] = experts[4, 1] = experts[3, 0] = -1  # the last one is padding
     stats = router_stats(layer.logits, layer.routing()._replace(experts_Nk=experts), chosen, layer.documents, S)
-    assert stats.facts_4[2] == 2
+    assert stats.diagnostics.dropped_assignments == 2
     counts = layer.stats().counts_SE
     counts[0, layer.chosen[0, 1]] -= 1
     assert torch.equal(stats.counts_SE, counts)
@@ -105,8 +105,8 @@ def test_logits_that_are_not_finite_are_counted(value):
         layer.logits[1] = value
         layer.logits[3, 2] = value
         layer.logits[5, 0] = value
-    assert layer.stats().facts_4[3] == 3
-    assert (Layer(4).stats().facts_4[3]) == 0
+    assert layer.stats().diagnostics.non_finite_tokens == 3
+    assert Layer(4).stats().diagnostics.non_finite_tokens == 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -116,9 +116,9 @@ def test_a_broken_router_is_found_by_layer_and_nothing_crashes(recompute):
     batch = packed_batch([[7, 11], [15, 3]], padding=2)
     with torch.no_grad():
         lm.decoder.model.layers[1].mlp.gate.weight[2, 5] = torch.nan
-    loss = LossSum(*lm(batch))
+    loss = LossSum.from_tensors(lm(batch))
     loss.total(0.1).backward()
-    assert loss.facts_L4[:, 3].tolist() == [0, 40, 40]  # from there on
+    assert loss.diagnostics.non_finite_tokens.tolist() == [0, 40, 40]  # from there on
     assert loss.counts_LE.sum(1).tolist() == [72, 72, 72]
 
 
@@ -127,7 +127,7 @@ def test_without_counting_only_what_has_a_gradient_is_formed():
     documents = layer.documents
     known = layer.stats()
     stats = router_stats(layer.logits, layer.routing(), layer.chosen, documents, S, counting=False)
-    assert stats.counts_SE.count_nonzero() == stats.facts_4.count_nonzero() == 0
+    assert stats.counts_SE.count_nonzero() == sum(stats.diagnostics) == 0
     torch.testing.assert_close((stats.prob_sums_SE, stats.z_sum), (known.prob_sums_SE, known.z_sum))
     quiet = router_stats(layer.logits, layer.routing(), layer.chosen, documents, S, z_gradient=False)
     assert not quiet.z_sum.requires_grad
@@ -227,7 +227,7 @@ def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
                 lm(share, TRAINING)
         lm.reduce_counts = lambda counts, local=local: torch.stack(local).sum(0)
         for share in micro_batch:
-            loss = LossSum(*lm(share, TRAINING))
+            loss = LossSum.from_tensors(lm(share, TRAINING))
             of_routers = 0.2 * loss.balance_sum + 0.05 * loss.z_sum
             (loss.objective_sum / targets + of_routers / tokens).backward()
     return gradients(lm)
@@ -280,10 +280,10 @@ def test_scopes_are_not_the_same():
 def test_the_global_batch_is_balanced_by_the_loads_that_are_given():
     """With a step's own loads it is the loss of that step as one micro-batch."""
     lm, other = model("global_batch"), model("micro_batch")
-    wanted = LossSum(*other(BATCH))
+    wanted = LossSum.from_tensors(other(BATCH))
     training = TrainingPass(expert_load_LE=load_share(wanted.counts_LE))
-    torch.testing.assert_close(LossSum(*lm(BATCH, training)).balance_sum, wanted.balance_sum)
-    torch.testing.assert_close(LossSum(*lm(BATCH)).balance_sum, torch.tensor(2 * 36.0, dtype=torch.float64))
+    torch.testing.assert_close(LossSum.from_tensors(lm(BATCH, training)).balance_sum, wanted.balance_sum)
+    torch.testing.assert_close(LossSum.from_tensors(lm(BATCH)).balance_sum, torch.tensor(2 * 36.0, dtype=torch.float64))
     assert lm.state_dict().keys() == other.state_dict().keys()
 
 
@@ -303,7 +303,7 @@ def test_the_bias_moves_by_its_definition(dtype):
     ]
     wanted = torch.zeros(3, 4, dtype=torch.float64)
     for counts in steps:
-        move_selection_bias_(decoder, torch.tensor(counts), 1e-3)
+        move_selection_bias_(decoder.selection_biases(), torch.tensor(counts), 1e-3)
         for layer, row in enumerate(counts):
             moves = [1e-3 * ((4 * count < sum(row)) - (4 * count > sum(row))) for count in row]
             wanted[layer] += torch.tensor(moves, dtype=torch.float64) - sum(moves) / 4
@@ -325,7 +325,7 @@ def test_the_bias_evens_loads_and_leaves_the_gates_alone():
 
     first = counts()
     for _ in range(40):
-        move_selection_bias_(decoder, counts(), 1e-2)
+        move_selection_bias_(decoder.selection_biases(), counts(), 1e-2)
     last = counts()
     worst = [float(load_share(c).max()) for c in (first, last)]
     assert worst[0] > 1.2

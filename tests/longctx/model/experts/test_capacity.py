@@ -17,6 +17,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.capacity import Capacity, capacity_of
 from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -140,18 +141,18 @@ def model(*, dispatcher=None, recompute=False, **changes) -> CausalLM:
 def test_training_alone_has_a_capacity():
     free, limited = model(capacity_factor=0.0), model()
     torch.testing.assert_close(limited(BATCH), free(BATCH), rtol=0, atol=0)
-    loss = LossSum(*limited(BATCH, TRAINING))
-    assert (loss.facts_L4[:, 2] > 0).all()
-    assert not torch.equal(loss.nll_sum, LossSum(*free(BATCH)).nll_sum)
+    loss = LossSum.from_tensors(limited(BATCH, TRAINING))
+    assert (loss.diagnostics.dropped_assignments > 0).all()
+    assert not torch.equal(loss.nll_sum, LossSum.from_tensors(free(BATCH)).nll_sum)
     roomy = model(capacity_factor=4.0)
     torch.testing.assert_close(roomy(BATCH, TRAINING), free(BATCH))
 
 
 def test_rows_keep_their_capacity_when_they_are_laid_end_to_end():
-    wanted = model()(BATCH, TRAINING)
-    torch.testing.assert_close(model()(BATCH.flatten_rows(), TRAINING), wanted)
+    wanted = LossSum.from_tensors(model()(BATCH, TRAINING))
+    torch.testing.assert_close(LossSum.from_tensors(model()(BATCH.flatten_rows(), TRAINING)), wanted)
     longer = Batch(**{**vars(BATCH.flatten_rows()), "row_tokens": 40})  # one row, whose first tokens take all the room
-    assert not torch.equal(model()(longer, TRAINING)[-1], wanted[-1])
+    assert not torch.equal(LossSum.from_tensors(model()(longer, TRAINING)).nll_sum, wanted.nll_sum)
 
 
 def test_places_are_those_of_the_rows_and_padding_has_none():
@@ -168,22 +169,25 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
     flat = BATCH.flatten_rows()
     recording = Recording()
     lm = model(dispatcher=recording)
-    whole = LossSum(*lm(flat, TRAINING))
+    whole = LossSum.from_tensors(lm(flat, TRAINING))
     whole.total(0.0, 0.1).backward()
     assert len(recording.sent) == 2, "a gather a layer"
-    assert whole.facts_L4[:, 2].min() > 0
+    assert whole.diagnostics.dropped_assignments.min() > 0
     owner = torch.tensor([0, 1, 1, 0, 2] * 8)
     sums, grads = [], []
     for r in range(4):  # the last one holds no token
         together = Together(recording.sent)
         part = model(dispatcher=together, recompute=recompute)
-        loss = LossSum(*part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
+        loss = LossSum.from_tensors(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
         loss.total(0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"
         sums.append(loss)
         grads.append(gradients(part))
-    for name in ("objective_sum", "z_sum", "counts_LE", "facts_L4", "nll_sum"):
+    for name in ("objective_sum", "z_sum", "counts_LE", "nll_sum"):
         torch.testing.assert_close(sum(getattr(loss, name) for loss in sums), getattr(whole, name))
+    for name in RouterDiagnostics._fields:
+        found = sum(getattr(loss.diagnostics, name) for loss in sums)
+        torch.testing.assert_close(found, getattr(whole.diagnostics, name))
     for name, wanted in gradients(lm).items():
         torch.testing.assert_close(sum(g[name] for g in grads), wanted)
 
@@ -199,7 +203,7 @@ def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     capacity = Capacity(6, 4, 20, 1, torch.arange(20))
     documents = torch.zeros(1, 20, dtype=torch.int64)
-    out, counts, *_, facts = layer(x, ExpertCall(documents_Bt=documents, num_documents=1, capacity=capacity))
+    out, *stats = layer(x, ExpertCall(documents_Bt=documents, num_documents=1, capacity=capacity))
     probs = (x[0] @ layer.gate.weight.T).softmax(-1)
     gates, ids = probs.topk(2)
     gates = gates / gates.sum(-1, keepdim=True)
@@ -212,5 +216,6 @@ def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
                 row = layer.experts.down_proj[kept[n, j]] @ (torch.nn.functional.silu(gate) * up)
                 wanted[n] += gates[n, j] * row
     torch.testing.assert_close(out[0], wanted)
-    assert facts[2] == (kept < 0).sum() > 0
+    counts, _, _, diagnostics = RouterStats.from_tensors(stats)
+    assert diagnostics.dropped_assignments == (kept < 0).sum() > 0
     assert torch.equal(counts[0], torch.bincount(ids.flatten(), minlength=4)), "what was chosen, full or not"

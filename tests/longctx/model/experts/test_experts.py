@@ -13,10 +13,18 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.model.experts import compute_cpu as expert_blocks
-from longctx.model.experts import dispatch, experts
-from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
+from longctx.model.experts import experts, tiles
+from longctx.model.experts.dispatch import (
+    RECOMPUTE,
+    DispatchSizes,
+    ExpertRun,
+    LocalDispatcher,
+    LocalHandle,
+    Ready,
+    tiles_of,
+)
 from longctx.model.experts.experts import Experts
-from longctx.model.experts.parts import GradientSum
+from longctx.model.experts.gradient_sum import GradientSum
 from longctx.model.recompute import RecomputeCache, recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
 from tests.rounding import both_ways, rounded
@@ -160,7 +168,7 @@ def test_activations_and_biases(kind, biased):
 @pytest.fixture
 def all_rows_at_once(monkeypatch):
     """The way of other devices than a CPU."""
-    monkeypatch.setattr(experts, "_in_blocks", lambda *_: False)
+    monkeypatch.setattr(tiles, "computes_in_blocks", lambda *_: False)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["counts unknown", "counts known"])
@@ -168,14 +176,14 @@ def all_rows_at_once(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_all_rows_at_once(case, recompute, known, all_rows_at_once, monkeypatch):
     if known:
-        monkeypatch.setattr(experts.LocalDispatcher, "trip", _trip_that_counts)
+        monkeypatch.setattr(LocalDispatcher, "handle", _handle_that_counts)
     for tile_tokens in (0, 12):
         given = routed(**CASES[case])
         compare(build(expert_bias=known), given, EXACT, tile_tokens=tile_tokens, recompute=recompute)
 
 
-def _trip_that_counts(_, experts_nk, planned):
-    return dispatch._NoTrip(experts_nk, num_rows=int((experts_nk >= 0).sum()))
+def _handle_that_counts(_, experts_nk, sizes):
+    return LocalHandle(experts_nk, num_assignments=int((experts_nk >= 0).sum()))
 
 
 @both_ways
@@ -217,7 +225,7 @@ def test_ways_to_recompute_and_repetition_give_equal_bits(dtype, products):
 
 
 def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
-    runs, passes = [], {name: getattr(experts, name) for name in ("_forward", "_backward")}
+    runs, passes = [], {name: getattr(experts, name) for name in ("forward_tiles", "backward_tiles")}
     for name in passes:
         monkeypatch.setattr(experts, name, lambda *given, name=name: runs.append(name) or passes[name](*given))
     module, (x, gates, choices) = build(), routed()
@@ -228,9 +236,9 @@ def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
         return (module(x, gates, choices, recompute_cache=recompute_cache).square(),)
 
     out = recomputed(layer, x, gates)[0]
-    assert runs == ["_forward"]
+    assert runs == ["forward_tiles"]
     out.sum().backward()
-    assert runs == ["_forward", "_backward"]
+    assert runs == ["forward_tiles", "backward_tiles"]
     assert kept[0] is kept[1]
     assert not kept[0]._kept  # handed over, not held
     gradients(module)
@@ -239,7 +247,7 @@ def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
 @both_ways
 @pytest.mark.parametrize("rows", [2, 3, 7])
 def test_experts_of_many_blocks(rows, products, monkeypatch):
-    monkeypatch.setattr(expert_blocks, "BLOCK_ROWS", rows)
+    monkeypatch.setattr(expert_blocks, "BLOCK_TOKENS", rows)
     for dtype, bound in ((torch.float64, EXACT), (torch.bfloat16, tolerance(torch.bfloat16, products))):
         compare(build(dtype, expert_bias=True), routed(dtype), bound, products=products)
 
@@ -368,15 +376,14 @@ def test_tiles_bound_memory_whatever_the_number_of_tokens():
 
 @pytest.mark.parametrize("recompute", ["none", "activation"])
 @pytest.mark.parametrize("keeps_graph", [False, True])
-def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_graph, monkeypatch):
-    """Row by row of slabs, the gradients of weights take the place of what they are made of."""
-    made, alive = [], []
-    monkeypatch.setattr(expert_blocks, "SLAB_BYTES", 1)
+def test_backward_frees_what_was_saved_unless_the_graph_is_kept(recompute, keeps_graph, monkeypatch):
+    """Chunk by chunk, the gradients of weights take the place of what they are made of."""
+    kept, alive = [], []
+    monkeypatch.setattr(expert_blocks, "CHUNK_BYTES", 1)
     module, given = build(), routed()
     x, gates = (of.detach().requires_grad_() for of in given[:2])
-    _record(monkeypatch, expert_blocks, "mapped", made)
+    _record_chunks(monkeypatch, kept)
     out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
-    kept = [ref for ref in made if ref() is not None and ref().data_ptr() != out.data_ptr()]
     each = {"none": 2, "activation": 1}[recompute]  # gate and up, and x
     assert len(kept) == E * 3 * each  # every expert has rows in each of three tiles
     outer = GradientSum.add_outer
@@ -397,37 +404,37 @@ def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_
     assert not any(ref() is not None for ref in kept)
 
 
-def _record(monkeypatch, module, name, made):
-    """Have weak references to all that a function makes appended to a list."""
-    whole = getattr(module, name)
+def _record_chunks(monkeypatch, made):
+    """Have weak references to all chunks appended to a list."""
+    allocate = expert_blocks._SavedChunks.allocate
 
-    def recording(*given, **how):
-        result = whole(*given, **how)
-        made.append(weakref.ref(result))
-        return result
+    def recording(chunks):
+        tensors = allocate(chunks)
+        made.extend(map(weakref.ref, tensors))
+        return tensors
 
-    monkeypatch.setattr(module, name, recording)
+    monkeypatch.setattr(expert_blocks._SavedChunks, "allocate", recording)
 
 
-class Journeys(LocalDispatcher):
-    """Experts that are here, as if they were not: what starts and what is waited for, in order."""
+class LoggingDispatcher(LocalDispatcher):
+    """Experts that are here, as if they were not: what is sent and what is waited for, in order."""
 
-    travels = True
+    is_distributed = True
 
     def __init__(self):
         self.log = []
 
     def plan(self, experts_Nk, tiles):
         self.log.append(f"plan {len(tiles)}")
-        return [int((experts_Nk[tile] >= 0).sum()) for tile in tiles]
+        return [DispatchSizes(num_assignments=int((experts_Nk[tile] >= 0).sum())) for tile in tiles]
 
-    def trip(self, experts_nk, planned):
-        return Logged(experts_nk, self.log, planned)
+    def handle(self, experts_nk, sizes):
+        return LoggingHandle(experts_nk, self.log, sizes.num_assignments)
 
 
-class Logged:
-    def __init__(self, experts_nk, log, num_rows):
-        self.experts_nk, self.log, self.num_rows = experts_nk, log, num_rows
+class LoggingHandle:
+    def __init__(self, experts_nk, log, num_assignments):
+        self.experts_nk, self.log, self.num_assignments = experts_nk, log, num_assignments
 
     def _start(self, what, value):
         self.log.append(f"send {what}")
@@ -436,14 +443,14 @@ class Logged:
     def dispatch(self, of_tokens_nX, communication_dtype):
         return self._start("tokens", of_tokens_nX.to(communication_dtype))
 
-    def dispatch_choices(self, gates_nk):
-        return Here((gates_nk, self.experts_nk))
+    def dispatch_routing(self, gates_nk):
+        return Ready((gates_nk, self.experts_nk))
 
     def combine(self, of_tokens_SX, communication_dtype):
-        return self._start("results", of_tokens_SX) if of_tokens_SX.shape[1] == M else Here(of_tokens_SX)
+        return self._start("results", of_tokens_SX) if of_tokens_SX.shape[1] == M else Ready(of_tokens_SX)
 
 
-class Later(Here):
+class Later(Ready):
     def __init__(self, value, waited):
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "waited", waited)
@@ -455,22 +462,22 @@ class Later(Here):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_tokens_and_results_travel_while_experts_compute(recompute, monkeypatch):
-    journeys, module, (x, gates, choices) = Journeys(), build(), routed(nowhere=0.2)
+    dispatcher, module, (x, gates, choices) = LoggingDispatcher(), build(), routed(nowhere=0.2)
     for name in ("forward_blocks", "backward_blocks"):
-        whole = getattr(experts, name)
+        whole = getattr(tiles, name)
         monkeypatch.setattr(
-            experts, name, lambda *a, whole=whole, **k: journeys.log.append("compute") or whole(*a, **k)
+            tiles, name, lambda *a, whole=whole, **k: dispatcher.log.append("compute") or whole(*a, **k)
         )
-    out = module(x, gates, choices, ExpertRun(journeys, 12, recompute))
+    out = module(x, gates, choices, ExpertRun(dispatcher, 12, recompute))
     torch.testing.assert_close(out, by_definition(module, x, gates, choices))
     ahead = ["wait tokens", "send tokens", "compute"]
     first, rest = [*ahead, "send results"], [*ahead, "send results", "wait results"]
     last = ["wait tokens", "compute", "send results", "wait results", "wait results"]
-    assert journeys.log == ["plan 3", "send tokens", *first, *rest, *last]
-    journeys.log.clear()
+    assert dispatcher.log == ["plan 3", "send tokens", *first, *rest, *last]
+    dispatcher.log.clear()
     out.sum().backward()
-    sent = [what for what in journeys.log if what != "plan 3"]
-    assert sent == journeys.log  # planned once
+    sent = [what for what in dispatcher.log if what != "plan 3"]
+    assert sent == dispatcher.log  # planned once
     assert sent.count("send tokens") == (6 if recompute == "all" else 3)  # gradients, and tokens that were not kept
     third = [n for n, what in enumerate(sent) if what == "compute"][1]
     assert "send tokens" in sent[third - 2 : third]  # the last tile's are on their way

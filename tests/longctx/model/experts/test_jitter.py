@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
+from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout, Jitter
 from longctx.model.training_pass import Execution, TrainingPass
@@ -150,7 +151,7 @@ def test_recomputation_draws_the_same_factors():
     results = []
     for recompute in (False, True):
         lm = model(recompute=recompute)
-        loss = LossSum(*lm(BATCH, TRAINING))
+        loss = LossSum.from_tensors(lm(BATCH, TRAINING))
         loss.total(0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     torch.testing.assert_close(*results, rtol=0, atol=0)
@@ -159,8 +160,11 @@ def test_recomputation_draws_the_same_factors():
 def test_shares_of_a_sequence_draw_what_the_whole_draws():
     flat = BATCH.flatten_rows()
     lm = model(core=Blind())
-    whole = LossSum(*lm(flat, TRAINING))
+    whole = LossSum.from_tensors(lm(flat, TRAINING))
     owner = torch.tensor([0, 1, 1, 0, 2] * 8)
-    parts = [LossSum(*lm(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING)) for r in range(3)]
-    for name in ("objective_sum", "z_sum", "counts_LE", "facts_L4"):
+    parts = [LossSum.from_tensors(lm(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING)) for r in range(3)]
+    for name in ("objective_sum", "z_sum", "counts_LE"):
         torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
+    for name in RouterDiagnostics._fields:
+        found = sum(getattr(part.diagnostics, name) for part in parts)
+        torch.testing.assert_close(found, getattr(whole.diagnostics, name))

@@ -1,0 +1,71 @@
+"""What the experts of one layer compute with: weights, tokens and options, the same for a CPU and an accelerator.
+
+Axes: S tokens that arrived, k experts a token, M model width, F FFN width of one expert (gate and up together: 2F),
+e experts of this process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longctx.model.experts.dispatch import ExpertRun
+from longctx.model.recompute import RecomputeCache
+
+
+class Weights(NamedTuple):
+    """The parameters of this process's experts, not views of them."""
+
+    gate_up_eFM: Tensor
+    down_eMF: Tensor
+    gate_up_bias_eF: Tensor | None
+    down_bias_eM: Tensor | None
+
+
+class Tokens(NamedTuple):
+    """Tokens where their experts are."""
+
+    x_SM: Tensor
+    gates_Sk: Tensor
+    experts_Sk: Tensor
+    """Ids that count from this process's first expert; negative where an assignment has no expert here."""
+    num_assignments: int | None
+    """Assignments that have their expert here; None where only the device knows."""
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    gates: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsCall:
+    """How one call of a layer's experts runs: everything but its tensors."""
+
+    activation: str
+    run: ExpertRun
+    recompute_cache: RecomputeCache | None = None
+    fixed_sizes: bool = False
+    """Whether the number and sizes of what is saved must not depend on the routing, as in a compiled graph."""
+
+
+def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[int, ...]:
+    """Widths of the tensors that forward saves for backward, one value a channel of every assignment, in x's dtype.
+
+    They are gate and up; the activation times the gate; x. ``recompute`` is one of ``dispatch.RECOMPUTE``.
+    """
+    M, F = weights.down_eMF.shape[1:]
+    if recompute == "all":
+        return ()
+    if recompute == "activation":
+        return (2 * F,)
+    # blocks find all that the activation's pass reads in the cache: saving its result would gain nothing
+    return (2 * F, M) if in_blocks else (2 * F, F, M)

@@ -1,0 +1,128 @@
+"""Gradients of the experts' weights, summed over blocks and tiles.
+
+Axes: e experts of this process, n assignments of a block, I and O the input and output width of one weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.call import Needs, Weights
+
+
+class GradientSum:
+    """The gradient of one weight of all experts, summed in float32 (float64 for float64).
+
+    With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
+    once, and one float32 buffer serves all experts.
+    """
+
+    def __init__(self, weight: Tensor, *, tiles: int) -> None:
+        self._weight, self._sum_dtype = weight, accumulate_dtype(weight.dtype)
+        self._rounds_each = tiles == 1 and weight.dtype != self._sum_dtype
+        self._total: Tensor | None = None
+        self._has_begun = [False] * len(weight)
+        self._open: tuple[int, Tensor] | None = None
+        """The expert whose sum is not rounded yet, and its buffer."""
+
+    def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
+        """Add dyᵀ · x to an expert's gradient."""
+        sum_OI, is_first = self._sum_of(expert)
+        if dy_nO.dtype != sum_OI.dtype:
+            _put(sum_OI, dy_nO.T @ x_nI, is_first)
+        elif is_first:
+            torch.mm(dy_nO.T, x_nI, out=sum_OI)
+        else:
+            sum_OI.addmm_(dy_nO.T, x_nI)
+
+    def add_bias(self, expert: int, dy_nO: Tensor) -> None:
+        """Add the sum over assignments to an expert's gradient."""
+        sum_O, is_first = self._sum_of(expert)
+        _put(sum_O, dy_nO.sum(0, dtype=self._sum_dtype), is_first)
+
+    def add(self, of_experts: Tensor) -> None:
+        """Add to the gradients of all experts at once."""
+        if self._total is None:
+            self._total = of_experts.to(self._total_dtype)
+            self._has_begun = [True] * len(self._weight)
+        else:
+            self._total += of_experts
+
+    def result(self) -> Tensor:
+        """The sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
+        self._round_open()
+        total = self._whole()
+        for expert, has_begun in enumerate(self._has_begun):
+            if not has_begun:
+                total[expert].zero_()
+        return total.to(self._weight.dtype)
+
+    @property
+    def _total_dtype(self) -> torch.dtype:
+        return self._weight.dtype if self._rounds_each else self._sum_dtype
+
+    def _whole(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
+        return self._total
+
+    def _sum_of(self, expert: int) -> tuple[Tensor, bool]:
+        """An expert's sum so far, and whether nothing has been added to it, so that its memory holds garbage."""
+        is_first = not self._has_begun[expert]
+        self._has_begun[expert] = True
+        if not self._rounds_each:
+            return self._whole()[expert], is_first
+        if self._open is None or self._open[0] != expert:
+            assert is_first, "all blocks of an expert follow one another"
+            buffer = self._round_open()
+            if buffer is None:
+                buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)
+            self._open = expert, buffer
+        return self._open[1], is_first
+
+    def _round_open(self) -> Tensor | None:
+        """Round the sum of the expert that is open, and return its float32 buffer for the next one."""
+        if self._open is None:
+            return None
+        expert, buffer = self._open
+        self._open = None
+        self._whole()[expert].copy_(buffer)
+        return buffer
+
+
+def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
+    if is_first:
+        total.copy_(part)
+    else:
+        total.add_(part)
+
+
+class WeightGradients(NamedTuple):
+    """The gradient sums of ``Weights``; None where no gradient is needed."""
+
+    gate_up: GradientSum | None
+    down: GradientSum | None
+    gate_up_bias: GradientSum | None
+    down_bias: GradientSum | None
+
+    @classmethod
+    def start(cls, weights: Weights, needs: Needs, *, tiles: int) -> WeightGradients:
+        """Sums to which nothing has been added, over that many tiles."""
+
+        def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
+            return GradientSum(weight, tiles=tiles) if weight is not None and needed else None
+
+        return cls(
+            gate_up=of(weights.gate_up_eFM, needs.gate_up),
+            down=of(weights.down_eMF, needs.down),
+            gate_up_bias=of(weights.gate_up_bias_eF, needs.gate_up_bias),
+            down_bias=of(weights.down_bias_eM, needs.down_bias),
+        )
+
+    def results(self) -> list[Tensor | None]:
+        """The gradients in the order of ``Weights``."""
+        return [None if total is None else total.result() for total in self]

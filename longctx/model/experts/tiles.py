@@ -1,0 +1,184 @@
+"""One layer's experts over its tokens, tile by tile: dispatch, compute, combine.
+
+While the experts compute a tile, the next tile's tokens are on their way to them and the last tile's results on their
+way back. Backward does the same with gradients.
+
+    tile 0   dispatch ── compute ── combine
+    tile 1        dispatch ──────── compute ── combine
+    tile 2                   dispatch ──────── compute ── combine
+
+Axes: N tokens of this process, S tokens that arrive for one tile, k experts a token, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
+from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
+from longctx.model.experts.compute_grouped import backward_grouped, forward_grouped
+from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, tiles_of
+from longctx.model.experts.gradient_sum import WeightGradients
+
+
+class Routed(NamedTuple):
+    """A layer's tokens, and the experts that they are routed to."""
+
+    x_NM: Tensor
+    gates_Nk: Tensor
+    experts_Nk: Tensor
+
+
+def computes_in_blocks(x: Tensor) -> bool:
+    """Whether experts compute block by block; on accelerators they use one grouped product."""
+    return x.device.type == "cpu"
+
+
+def forward_tiles(
+    routed: Routed, weights: Weights, call: ExpertsCall
+) -> tuple[Tensor, list[list[Tensor]], list[DispatchSizes]]:
+    """Compute Σ over a token's experts of gate · expert(x), [N, M] in float32 (float64 for float64).
+
+    Returns it with what each tile saves for backward, and the sizes that were agreed on.
+    """
+    x_NM, gates_Nk, experts_Nk = routed
+    dispatcher, compute = call.run.dispatcher, forward_grouped
+    if computes_in_blocks(x_NM):
+        compute = forward_blocks
+    tiles = tiles_of(len(x_NM), call.run.tile_tokens)
+    sizes = dispatcher.plan(experts_Nk, tiles)
+
+    def dispatch(number: int) -> _PendingTokens:
+        tile = tiles[number]
+        handle = dispatcher.handle(experts_Nk[tile], sizes[number])
+        return _PendingTokens.send(handle, x_NM[tile], gates_Nk[tile])
+
+    saved: list[list[Tensor]] = []
+    outputs = TileOutputs(tiles, len(x_NM), accumulate_dtype(x_NM.dtype))
+    pending = dispatch(0)
+    for number in range(len(tiles)):
+        handle, tokens = pending.handle, pending.wait()
+        if number + 1 < len(tiles):
+            pending = dispatch(number + 1)  # on its way while this tile computes
+        out_SM, of_tile = compute(tokens, weights, call)
+        if _saves_arrived(call):
+            of_tile[:0] = [tokens.x_SM, tokens.gates_Sk, tokens.experts_Sk]
+        saved.append(of_tile)
+        outputs.expect(number, handle.combine(out_SM, x_NM.dtype))  # on its way while the next tile computes
+    return outputs.all(), saved, sizes
+
+
+def backward_tiles(
+    dout_NM: Tensor,
+    routed: Routed,
+    weights: Weights,
+    saved: list[list[Tensor]],
+    sizes: list[DispatchSizes] | None,
+    call: ExpertsCall,
+    needs: Needs,
+) -> list[Tensor | None]:
+    """Compute the gradients in the order of ``Needs``.
+
+    Tokens that were not saved where they arrived are dispatched again. What is saved is freed as soon as it was used:
+    the gradients of the weights take its place.
+    """
+    x_NM, gates_Nk, experts_Nk = routed
+    dispatcher, compute = call.run.dispatcher, backward_grouped
+    if computes_in_blocks(x_NM):
+        compute = backward_blocks
+    tiles = tiles_of(len(x_NM), call.run.tile_tokens)
+    if sizes is None:
+        sizes = dispatcher.plan(experts_Nk, tiles)
+
+    def dispatch(number: int) -> tuple[_PendingTokens, Pending[Tensor]]:
+        tile = tiles[number]
+        handle = dispatcher.handle(experts_Nk[tile], sizes[number])
+        if _saves_arrived(call):
+            tokens = _PendingTokens.take_saved(handle, saved[number])
+        else:
+            tokens = _PendingTokens.send(handle, x_NM[tile], gates_Nk[tile])
+        return tokens, handle.dispatch(dout_NM[tile], x_NM.dtype)
+
+    gradients = WeightGradients.start(weights, needs, tiles=len(tiles))
+    dx, dgates = TileOutputs(tiles, len(x_NM), x_NM.dtype), TileOutputs(tiles, len(x_NM), gates_Nk.dtype)
+    pending, pending_dout = dispatch(0)
+    for number in range(len(tiles)):
+        handle, tokens, dout_SM = pending.handle, pending.wait(), pending_dout.wait()
+        if number + 1 < len(tiles):
+            pending, pending_dout = dispatch(number + 1)
+        dx_SM, dgates_Sk = compute(dout_SM, tokens, weights, saved[number], call, gradients=gradients, needs=needs)
+        saved[number].clear()
+        if dx_SM is not None:  # needed on all ranks or on none
+            dx.expect(number, handle.combine(dx_SM, x_NM.dtype))
+        dgates.expect(number, handle.combine(dgates_Sk, gates_Nk.dtype))
+    of_inputs = [dx.all() if needs.x else None, dgates.all()]
+    return of_inputs + gradients.results()
+
+
+def _saves_arrived(call: ExpertsCall) -> bool:
+    """Whether tokens are saved where they arrived, so that backward need not dispatch them again."""
+    return call.run.dispatcher.is_distributed and call.run.recompute != "all"
+
+
+class _PendingTokens(NamedTuple):
+    """One tile's tokens on their way to their experts."""
+
+    handle: DispatchHandle
+    x: Pending[Tensor]
+    routing: Pending[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def send(cls, handle: DispatchHandle, x_nM: Tensor, gates_nk: Tensor) -> _PendingTokens:
+        """Dispatch the tokens with their gates and ids."""
+        return cls(handle, handle.dispatch(x_nM, x_nM.dtype), handle.dispatch_routing(gates_nk))
+
+    @classmethod
+    def take_saved(cls, handle: DispatchHandle, saved: list[Tensor]) -> _PendingTokens:
+        """Take the tokens out of what forward saved where they arrived."""
+        x_SM, gates_Sk, experts_Sk = saved[:3]
+        del saved[:3]
+        return cls(handle, Ready(x_SM), Ready((gates_Sk, experts_Sk)))
+
+    def wait(self) -> Tokens:
+        """Return the tokens once they are here."""
+        x_SM = self.x.wait()
+        gates_Sk, experts_Sk = self.routing.wait()
+        return Tokens(x_SM, gates_Sk, experts_Sk, self.handle.num_assignments)
+
+
+class TileOutputs:
+    """The results of all tiles. Each tile's are waited for when the next tile's are expected."""
+
+    def __init__(self, tiles: Sequence[slice], num_tokens: int, dtype: torch.dtype) -> None:
+        self._tiles, self._num_tokens, self._dtype = tiles, num_tokens, dtype
+        self._whole: Tensor | None = None
+        self._pending: tuple[int, Pending[Tensor]] | None = None
+
+    def expect(self, number: int, pending: Pending[Tensor]) -> None:
+        """Add a tile whose results are on their way."""
+        self._settle()
+        self._pending = number, pending
+
+    def all(self) -> Tensor:
+        """Return all tiles' results once they are here."""
+        self._settle()
+        assert self._whole is not None
+        return self._whole
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        number, pending = self._pending
+        self._pending = None
+        values_nX = pending.wait()
+        if len(self._tiles) == 1:
+            self._whole = values_nX.to(self._dtype)  # without a copy where the dtype is right
+            return
+        if self._whole is None:
+            self._whole = values_nX.new_empty((self._num_tokens, *values_nX.shape[1:]), dtype=self._dtype)
+        self._whole[self._tiles[number]] = values_nX
