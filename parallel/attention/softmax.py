@@ -31,7 +31,7 @@ from parallel.transport.ulysses import heads_to_rows, rows_to_heads
 from parallel.transport.visit import Transport, Visit
 
 
-@outside_graphs
+@outside_graphs("keys, values and states travel between ranks")
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
