@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.documents import PackedDocuments
+from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
@@ -90,7 +91,7 @@ def build_capacity(
     return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
 
 
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
     if documents.num_tokens != tokens_Bt.numel():
@@ -102,7 +103,7 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
 
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
     starts = torch.tensor(documents.bounds, device=positions_Bt.device)

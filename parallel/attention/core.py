@@ -34,7 +34,7 @@ class ContextParallelAttention:
     products: Products | None = None
     """How a CPU multiplies bfloat16; None takes what is faster on this one."""
 
-    @outside_graphs
+    @outside_graphs("keys, values and states travel between ranks")
     def __call__(
         self,
         q_BtHD: Tensor,

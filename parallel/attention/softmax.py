@@ -46,7 +46,7 @@ class AttentionOptions:
     """How a CPU multiplies bfloat16; None: the way that is faster on this one."""
 
 
-@outside_graphs
+@outside_graphs("keys, values and states travel between ranks")
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,

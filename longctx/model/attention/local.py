@@ -20,6 +20,7 @@ from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
@@ -86,7 +87,7 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
-@torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
+@outside_graphs("a cache grows: a graph that read its length would serve one token")
 def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Work, ...]:
     table = slice_table(continuation_slices(mask, num_queries, num_keys))
     return _work(table, strided_beyond(mask, continuation(num_queries, num_keys)))

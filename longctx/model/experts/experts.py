@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
+from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.call import ExpertsCall, Needs, Weights
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.operators import backward_in_graph, forward_in_graph
@@ -142,6 +143,6 @@ class _Experts(torch.autograd.Function):
         return dx, dgates, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 
 
-@torch.compiler.disable(reason="tokens are sent outside of any graph")
+@outside_graphs("tokens are sent outside of any graph")
 def _apply_outside_graphs(*inputs: Any) -> Tensor:
     return _Experts.apply(*inputs)

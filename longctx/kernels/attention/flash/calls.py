@@ -54,11 +54,15 @@ def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, .
 
     With ``distances`` each sequence has one step and one offset, so no two slices are joined and none is cut.
     """
-    groups = group_slices(slices, distances=distances)
+    return build_calls(group_slices(slices, distances=distances))
+
+
+def build_calls(groups: list[Group]) -> tuple[VarlenCall, ...]:
+    """A call for each group, those with most query rows first."""
     if not groups:
         return ()
     # the largest call first: most often it names all rows, and then nothing is merged
-    groups.sort(key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum()))
+    groups = sorted(groups, key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum()))
     touched = np.zeros(max(int(group.work[:, Q_STOP].max()) for group in groups), dtype=bool)
     calls = []
     for group in groups:

@@ -8,6 +8,7 @@
   on its left and one on its right border, so n steps of a staircase take log₂ n groups, not n.
 * Bands that share keys or have too many different windows are cut into rectangles and square triangles.
 * What still overlaps goes to as many groups as overlap.
+* Where slices take fewer groups uncut, they are left whole.
 
 Work is an int64 array with the columns of a table of slices, where ±``_FAR`` stands for an open bound.
 """
@@ -48,9 +49,14 @@ def group_slices(slices: Tensor, *, distances: bool) -> list[Group]:
     if distances:
         return groups_by_window(work)
     full = (work[:, LO] == -_FAR) & (work[:, HI] == _FAR)
-    groups, cut_off = _band_groups(work[~full])
-    groups, rectangles = _absorbed(groups, np.concatenate((work[full], cut_off)))
-    return groups + _rectangle_groups(rectangles)
+    rectangles, bands = _neighbours_joined(work[full]), work[~full]
+    whole = groups_by_window(np.concatenate((bands, rectangles)))
+    if len(whole) == 1:
+        return whole
+    # cutting is worth it for long staircases; many short ones take fewer calls uncut
+    groups, cut_off = _band_groups(bands)
+    groups, rest = _absorbed(groups, np.concatenate((rectangles, cut_off)))
+    return min(whole, groups + _rectangle_groups(rest), key=len)
 
 
 # --- trimming and windows -----------------------------------------------------------------------------------------
@@ -204,9 +210,8 @@ def _in_three(work: ndarray, start: int, stop: int, a: ndarray, b: ndarray) -> n
 
 
 def _rectangle_groups(work: ndarray) -> list[Group]:
-    """Rectangles in as few groups as their shared rows allow."""
-    work = _merged(work, same=(Q_START, Q_STOP), along=(K_START, K_STOP))
-    work = _merged(work, same=(K_START, K_STOP), along=(Q_START, Q_STOP))
+    """Rectangles, cut where they share rows, in as few groups as that allows."""
+    work = _neighbours_joined(work)
     if not len(work):
         return []
     if _independent(work):
@@ -219,6 +224,12 @@ def _rectangle_groups(work: ndarray) -> list[Group]:
             order = np.lexsort((colour[:, Q_START], colour[:, K_START]))
             groups.append(Group(UNBOUNDED, UNBOUNDED, colour[order]))
     return groups
+
+
+def _neighbours_joined(work: ndarray) -> ndarray:
+    """Rectangles of the same rows and neighbouring keys made one, then those of the same keys and neighbouring rows."""
+    work = _merged(work, same=(Q_START, Q_STOP), along=(K_START, K_STOP))
+    return _merged(work, same=(K_START, K_STOP), along=(Q_START, Q_STOP))
 
 
 def _merged(work: ndarray, *, same: tuple[int, int], along: tuple[int, int]) -> ndarray:

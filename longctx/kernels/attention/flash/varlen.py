@@ -191,10 +191,12 @@ class _Gradient:
 @once_per_table
 def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[Sequences, ...]:
     """The calls for a table, their tensors on the device: made once, so that only the first layer copies anything."""
-    return tuple(_on_device(call, B, device) for call in translate(slices, distances=distances))
+    return tuple(on_device(call, B, device) for call in translate(slices, distances=distances))
 
 
-def _on_device(call: VarlenCall, B: int, device: torch.device) -> Sequences:
+def on_device(call: VarlenCall, B: int, device: torch.device) -> Sequences:
+    """The call for B batch rows of the same sequences, its tensors copied to the device."""
+
     def copied(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)  # no wait for the kernels before it
 
