@@ -129,7 +129,7 @@ def ours(shape: Shape, source: Any = None) -> tuple[Any, Callable[[], Tensor]]:
     zeros = torch.zeros_like(tokens)
     positions = torch.arange(TOKENS).view(1, -1)
     ends = torch.tensor([0, TOKENS])
-    batch = Batch(tokens=tokens, targets=targets, positions=positions, documents=zeros, cu_seqlens=ends)
+    batch = Batch(tokens=tokens, targets=targets, positions=positions, document_ids=zeros, cu_seqlens=ends)
 
     def step() -> Tensor:
         loss = lm(batch)[0] / (TOKENS - 1)

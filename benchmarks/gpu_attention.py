@@ -11,8 +11,8 @@ Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Four
    ``slowest`` is whole / (ranks × slowest rank), which counts imbalance too.
 3. Relative (Frobenius) errors in bfloat16 against float64.
 4. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
-   bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients on the wire, 8/5 with
-   bfloat16, for two-byte keys and values and blocks of which half is computed.
+   bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients between ranks,
+   8/5 with bfloat16, for two-byte keys and values and blocks of which half is computed.
 
 ``--device cpu --smoke`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
 """
@@ -35,12 +35,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import RESULTS, machine
-from longctx.kernels.contract import AttentionKernel, KernelRequest, Pair, Scores, accumulate_dtype, merge_
-from longctx.kernels.reference import ReferenceKernel
-from longctx.kernels.select import KERNELS
-from parallel.layout import SequenceLayout
-from parallel.pairs import area
-from parallel.schedule import Schedule
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
+from longctx.kernels.attention.reference import ReferenceKernel
+from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table, table_slices
+from longctx.kernels.dtypes import accumulate_dtype
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.pairs import area
+from parallel.schedule.schedule import Schedule
 
 BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
 """Bytes a second that a rank receives, by link: assumptions, not measurements."""
@@ -82,9 +84,9 @@ class Setting:
         shapes = ((1, tokens, h, self.head_dim) for h in heads)
         return [torch.randn(s, generator=g, device=self.device).to(self.dtype) for s in shapes]
 
-    def flops(self, pairs: Sequence[Pair]) -> float:
+    def flops(self, slices: Tensor) -> float:
         """Floating-point operations forward; backward takes 2.5 times that."""
-        return 4.0 * self.num_heads * self.head_dim * sum(area(pair) for pair in pairs)
+        return 4.0 * self.num_heads * self.head_dim * sum(area(one) for one in table_slices(slices))
 
 
 def full_setting() -> Setting:
@@ -140,23 +142,23 @@ def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]
                 if time.monotonic() > deadline:
                     print(f"out of time before {name} at {tokens} tokens", file=sys.stderr)
                     return
-                pairs = (Pair(0, tokens, 0, tokens, lo),)
-                yield {"kernel": name, "tokens": tokens, "mask": mask, **measure_block(setting, kernel, pairs)}
+                slices = slice_table([AttentionSlice(0, tokens, 0, tokens, lo)])
+                yield {"kernel": name, "tokens": tokens, "mask": mask, **measure_block(setting, kernel, slices)}
 
 
-def measure_block(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...]) -> dict[str, float | None]:
-    """TFLOP/s and MiB of one kernel on one set of pairs, forward and backward."""
-    q, k, v, dout = setting.tensors(pairs[-1].q_stop)
-    out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
+def measure_block(setting: Setting, kernel: AttentionKernel, slices: Tensor) -> dict[str, float | None]:
+    """TFLOP/s and MiB of one kernel on one set of slices, forward and backward."""
+    q, k, v, dout = setting.tensors(int(slices[-1, Q_STOP]))
+    out, lse = kernel.forward(q, k, v, slices, scores=setting.scores)
     out = out.to(q.dtype)
 
     def forward() -> object:
-        return kernel.forward(q, k, v, pairs, scores=setting.scores)
+        return kernel.forward(q, k, v, slices, scores=setting.scores)
 
     def backward() -> object:
-        return kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)
+        return kernel.backward(dout, q, k, v, out, lse, slices, scores=setting.scores)
 
-    work = setting.flops(pairs) / 1e12
+    work = setting.flops(slices) / 1e12
     return {
         "forward_tflops": work / seconds(forward, setting.device, setting.rounds),
         "backward_tflops": 2.5 * work / seconds(backward, setting.device, setting.rounds),
@@ -169,7 +171,7 @@ def measure_block(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, 
 
 
 class RankWork:
-    """One rank's share of a ring: its hops' pairs and keys as they would have arrived."""
+    """One rank's share of a ring: its hops' slices and keys as they would have arrived."""
 
     def __init__(self, setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, whole: list[Tensor]):
         layout = schedule.layout
@@ -178,25 +180,25 @@ class RankWork:
         self.q, self.dout, self.out, self.lse = (layout.split(x, rank, 1) for x in (q, dout, out, lse))
         self.hops = []
         for hop in schedule.hops(rank):
-            if hop.pairs:
+            if len(hop.slice_table):
                 theirs = (layout.split(x, hop.owner, 1) for x in (k, v))
                 arrived = [torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs]
-                self.hops.append((slice(*hop.queries), hop.pairs, *arrived))
+                self.hops.append((slice(*hop.queries), hop.slice_table, *arrived))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Every hop, merged as the ring merges them."""
-        (_, pairs, k, v), *rest = self.hops
-        out, lse = self.kernel.forward(self.q, k, v, pairs, scores=self.scores)
-        for rows, pairs, k, v in rest:
-            merge_(out[:, rows], lse[:, rows], *self.kernel.forward(self.q[:, rows], k, v, pairs, scores=self.scores))
+        (_, slices, k, v), *rest = self.hops
+        out, lse = self.kernel.forward(self.q, k, v, slices, scores=self.scores)
+        for rows, slices, k, v in rest:
+            merge_(out[:, rows], lse[:, rows], *self.kernel.forward(self.q[:, rows], k, v, slices, scores=self.scores))
         return out.to(self.q.dtype), lse
 
     def backward(self) -> Tensor:
         """Every hop's gradients; those of keys are added to a buffer, as at their owner."""
         dq = torch.zeros_like(self.q, dtype=accumulate_dtype(self.q.dtype))
-        for rows, pairs, k, v in self.hops:
+        for rows, slices, k, v in self.hops:
             mine = (self.dout[:, rows], self.q[:, rows], k, v, self.out[:, rows], self.lse[:, rows])
-            grads = self.kernel.backward(*mine, pairs, scores=self.scores)
+            grads = self.kernel.backward(*mine, slices, scores=self.scores)
             dq[:, rows] += grads.dq_BtHD
             for part in (grads.dk_BsKD, grads.dv_BsKV):
                 torch.zeros_like(part).add_(part)
@@ -217,11 +219,11 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
     tokens = setting.ring_tokens
     cases = {"one document": [0, tokens], "packed": packed_documents(tokens, tokens // 16)}
     for documents, bounds in cases.items():
-        pairs = tuple(Pair(a, b, a, b, 0) for a, b in pairwise(bounds))
+        slices = slice_table(AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
         q, k, v, dout = setting.tensors(tokens)
-        out, lse = kernel.forward(q, k, v, pairs, scores=setting.scores)
+        out, lse = kernel.forward(q, k, v, slices, scores=setting.scores)
         whole = [q, k, v, dout, out.to(q.dtype), lse]
-        alone = [seconds(run, setting.device, setting.rounds) for run in _whole_runs(setting, kernel, pairs, whole)]
+        alone = [seconds(run, setting.device, setting.rounds) for run in _whole_runs(setting, kernel, slices, whole)]
         for degree in setting.degrees:
             for layout in ("zigzag", "striped", "balanced"):
                 if time.monotonic() > deadline:
@@ -233,14 +235,14 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
                 yield row | {"calls": _most_hops(schedule)} | ratios(alone, found)
 
 
-def _whole_runs(setting: Setting, kernel: AttentionKernel, pairs: tuple[Pair, ...], whole: list[Tensor]):
+def _whole_runs(setting: Setting, kernel: AttentionKernel, slices: Tensor, whole: list[Tensor]):
     q, k, v, dout, out, lse = whole
-    yield lambda: kernel.forward(q, k, v, pairs, scores=setting.scores)[0].to(q.dtype)
-    yield lambda: kernel.backward(dout, q, k, v, out, lse, pairs, scores=setting.scores)
+    yield lambda: kernel.forward(q, k, v, slices, scores=setting.scores)[0].to(q.dtype)
+    yield lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=setting.scores)
 
 
 def _most_hops(schedule: Schedule) -> int:
-    return max(sum(bool(hop.pairs) for hop in schedule.hops(rank)) for rank in range(schedule.layout.degree))
+    return max(sum(bool(len(hop.slice_table)) for hop in schedule.hops(rank)) for rank in range(schedule.layout.degree))
 
 
 def ring_seconds(
@@ -272,23 +274,29 @@ def ratios(alone: Sequence[float], ranks: Sequence[tuple[float, float]]) -> dict
 def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
     """Relative Frobenius errors of each kernel against float64 on the same inputs."""
     tokens = setting.error_tokens
-    pairs = (Pair(0, tokens, 0, tokens, 0),)
+    slices = slice_table([AttentionSlice(0, tokens, 0, tokens, 0)])
     q, k, v, dout = setting.tensors(tokens)
     inputs = (q.double(), k.double(), v.double(), dout.double())
-    exact = _attention(ReferenceKernel(), *inputs, pairs, setting.scores)
+    exact = _attention(ReferenceKernel(), *inputs, slices, setting.scores)
     for name, kernel in setting.kernels().items():
-        found = _attention(kernel, q, k, v, dout, pairs, setting.scores)
+        found = _attention(kernel, q, k, v, dout, slices, setting.scores)
         names = ("out", "dq", "dk", "dv")
         errors = {n: _relative(a, b) for n, a, b in zip(names, found, exact, strict=True)}
         yield {"kernel": name, "tokens": tokens, **errors}
 
 
 def _attention(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pairs: Sequence[Pair], scores: Scores
+    kernel: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    slices: Tensor,
+    scores: Scores,
 ) -> list[Tensor]:
     """Output and gradients."""
-    out, lse = kernel.forward(q, k, v, pairs, scores=scores)
-    return [out, *kernel.backward(dout, q, k, v, out.to(q.dtype), lse, pairs, scores=scores)[:3]]
+    out, lse = kernel.forward(q, k, v, slices, scores=scores)
+    return [out, *kernel.backward(dout, q, k, v, out.to(q.dtype), lse, slices, scores=scores)[:3]]
 
 
 def _relative(got: Tensor, want: Tensor) -> float:

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from benchmarks.gpu_attention import device_name, show
 from benchmarks.machine import RESULTS, machine
 from longctx.config import ModelConfig
-from longctx.kernels.contract import accumulate_dtype
-from longctx.model.dispatch import ExpertRun, LocalDispatcher
-from longctx.model.moe import ExpertCall, MixtureOfExperts
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
 
 TILE_TOKENS = 16_384
 """Of a layer that does not fit at once."""

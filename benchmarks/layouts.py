@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.machine import save
 from data_pipeline.loader import build_loader
-from parallel.layout import KINDS, SequenceLayout
+from parallel.layout.sequence import KINDS, SequenceLayout
 
 TOLERANCE = 1.05
 """Imbalance that ``least_rows`` allows."""

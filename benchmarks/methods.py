@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
-from parallel.attention import attend
-from parallel.layout import SequenceLayout
+from parallel.attention.softmax import attend
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule import Schedule
+from parallel.schedule.schedule import Schedule
 
 HEADS, HEAD_DIM = 8, 64
 NAMES = ("out", "dq", "dk", "dv")

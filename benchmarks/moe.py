@@ -50,7 +50,7 @@ from benchmarks.moe_layers import (
 )
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
 from longctx.kernels.processor import has_native_bfloat16
-from parallel.expert import AllToAllDispatcher
+from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
 TIME_BOUND, MEMORY_BOUND = 0.85, 0.70

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.matmul import multiply
-from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
@@ -149,11 +149,11 @@ def step(layer: Layer, x_NM: Tensor, dout_NM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Layer:
-    """``longctx.model.moe.MixtureOfExperts``, its statistics of one document included.
+    """``longctx.model.experts.layer.MixtureOfExperts``, its statistics of one document included.
 
     With a dispatcher it holds the experts of this rank alone, and its gradients are theirs.
     """
-    from longctx.model.moe import ExpertCall, MixtureOfExperts
+    from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
 
     dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
     weights = {n: w if n == "router" else w[dispatcher.share] for n, w in case.weights().items()}

@@ -36,7 +36,7 @@ from benchmarks.methods import (
     prepare_ours,
     problem,
 )
-from parallel.layout import SequenceLayout
+from parallel.layout.sequence import SequenceLayout
 
 RANKS, TOKENS = 2, 8192
 SLACK = 1.05

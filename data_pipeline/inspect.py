@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.build import VALIDATION_FOLDER
-from data_pipeline.manifest import TOKENIZER_FILE, Manifest
-from data_pipeline.pack import PackReport, plan_rows
-from data_pipeline.shards import ShardSet
+from data_pipeline.prepare.build import VALIDATION_FOLDER
+from data_pipeline.rows.pack import PackReport, plan_rows
+from data_pipeline.shards.manifest import TOKENIZER_FILE, Manifest
+from data_pipeline.shards.reader import ShardSet
 from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
 

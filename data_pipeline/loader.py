@@ -10,18 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from data_pipeline.pack import PLAN_VERSION, PackReport, RowPlan, plan_rows
-from data_pipeline.shards import ShardSet
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from data_pipeline.rows.batches import Pieces, build_batch
+from data_pipeline.rows.pack import PLAN_VERSION, PackReport, RowPlan, plan_rows
+from data_pipeline.shards.reader import ShardSet
+from longctx.batch import Batch
 from longctx.errors import ConfigError, DataError
 
 STATE_FORMAT = "longctx-loader"
-
-Pieces = list[tuple[int, int, int]]
-"""One row: document, start, stop of each piece."""
 
 
 def build_loader(
@@ -250,42 +245,6 @@ class ValidationLoader:
                 self._plan.row(r) if r < self.num_rows else [] for r in range(first, first + self._micro_batch_rows)
             ]
             yield build_batch(self.shards, rows, self.seq_len)
-
-
-def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
-    """Rows of pieces as a ``Batch`` [len(rows), seq_len]; a row without pieces is all padding.
-
-    Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
-    """
-    places = len(rows) * seq_len
-    tokens = np.full(places, shards.manifest.padding, dtype=np.int64)
-    targets = np.full(places, IGNORED_TARGET, dtype=np.int64)
-    bounds: list[int] = [0]
-    is_padding: list[bool] = []
-    for number, row in enumerate(rows):
-        place = number * seq_len
-        for document, start, stop in row:
-            ids = shards.slice(document, start, stop + 1)  # ends with the document, if that comes first
-            tokens[place : place + stop - start] = ids[: stop - start]
-            targets[place : place + len(ids) - 1] = ids[1:]
-            place += stop - start
-            bounds.append(place)
-            is_padding.append(False)
-        if place < (number + 1) * seq_len:
-            bounds.append((number + 1) * seq_len)
-            is_padding.append(True)
-    cu_seqlens = np.array(bounds, dtype=np.int64)
-    sizes = np.diff(cu_seqlens)
-    segments = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
-    positions = np.arange(places) - np.repeat(cu_seqlens[:-1], sizes)
-    shape = (len(rows), seq_len)
-    return Batch(
-        tokens=torch.from_numpy(tokens.reshape(shape)),
-        targets=torch.from_numpy(targets.reshape(shape)),
-        positions=torch.from_numpy(positions.reshape(shape)),
-        documents=torch.from_numpy(np.repeat(segments, sizes).reshape(shape)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-    )
 
 
 def _open(folder: str | Path, *, verify: bool) -> ShardSet:

@@ -8,12 +8,13 @@ from pathlib import Path
 # The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.config import load_run_config
-from launcher.guard import run_guarded
-from launcher.hostfile import check_hostfile
+from launcher.cluster.exit import run_guarded
+from launcher.cluster.hostfile import check_hostfile
+from launcher.config.check import check_run
+from launcher.config.load import load_run_config
 from longctx.kernels.processor import has_native_bfloat16
-from parallel.device import choose_device
-from parallel.process import broadcast_object, environment_rank, start_process_group, stop_process_group
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
 
 
 def main(argv: list[str]) -> None:
@@ -22,10 +23,10 @@ def main(argv: list[str]) -> None:
     config = load_run_config(argv, quiet=rank != 0)
     check_hostfile(config.run.hostfile, world_size)
     device = choose_device(config.run.device)
-    config.check(world_size)
+    check_run(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
     try:
-        from launcher.trainer import Trainer
+        from launcher.training.trainer import Trainer
 
         # Rank 0 decides for all, should the hosts differ.
         native = device.type == "cuda" or has_native_bfloat16()

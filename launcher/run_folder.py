@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launcher.config import RunConfig
-from launcher.metrics import METRICS_FILE
+from launcher.config.sections import RunConfig
+from launcher.metrics.record import METRICS_FILE
 from longctx.errors import ConfigError
 from parallel.mesh import Mesh
 
@@ -55,7 +55,7 @@ def start_logging(folder: Path, rank: int) -> None:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = logging.StreamHandler(sys.stdout)
     to_console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    to_console.addFilter(lambda record: record.name != "launcher.guard")  # it has said so on standard error
+    to_console.addFilter(lambda record: record.name != "launcher.cluster.exit")  # it has said so on standard error
     to_console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
     logging.raiseExceptions = False  # a full disk must not bury the error that says so under the log's own traceback
     ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]

@@ -14,7 +14,7 @@ IGNORED_TARGET = -100
 """Target of a token whose prediction is not counted: a document's last token and padding."""
 
 PADDING_DOCUMENT = -1
-"""Entry of ``Batch.documents`` for padding tokens."""
+"""Entry of ``Batch.document_ids`` for padding tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Batch:
     """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none."""
     positions: Tensor
     """Place of the token in its document piece, int64, restarting from 0 at every entry of ``cu_seqlens``."""
-    documents: Tensor
+    document_ids: Tensor
     """Index of the token's segment in ``cu_seqlens``, int64; ``PADDING_DOCUMENT`` for padding."""
     cu_seqlens: Tensor
     """Segment boundaries over the flattened B·T tokens, int64 [N+1] on the CPU, from 0 to B·T, ascending, containing
@@ -51,7 +51,7 @@ class Batch:
 
     def map_tokens(self, change) -> Batch:
         """A batch whose four per-token tensors went through ``change``; ``cu_seqlens`` is kept."""
-        names = ("tokens", "targets", "positions", "documents")
+        names = ("tokens", "targets", "positions", "document_ids")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
     def to(self, device: torch.device) -> Batch:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
-from longctx.rope import Rope
 
 _QUICKSTART = {
     "quickstart": ModelConfig(

@@ -28,7 +28,7 @@ def count_step(batches: Iterable[Batch], device: torch.device) -> StepCounts:
     targets = tokens = 0
     for batch in batches:
         targets += batch.num_targets
-        tokens += int((batch.documents != PADDING_DOCUMENT).sum())
+        tokens += int((batch.document_ids != PADDING_DOCUMENT).sum())
     total = sum_over_ranks(torch.tensor([targets, tokens], dtype=torch.int64, device=device))
     return StepCounts(int(total[0]), int(total[1]))
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.model.dispatch import TokenDispatcher
+from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.objectives.causal_lm import CausalLM
-from parallel.attention import ContextParallelAttention
-from parallel.expert import AllToAllDispatcher, OwnExperts
-from parallel.linear_attention import ContextParallelLinearAttention, check_linear_layout
+from parallel.attention.core import ContextParallelAttention
+from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
+from parallel.experts.dispatcher import AllToAllDispatcher, OwnExperts
 from parallel.mesh import Mesh, nearest
 
 
@@ -26,7 +26,7 @@ def build_parallel_model(
     layout: str,
     kernel: str = "auto",
     transport: str = "auto",
-    wire: torch.dtype | None = None,
+    communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     recompute: bool = False,
     z_loss: float = 0.0,
@@ -41,7 +41,7 @@ def build_parallel_model(
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
-    core = ContextParallelAttention(mesh, layout, kernel, transport, wire, deterministic)
+    core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic)
     decoder = Decoder(config, core, dispatcher=_dispatcher(config, mesh), seed=None)
     decoder.linear_core = ContextParallelLinearAttention(mesh, layout)
     decoder.initialize(seed)  # 2. then weights, before anything is partitioned

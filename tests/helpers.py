@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOADED = (
     *("pytest", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "deepspeed.module_inject"),
     "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's first engine; it brings the whole of inductor
-    "launcher.trainer",
+    "launcher.training.trainer",
 )
 """What workers would otherwise import anew, seconds in each."""
 

@@ -50,7 +50,7 @@ def train_alone(
     curve = Curve([], [], [])
     for batches in steps:
         targets = sum(b.num_targets for b in batches)
-        tokens = sum(int((b.documents != PADDING_DOCUMENT).sum()) for b in batches)
+        tokens = sum(int((b.document_ids != PADDING_DOCUMENT).sum()) for b in batches)
         nll, loss, counts_LE = torch.zeros(()), torch.zeros(()), torch.zeros(0, 0)
         for batch in batches:
             batch_nll, balance, batch_counts_LE = losses(decoder, batch)
@@ -69,7 +69,7 @@ def train_alone(
 def losses(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Summed negative log-likelihood, summed balance loss, and tokens by layer and expert of a batch."""
     hidden, stats = decoder(
-        batch.tokens, batch.positions, batch.cu_seqlens, documents=batch.documents, return_stats=True
+        batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, return_stats=True
     )
     logits = decoder.logits(hidden).float()
     nll = functional.cross_entropy(
@@ -103,5 +103,5 @@ def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding
                 targets[row, start:stop] = IGNORED_TARGET
             bounds.append(row * seq_len + stop)
     return Batch(
-        tokens=tokens, targets=targets, positions=positions, documents=documents, cu_seqlens=torch.tensor(bounds)
+        tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=torch.tensor(bounds)
     )

@@ -1,6 +1,6 @@
 """Checkpoints to and from Hugging Face: one table a family (``families``), strict and streaming in both directions."""
 
-from longctx.conversion.checkpoints import Conversion, export_checkpoint, import_hf
+from longctx.conversion.convert import Conversion, export_checkpoint, import_hf
 from longctx.conversion.hf import HfReader, load_hf, save_hf
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from longctx.checkpoint_format import TOKENIZER, CheckpointReader
-from longctx.conversion.files import checked_path
+from longctx.conversion.weights.folder import checked_path
 from longctx.errors import CheckpointError
 
 TOKENIZER_FILES = (

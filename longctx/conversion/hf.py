@@ -17,30 +17,21 @@ from torch import Tensor
 
 from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
-from longctx.conversion.families import (
+from longctx.conversion.tensors import (
     EMBEDDINGS,
-    FAMILIES,
     HEAD,
     Layout,
     TensorSpec,
     assemble,
-    config_from_hf,
-    config_to_hf,
     disassemble,
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.files import (
-    INDEX,
-    ShardWriter,
-    WeightsFolder,
-    listing,
-    read_json,
-    staged_folder,
-    write_json,
-)
 from longctx.conversion.tokenizer import NASTY_TEXTS, check_tokenizer, export_tokenizer
+from longctx.conversion.weights.folder import INDEX, WeightsFolder, listing, read_json, staged_folder, write_json
+from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
+from longctx.families import FAMILIES, config_to_hf, left_behind
 
 Progress = Callable[[int, int], None]
 """Called with the parameters done so far and their number."""
@@ -61,7 +52,7 @@ class HfReader:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder. Give the one that holds config.json.")
         hf_config = read_json(self.folder / "config.json")
-        self.config = config_from_hf(hf_config)
+        self.config = ModelConfig.from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]
         self.token_ids = {key: hf_config.get(key) for key in TOKEN_ID_KEYS}
         self._disk = WeightsFolder(self.folder)
@@ -166,6 +157,12 @@ def save_hf(
     """
     folder = Path(folder)
     hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=tokenizer is not None)
+    if lost := left_behind(config, hf_config):
+        log.warning(
+            "a %s config.json has no key for what training alone reads: %s. The weights are the same function without.",
+            hf_config["model_type"],
+            ", ".join(f"model.{name}={value!r}" for name, value in lost.items()),
+        )
     items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
     with staged_folder(folder) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)

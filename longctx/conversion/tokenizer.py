@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from longctx.conversion.files import write_json
+from longctx.conversion.weights.folder import write_json
 from longctx.errors import ConfigError, DataError
 
 SPACE_MARK = "\u2581"

@@ -29,14 +29,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from longctx.architecture.rules import GATED
 from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoint, model_config
 from longctx.config import ModelConfig
-from longctx.config_rules import GATED
+from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.companions import carried_names
 from longctx.conversion.hf import Progress
-from longctx.conversion.masters import save_masters
 from longctx.errors import CheckpointError, ConfigError
-from longctx.model.initialize import initial_value
+from longctx.model.layers.initialize import initial_value
 
 _DENSE = re.compile(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.(weight|bias)")
 

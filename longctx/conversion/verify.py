@@ -17,8 +17,8 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
-from longctx.conversion.files import listing
-from longctx.conversion.safetensors_file import content_of
+from longctx.conversion.weights.folder import listing
+from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
 
 NUM_TOKENS = 256

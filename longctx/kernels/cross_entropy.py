@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 
 _CHUNK_ELEMENTS = 1 << 24

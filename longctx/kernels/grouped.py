@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert with their experts' weights: one call for all experts.
 
 Axes: N tokens, k choices a token, R routed rows in the order of their experts, E experts, I and O the input and output
-width of one product, C rows that every expert is padded to.
+width of one product.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.contract import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 
 
@@ -29,16 +29,13 @@ def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm takes int32 only
 
 
-def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, all_routed: bool = False) -> Tensor:
+def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``.
 
-    Rows past the last end are zero. ``all_routed`` promises that there are none, where looking for them costs a pass.
+    The last end must be R: kernels leave rows past it unwritten, and garbage times a gate of 0 may be NaN.
     """
     if takes_grouped_mm(x_RI, weight_EIO):
-        out_RO = nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
-        if not all_routed:  # kernels leave those rows unwritten: garbage, which times a gate of 0 may be NaN
-            out_RO.masked_fill_(_past_the_end(out_RO, ends_E), 0)
-        return out_RO
+        return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
         out_RO[start:stop] = _product(x_RI[start:stop], weight)
@@ -58,16 +55,6 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b]) for a, b in pairwise(starts)])
 
 
-def batched_rows(x_ECI: Tensor, weight_EIO: Tensor) -> Tensor:
-    """``grouped_rows`` where every expert has C rows: sizes that no data decides, [E, C, O]."""
-    return _product(x_ECI, weight_EIO)
-
-
-def batched_outer(dy_ECO: Tensor, x_ECI: Tensor) -> Tensor:
-    """``grouped_outer`` where every expert has C rows."""
-    return _product(dy_ECO.mT, x_ECI)
-
-
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
     """Neighbouring rows summed into their expert's own in float32, [E, O], in fixed order on every device."""
     offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
@@ -82,10 +69,6 @@ def takes_grouped_mm(*operands: Tensor) -> bool:
     return all(
         x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0 for x in operands
     )
-
-
-def _past_the_end(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
-    return (torch.arange(len(rows_RO), device=rows_RO.device) >= ends_E[-1]).unsqueeze(-1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import Scores
-from longctx.model.attention import Table, build_attention
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache
-from longctx.model.dropout import Dropout
-from longctx.model.mlp import FeedForward
-from longctx.model.moe import ExpertCall, MixtureOfExperts
-from longctx.model.norms import build_norm
-from longctx.model.stash import Stash, recomputed, recomputed_in_graph
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import AttentionCore, KVCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.projections import Table, build_attention
+from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.layers.dropout import Dropout
+from longctx.model.layers.mlp import FeedForward
+from longctx.model.layers.norms import build_norm
+from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +72,21 @@ class Block(nn.Module):
             run = recomputed_in_graph if in_graph else recomputed
         return run(self._run, x_BtM, table, call)
 
-    def _run(self, x_BtM: Tensor, table: Table | None, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
+    def _run(
+        self, x_BtM: Tensor, table: Table | None, call: Call, recompute_cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
         q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
-        core = call.core if stash is None else partial(call.core, stash=stash)
+        core = call.core if recompute_cache is None else partial(call.core, recompute_cache=recompute_cache)
         sinks_H = None if self.self_attn.sinks is None else self.self_attn.sinks()
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
         heads_BtHV = core(
             q, k, v, mask=call.mask, layer=self.layer, cache=call.cache, scores=call.scores, sinks_H=sinks_H
         )
-        return self._after_core(x_BtM, heads_BtHV, call, stash)
+        return self._after_core(x_BtM, heads_BtHV, call, recompute_cache)
 
-    def _after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
+    def _after_core(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, recompute_cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
         out_BtM = self.self_attn.output(heads_BtHV)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
@@ -89,7 +94,7 @@ class Block(nn.Module):
         if self.order == "post":
             x_BtM = self.post_attention_layernorm(x_BtM)
         second = "pre_feedforward_layernorm" if self.order == "sandwich" else "post_attention_layernorm"
-        out_BtM, *stats = self._feed(self._before(x_BtM, second), call, stash)
+        out_BtM, *stats = self._feed(self._before(x_BtM, second), call, recompute_cache)
         if self.order == "sandwich":
             out_BtM = self.post_feedforward_layernorm(out_BtM)
         x_BtM = self._add(x_BtM, out_BtM, 1, call)
@@ -108,11 +113,11 @@ class Block(nn.Module):
             part_BtM = part_BtM * self.residual_scale
         return x_BtM + part_BtM
 
-    def _feed(self, normed_BtM: Tensor, call: Call, stash: Stash | None) -> tuple[Tensor, ...]:
+    def _feed(self, normed_BtM: Tensor, call: Call, recompute_cache: RecomputeCache | None) -> tuple[Tensor, ...]:
         """The FFN's output, and the statistics of its router."""
         if isinstance(self.mlp, FeedForward):
             return (self.mlp(normed_BtM),)
-        return self.mlp(normed_BtM, call.experts, stash)
+        return self.mlp(normed_BtM, call.experts, recompute_cache)
 
 
 def _once(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:

@@ -12,25 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
-from longctx.kernels.bias import alibi_slopes
-from longctx.kernels.contract import RelativeBias, Scores
+from longctx.kernels.attention.bias import alibi_slopes
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.model.attention.core import AttentionCore, KVCache
+from longctx.model.attention.linear import LocalLinearAttention
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
 from longctx.model.block import Block, Call
-from longctx.model.capacity import Capacity
-from longctx.model.cores import AttentionCore, AttentionMask, KVCache, LocalAttention
-from longctx.model.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
-from longctx.model.dropout import Dropout, Jitter
-from longctx.model.experts import is_expert_weight
+from longctx.model.experts.capacity import Capacity
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.experts import is_expert_weight
+from longctx.model.experts.layer import ExpertCall
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
-from longctx.model.initialize import initial_value
-from longctx.model.layers import Embedding, Weight
-from longctx.model.linear_core import LocalLinearAttention
-from longctx.model.moe import ExpertCall
-from longctx.model.norms import build_norm
+from longctx.model.layers.dropout import Dropout, Jitter
+from longctx.model.layers.initialize import initial_value
+from longctx.model.layers.linear import Embedding, Weight
+from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
-from longctx.model.replay import RoutingReplay
-from longctx.model.router import RouterStats
-from longctx.rope import Rope
 
 
 class Backbone(nn.Module):
@@ -68,7 +70,7 @@ class Backbone(nn.Module):
         config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         calls = {kind: Call(masks[kind], cores[kind], scores, cache, dropout, recompute, experts) for kind in masks}
-        turned_by = [config.rope_of(n) if config.turns(n) else None for n in range(config.num_layers)]
+        turned_by = [config.rope_of(n) if config.has_rope(n) else None for n in range(config.num_layers)]
         tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
         stats = []
         for layer, block in enumerate(self.layers):
@@ -173,26 +175,25 @@ class Decoder(nn.Module):
         positions_Bt: Tensor,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         *,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         row_tokens: int = 0,
         return_stats: bool = False,
         cache: KVCache | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
-        ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``documents`` [B, t] tells
-        which segment of them each token belongs to, negative for padding; it may be left out when these tokens are the
-        whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
+        ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
+        tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
+        are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. With a ``cache`` the tokens continue the sequence that
-        filled it.
-        """
+        filled it."""
         masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         mask = next(iter(masks.values()))
         if self.config.position == "learned":
             check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
-        if return_stats and documents is None:
-            documents = _whole_documents(mask, tokens_Bt)
-        places_Bt = self._places(mask, tokens_Bt, positions_Bt, documents)
+        if return_stats and document_ids is None:
+            document_ids = _whole_documents(mask, tokens_Bt)
+        places_Bt = self._places(mask, tokens_Bt, positions_Bt, document_ids)
         if self.replay is not None:
             self.replay.check(self.config, tokens_Bt.numel())
         hidden_BtM, stats = self.model(
@@ -204,7 +205,7 @@ class Decoder(nn.Module):
             cache=cache,
             dropout=self._dropout(places_Bt),
             recompute=self.recompute,
-            experts=self._expert_call(mask, places_Bt, documents if return_stats else None, row_tokens),
+            experts=self._expert_call(mask, places_Bt, document_ids if return_stats else None, row_tokens),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 

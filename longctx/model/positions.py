@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
-from longctx.kernels.contract import accumulate_dtype
-from longctx.rope import Rope
+from longctx.kernels.dtypes import accumulate_dtype
 
 
 def rotary_table(

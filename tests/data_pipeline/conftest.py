@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.build import build_shards
-from data_pipeline.sources import Source, open_source
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from data_pipeline.tokenizer import Tokenizer
 
 VOCAB_SIZE = 700
 

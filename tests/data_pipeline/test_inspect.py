@@ -9,10 +9,11 @@ import pytest
 
 from data_pipeline.inspect import describe, show_row, verify
 from data_pipeline.loader import build_loader
-from data_pipeline.shards import EncodedDocument, ShardSet, ShardWriter
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
-from tests.data_pipeline.test_shards import DAMAGE, edit, flip_byte
+from tests.data_pipeline.shards.test_shards import DAMAGE, edit, flip_byte
 
 
 def test_describe_counts_what_is_there(built: Path):

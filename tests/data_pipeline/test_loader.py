@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.build import build_shards
-from data_pipeline.loader import Loader, build_batch, build_loader, build_validation_loader
-from data_pipeline.shards import ShardSet
-from data_pipeline.sources import open_source
+from data_pipeline.loader import Loader, build_loader, build_validation_loader
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.rows.batches import build_batch
+from data_pipeline.shards.reader import ShardSet
 from data_pipeline.tokenizer import Tokenizer
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
@@ -69,7 +70,7 @@ def naive_batch(shards: ShardSet, rows: list[list[tuple[int, int, int]]], seq_le
 
 def check_contract(batch: Batch, shape: tuple[int, int]) -> None:
     rows, seq_len = shape
-    for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents):
+    for tensor in (batch.tokens, batch.targets, batch.positions, batch.document_ids):
         assert tensor.shape == shape
         assert tensor.dtype == torch.int64
     bounds = batch.cu_seqlens.tolist()
@@ -80,7 +81,7 @@ def check_contract(batch: Batch, shape: tuple[int, int]) -> None:
     flat = batch.flatten_rows()
     for segment, (start, stop) in enumerate(itertools.pairwise(bounds)):
         assert flat.positions[0, start:stop].tolist() == list(range(stop - start))
-        assert set(flat.documents[0, start:stop].tolist()) in ({segment}, {PADDING_DOCUMENT})
+        assert set(flat.document_ids[0, start:stop].tolist()) in ({segment}, {PADDING_DOCUMENT})
 
 
 class TestBatches:
@@ -98,7 +99,7 @@ class TestBatches:
         for first in range(0, min(plan.num_rows, 30) - 2, 3):
             rows = [plan.row(index) for index in range(first, first + 3)]
             batch = next(loader)
-            found = [x.tolist() for x in (batch.tokens, batch.targets, batch.positions, batch.documents)]
+            found = [x.tolist() for x in (batch.tokens, batch.targets, batch.positions, batch.document_ids)]
             assert found == naive_batch(shards, rows, seq_len)
 
     def test_a_cut_document_keeps_its_next_token_as_target(self, built: Path):
@@ -115,7 +116,7 @@ class TestBatches:
             ends = batch.tokens == tokenizer.document_end
             assert (batch.targets[ends] == IGNORED_TARGET).all()
             assert not (batch.targets == tokenizer.document_begin).any()
-            real = (batch.documents != PADDING_DOCUMENT) & ~ends
+            real = (batch.document_ids != PADDING_DOCUMENT) & ~ends
             assert (batch.targets[real] != IGNORED_TARGET).all()
 
     def test_an_epoch_predicts_every_token_but_the_first_once(self, built: Path):

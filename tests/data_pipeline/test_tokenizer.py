@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.sources import Document, Source
-from data_pipeline.tokenizer import (
-    DOCUMENT_BEGIN,
-    DOCUMENT_END,
-    PADDING,
-    SMALLEST_VOCAB_SIZE,
-    SPACE_MARK,
-    Tokenizer,
-    train_tokenizer,
-)
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.train_tokenizer import SMALLEST_VOCAB_SIZE, train_tokenizer
+from data_pipeline.tokenizer import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SPACE_MARK, Tokenizer
 from longctx.errors import DataError
 
 AWKWARD = [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.build import build_shards
-from data_pipeline.sources import open_source
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from tests.launcher.runs import Ended, flags, pretrain
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from launcher.config import RunConfig, load_run_config
+from launcher.config.load import load_run_config
+from launcher.config.sections import RunConfig
 from tests.helpers import REPOSITORY
 
 STEPS = 8

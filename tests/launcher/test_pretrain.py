@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launcher.config import from_values, load_run_config
-from launcher.metrics import METRICS_FILE, read_metrics
+from launcher.config.load import from_values, load_run_config
+from launcher.metrics.record import METRICS_FILE, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
-from parallel.process import start_process_group
+from parallel.runtime.process import start_process_group
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain
 from tests.launcher.workers import end_guarded_each, rows, run, train

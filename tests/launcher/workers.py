@@ -14,22 +14,23 @@ from typing import Any
 
 import torch
 
-import launcher.checkpoint
-import launcher.guard
-import launcher.trainer
-from launcher.guard import run_guarded
-from launcher.metrics import MetricsWriter, Record, read_metrics, without_timing
-from launcher.trainer import Trainer
+import launcher.checkpoint.save
+import launcher.cluster.exit
+import launcher.training.trainer
+from launcher.cluster.exit import run_guarded
+from launcher.metrics.record import Record, read_metrics, without_timing
+from launcher.metrics.writer import MetricsWriter
+from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
-from parallel.process import gather_objects
+from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 
 
 def train(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
     """A run to its end, without report and TensorBoard, which take longer than all its steps."""
-    _leave_out_pictures()
+    leave_out_pictures()
     Trainer(tiny_config(shards, output, changed), torch.device("cpu")).train()
 
 
@@ -55,7 +56,7 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
 
 def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, file: str) -> None:
     """``train``, but one rank is killed in the second save when it puts ``file`` on the disk."""
-    plain, seen = launcher.checkpoint._sync, []
+    plain, seen = launcher.checkpoint.save._sync, []
 
     def killed(path: Path) -> None:
         seen.append(path.name)
@@ -63,7 +64,7 @@ def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[st
             os.kill(os.getpid(), signal.SIGKILL)
         plain(path)
 
-    launcher.checkpoint._sync = killed
+    launcher.checkpoint.save._sync = killed
     train(shards, output, changed)
 
 
@@ -81,15 +82,15 @@ def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[
 
         return run_half
 
-    launcher.trainer.truncate_after = killed_second(launcher.trainer.truncate_after)
-    launcher.trainer.set_aside_newer = killed_second(launcher.trainer.set_aside_newer)
+    launcher.training.trainer.truncate_after = killed_second(launcher.training.trainer.truncate_after)
+    launcher.training.trainer.set_aside_newer = killed_second(launcher.training.trainer.set_aside_newer)
     checkpoint = output / CHECKPOINTS / f"step_{step:06d}"
     train(shards, output, {**changed, "run.resume": checkpoint})
 
 
 def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
     """Each change of the config ends on every rank with one short CheckpointError that has all the words."""
-    _leave_out_pictures()
+    leave_out_pictures()
     for changed, words in cases:
         try:
             Trainer(tiny_config(shards, output, changed), torch.device("cpu"))
@@ -108,7 +109,7 @@ def end_guarded(
 
     With ``limit``, no file of the last rank may grow beyond so many bytes.
     """
-    launcher.guard.HEAD_START_SECONDS = 0.0
+    launcher.cluster.exit.HEAD_START_SECONDS = 0.0
     if limit and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     said = io.StringIO()
@@ -140,6 +141,7 @@ def rows(folder: Path) -> list[Record]:
     return [without_timing(r) for r in read_metrics(folder) if r["kind"] != "event"]
 
 
-def _leave_out_pictures() -> None:
-    launcher.trainer.write_report = lambda folder: folder / "report.html"
-    launcher.trainer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)
+def leave_out_pictures() -> None:
+    """Write no report and no TensorBoard events: they take longer than all steps of a tiny run."""
+    launcher.training.trainer.write_report = lambda folder: folder / "report.html"
+    launcher.training.trainer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)

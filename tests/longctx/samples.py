@@ -48,7 +48,7 @@ def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 9
     targets = targets.view(shape)
     if padding:
         targets[:, -padding:], documents[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
-    return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, cu_seqlens=cu_seqlens)
+    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=cu_seqlens)
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:
@@ -66,7 +66,7 @@ def documents_of(batch: Batch) -> list[Batch]:
             tokens=part.tokens,
             targets=part.targets,
             positions=part.positions,
-            documents=part.documents.clamp(max=0),
+            document_ids=part.document_ids.clamp(max=0),
             cu_seqlens=torch.tensor([0, b - a]),
         )
 

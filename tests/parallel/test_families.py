@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.conversion import load_hf
-from parallel.layout import SequenceLayout
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed
-from tests.longctx import hf_models
+from tests.longctx.families import hf_models
 
 FAMILIES = (
     *("llama yarn", "llama dynamic", "llama longrope", "mistral", "qwen2", "seed_oss", "qwen2_moe", "qwen3 window"),
@@ -25,7 +25,7 @@ WAYS = (("zigzag", 1), ("balanced", 1), ("zigzag", 2), ("contiguous", 1), ("stri
 """Layout, and ranks that split heads; one for each family in turn, another for each number of ranks."""
 ROWS, LENGTH = 2, 40
 MAX_ERROR = 1e-5
-"""As in one process (``tests/longctx/test_families.py``), of gradients beside the largest of their tensor."""
+"""As in one process (tests/longctx/families/test_transformers.py); of gradients beside their tensor's largest."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,6 @@ def whole_batch(tokens_BT: torch.Tensor) -> Batch:
         tokens=tokens_BT.reshape(1, -1),
         targets=targets.reshape(1, -1),
         positions=torch.arange(length).repeat(rows)[None],
-        documents=torch.arange(rows).repeat_interleave(length)[None],
+        document_ids=torch.arange(rows).repeat_interleave(length)[None],
         cu_seqlens=torch.arange(rows + 1) * length,
     )

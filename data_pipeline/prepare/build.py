@@ -1,0 +1,192 @@
+"""From a source and a tokenizer to two shard folders: training, and inside it ``validation``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.sources import Source
+from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, EncodedDocument, ShardWriter
+from data_pipeline.shuffle import falls_below
+from data_pipeline.tokenizer import Progress, Tokenizer
+from longctx.errors import DataError
+from longctx.files import explained_writes, staged_folder
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_FOLDER = "validation"
+_SPLIT_SALT = 0x76616C6964  # part of the format: another number would move documents between the splits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """What one shard folder holds."""
+
+    folder: Path
+    documents: int
+    tokens: int
+    text_bytes: int
+    shards: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text for each token, document begins and ends counted as tokens."""
+        return self.text_bytes / self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildReport:
+    """What ``build_shards`` did or found."""
+
+    output: Path
+    up_to_date: bool
+    """True if the folder was already there, built from the same things, and nothing had to be done."""
+    training: SplitReport
+    validation: SplitReport | None
+    """None if no document was held out."""
+    skipped: dict[str, int]
+    """What the source left out, by reason."""
+    seconds: float
+
+
+def build_shards(
+    source: Source,
+    tokenizer: Tokenizer,
+    output: str | Path,
+    *,
+    validation_fraction: float = 0.05,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Tokenizes ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
+
+    A document is held out by a hash of its text alone, so equal texts fall on one side and nothing moves when others
+    come or go. Every document is decoded again and compared. The folder appears when it is complete or not at all. A
+    folder that was built from the same source, tokenizer and options is left as it is; another one is an error unless
+    ``overwrite``.
+    """
+    output = Path(output)
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
+    started = time.monotonic()
+    options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
+    sources = [source.fingerprint()]
+    with explained_writes(output):
+        occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
+    if occupied and not overwrite:
+        _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
+        return _report(output, up_to_date=True, started=started)
+    if occupied and not (output / MANIFEST_FILE).is_file():
+        raise DataError(
+            f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
+        )
+    with staged_folder(output, replace=occupied) as staging:
+        _write_splits(source, tokenizer, staging, options=options, sources=sources, progress=progress)
+    return _report(output, up_to_date=False, started=started)
+
+
+def _write_splits(
+    source: Source,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    options: dict[str, Any],
+    sources: list[dict[str, Any]],
+    progress: Progress | None,
+) -> None:
+    """Fills ``folder`` and its ``validation``; a split without documents gets no shards."""
+    held_out = folder / VALIDATION_FOLDER
+    held_out.mkdir()
+    training, validation = (
+        ShardWriter(place, vocab_size=tokenizer.vocab_size, shard_tokens=options["shard_tokens"])
+        for place in (folder, held_out)
+    )
+    text_bytes = 0
+    for number, document in enumerate(source, start=1):
+        encoded = _encode(document, tokenizer)
+        aside = falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT)
+        (validation if aside else training).add(encoded)
+        text_bytes += encoded.text_bytes
+        if progress is not None:
+            progress(number, text_bytes)
+    if not training.num_documents:
+        raise DataError(
+            f"All {validation.num_documents} documents of {source.spec} fell into the validation split "
+            f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
+        )
+    common = {"tokenizer": tokenizer, "sources": sources, "options": options, "skipped": source.skipped}
+    for writer, place, split in ((training, folder, "training"), (validation, held_out, "validation")):
+        if writer.num_documents:
+            tokenizer.save(place / TOKENIZER_FILE)
+            writer.finish(split=split, **common)
+    if not validation.num_documents:
+        held_out.rmdir()
+
+
+def _encode(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
+    """The document's tokens, after a proof that they decode to its text."""
+    tokens = tokenizer.encode_document(document.text)
+    decoded = tokenizer.decode(tokens)
+    if decoded != document.text:
+        place = next((i for i, (a, b) in enumerate(zip(document.text, decoded, strict=False)) if a != b), len(decoded))
+        raise DataError(
+            f"{document.name} does not survive encoding and decoding with {tokenizer.path}: character {place} "
+            f"{document.text[place : place + 12]!r} became {decoded[place : place + 12]!r}.\n"
+            "Train the tokenizer with `longctx tokenizer train`, which keeps every character."
+        )
+    raw = document.text.encode()
+    return EncodedDocument(tokens=tokens, hash=xxhash.xxh3_64_intdigest(raw), name=document.name, text_bytes=len(raw))
+
+
+def _check_same_recipe(
+    output: Path, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
+) -> None:
+    """Passes if ``output`` is what this build would make; otherwise says what differs."""
+    if not (output / MANIFEST_FILE).is_file():
+        raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
+    manifest = ShardSet.open(output).manifest
+    wanted = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
+    found = {"source": manifest.sources, "tokenizer": manifest.tokenizer, "options": manifest.options}
+    differing = [name for name in wanted if wanted[name] != found[name]]
+    if differing:
+        raise DataError(
+            f"output={output} exists and was built from another {' and '.join(differing)}.\n"
+            "Name another folder, or replace it with --overwrite (overwrite=True)."
+        )
+    if (output / VALIDATION_FOLDER).exists():
+        ShardSet.open(output / VALIDATION_FOLDER)
+
+
+def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
+    training = Manifest.load(output)
+    held_out = output / VALIDATION_FOLDER
+    validation = Manifest.load(held_out) if held_out.exists() else None
+    if validation is None and training.options["validation_fraction"]:
+        logger.warning("%s: no document fell into the validation split; it holds training data only", output)
+    return BuildReport(
+        output=output,
+        up_to_date=up_to_date,
+        training=_split_report(output, training),
+        validation=None if validation is None else _split_report(held_out, validation),
+        skipped=training.skipped,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _split_report(folder: Path, manifest: Manifest) -> SplitReport:
+    return SplitReport(
+        folder=folder,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        text_bytes=manifest.text_bytes,
+        shards=len(manifest.shards),
+    )

@@ -1,0 +1,131 @@
+"""Shards: tokenized documents in Arrow files that are memory-mapped, checksummed and readable by plain pyarrow.
+
+Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, a row a document: ``tokens`` (large_list of uint16 or
+uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest, ShardEntry
+from data_pipeline.tokenizer import Tokenizer
+from longctx.errors import DataError
+
+
+class ShardSet:
+    """A shard folder opened for reading: all documents by number, as views into memory-mapped files."""
+
+    def __init__(self, folder: Path, manifest: Manifest, shards: list[_Shard]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.lengths: np.ndarray = np.concatenate([np.empty(0, np.int64), *(np.diff(s.offsets) for s in shards)])
+        """Tokens of each document, int64."""
+        self._shards = shards
+        self._first_document = [0, *accumulate(len(s.offsets) - 1 for s in shards)]
+
+    @classmethod
+    def open(cls, folder: str | Path, *, verify: bool = True) -> ShardSet:
+        """Opens a folder; ``DataError`` names the file that is missing, truncated or damaged.
+
+        Sizes, offsets and counts are always checked; ``verify`` also reads every byte to check the checksums.
+        """
+        folder = Path(folder)
+        manifest = Manifest.load(folder)
+        return cls(folder, manifest, [_open_shard(folder, entry, verify=verify) for entry in manifest.shards])
+
+    @classmethod
+    def open_one(cls, folder: Path, manifest: Manifest, entry: ShardEntry) -> ShardSet:
+        """A set of one shard of the folder, checksum verified: for looking at damage file by file."""
+        return cls(folder, manifest, [_open_shard(folder, entry, verify=True)])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards, document begins and ends included."""
+        return int(self.lengths.sum())
+
+    def document(self, index: int) -> np.ndarray:
+        """All tokens of document ``index``, a read-only view (uint16 or uint32)."""
+        shard, row = self._place(index)
+        return shard.values[shard.offsets[row] : shard.offsets[row + 1]]
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of document ``index``, a read-only view; only those pages are touched."""
+        return self.document(index)[start:stop]
+
+    def name(self, index: int) -> str:
+        """The name of document ``index`` in its source."""
+        shard, row = self._place(index)
+        return shard.batch.column("name")[row].as_py()
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the folder; ``DataError`` if the file beside the shards is another one."""
+        tokenizer = Tokenizer.load(self.folder / TOKENIZER_FILE)
+        if tokenizer.fingerprint != self.manifest.tokenizer:
+            raise DataError(
+                f"{tokenizer.path} is not the tokenizer that made these shards "
+                f"(xxh3_128 {tokenizer.fingerprint}, wanted {self.manifest.tokenizer}). Put the original back."
+            )
+        return tokenizer
+
+    def shard_tokens(self, number: int) -> np.ndarray:
+        """All tokens of one shard, one document after the other, as a read-only view."""
+        return self._shards[number].values
+
+    def _place(self, index: int) -> tuple[_Shard, int]:
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        number = bisect.bisect_right(self._first_document, index) - 1
+        return self._shards[number], index - self._first_document[number]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    batch: pa.RecordBatch
+    offsets: np.ndarray
+    values: np.ndarray
+
+
+def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
+    path = folder / entry.file
+    advice = "Copy the shard again or build the folder again."
+    try:
+        if path.stat().st_size != entry.bytes:
+            raise DataError(
+                f"{path} has {path.stat().st_size} bytes where {MANIFEST_FILE} says {entry.bytes}. {advice}"
+            )
+        mapped = pa.memory_map(str(path))
+        if verify and xxhash.xxh3_128_hexdigest(mapped.read_buffer()) != entry.xxh3_128:
+            raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {advice}")
+        mapped.seek(0)
+        return _views(pa.ipc.open_file(mapped).get_batch(0), entry, path)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {advice}") from error
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as an Arrow shard ({error}). {advice}") from error
+
+
+def _views(batch: pa.RecordBatch, entry: ShardEntry, path: Path) -> _Shard:
+    """Numpy views of offsets and tokens, without copying, after a check that they can be right."""
+    tokens = batch.column("tokens")
+    offsets = tokens.offsets.to_numpy(zero_copy_only=True)
+    values = tokens.values.to_numpy(zero_copy_only=True)
+    ascending = bool((np.diff(offsets) > 0).all()) and offsets[0] == 0 and offsets[-1] == len(values)
+    if not ascending or len(offsets) - 1 != entry.documents or len(values) != entry.tokens:
+        raise DataError(
+            f"{path} does not hold the {entry.documents} documents and {entry.tokens} tokens "
+            f"that {MANIFEST_FILE} lists. Build the folder again."
+        )
+    return _Shard(batch, offsets, values)

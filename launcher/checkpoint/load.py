@@ -1,0 +1,100 @@
+"""Check and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from longctx.checkpoint_format import (
+    ROLES,
+    CheckpointReader,
+    model_config,
+)
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError
+from parallel.runtime.process import on_every_rank
+from parallel.zero.engine import ZeroEngine
+
+
+def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
+    """Load weights and moments into the engine; returns the reader, whose manifest has the rest. Collective.
+
+    Every file's hash is checked first, the files dealt out over the ranks. CheckpointError on all ranks when the
+    checkpoint is damaged or is of another model.
+    """
+
+    def read_and_check() -> CheckpointReader:
+        reader = CheckpointReader(folder)
+        _check_model(reader, model)
+        _check_shapes(reader, engine)
+        _check_files(reader, "Try --run.resume newest-good, which passes damaged ones over.")
+        return reader
+
+    reader = on_every_rank(read_and_check)
+    engine.load(reader.read_range, step=reader.step, moments=set(ROLES) <= set(reader.roles))
+    reader.close()
+    return reader
+
+
+def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
+    """Load weights alone: the optimiser starts afresh, at step 0. Collective.
+
+    Checked like ``load_checkpoint``, except that ``model`` may reach further than the checkpoint's does: ``rope`` (how
+    positions are stretched, not which channels turn), ``max_positions`` and ``window`` may be others.
+    """
+
+    def read_and_check() -> CheckpointReader:
+        reader = CheckpointReader(folder)
+        _check_start(reader, model)
+        _check_shapes(reader, engine)
+        _check_files(reader, "Copy or convert it again, or start from another one.")
+        return reader
+
+    reader = on_every_rank(read_and_check)
+    engine.load(reader.read_range, step=0, moments=False)
+    reader.close()
+
+
+def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
+    if differing := model_config(reader).differences(model):
+        raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *_lines(differing)]))
+
+
+def _check_start(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Beyond what ``differences`` lets pass, only how far positions reach may change."""
+    differing = model_config(reader).differences(model)
+    differing.pop("window", None)
+    if "rope" in differing:
+        theirs, ours = differing.pop("rope")
+        for name in ("partial", "interleaved"):  # which channels turn together is what the weights have learned
+            if getattr(theirs, name) != getattr(ours, name):
+                differing[f"rope.{name}"] = getattr(theirs, name), getattr(ours, name)
+    if differing:
+        raise CheckpointError(
+            "\n".join([f"{reader.folder} is of another model:", *_lines(differing), *_MAY_CHANGE.splitlines()])
+        )
+
+
+_MAY_CHANGE = """A run that starts from it may change model.max_positions, model.window and how model.rope is stretched
+(kind, factor, theta, …). Set the other fields as the checkpoint has them."""
+
+
+def _lines(differing: dict[str, tuple[Any, Any]]) -> list[str]:
+    return [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
+
+
+def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
+    shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
+    stored = {name: reader.shape(name) for name in reader.names()}
+    if shapes != stored:
+        wrong = sorted(set(shapes.items()) ^ set(stored.items()))[:6]
+        raise CheckpointError(f"{reader.folder} holds other tensors than the model: {wrong}.")
+
+
+def _check_files(reader: CheckpointReader, advice: str) -> None:
+    """This rank's share of the files is whole."""
+    names = sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    if problems := reader.verify(names):
+        raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{advice}")

@@ -1,0 +1,5 @@
+"""The command ``longctx VERB``."""
+
+from launcher.cli.verbs import main
+
+__all__ = ["main"]

@@ -1,0 +1,6 @@
+"""Everything a run is told: defaults, then a TOML file, then flags. Strict, frozen, checked once."""
+
+from launcher.config.load import load_run_config
+from launcher.config.sections import RunConfig
+
+__all__ = ["RunConfig", "load_run_config"]

@@ -1,0 +1,125 @@
+"""Rules between keys and the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.config.sections import ModelSection, RunConfig
+from longctx.errors import ConfigError
+from longctx.kernels.attention.select import KERNELS
+from parallel.layout.sequence import check_layout
+from parallel.mesh import check_degrees
+from parallel.parallelize import check_experts, check_layers
+from parallel.schedule.heads import check_heads
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+    from parallel.zero.options import check_zero
+
+    check_degrees(
+        world_size,
+        context=config.parallel.context,
+        ulysses=config.parallel.ulysses,
+        expert=config.parallel.expert,
+    )
+    check_experts(config.model, config.parallel.expert, world_size)
+    check_zero(config.zero.stage, config.dtype)
+    _check_built(config)
+    _check_ranges(config)
+    _check_routing(config)
+    _check_step(config, world_size)
+    tokens = config.data.seq_len * config.train.micro_batch_rows
+    if config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is longer than the table of learned positions, "
+            f"model.max_positions={config.model.max_positions}.\nTry --data.seq_len {config.model.max_positions}."
+        )
+    check_layout(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
+    check_heads(config.model.num_heads, config.model.num_kv_heads, config.parallel.ulysses)
+    check_layers(config.model, config.parallel.layout, config.parallel.context // config.parallel.ulysses)
+
+
+def _check_built(config: RunConfig) -> None:
+    if config.parallel.kernel not in ("auto", *KERNELS):
+        raise ConfigError(f"parallel.kernel={config.parallel.kernel!r} is unknown. Try one of {['auto', *KERNELS]}.")
+    if config.zero.offload != "none":
+        raise ConfigError(
+            f"zero.offload={config.zero.offload!r} is not built yet. Use none, and zero.stage=3 for memory."
+        )
+
+
+_OF_EXPERTS = (
+    *("parallel.expert_tile_tokens", "train.recompute_experts", "train.record_routing", "train.replay_routing"),
+    *("model.balance_scope", "model.router_z_loss_weight", "model.selection_bias_rate", "model.router_jitter"),
+    "model.capacity_factor",
+)
+"""Options that a model without experts does not read."""
+
+
+def _check_routing(config: RunConfig) -> None:
+    """Nothing is asked of experts that are not there, and routing files are not read where they are written."""
+    if not config.model.num_experts:
+        defaults = RunConfig(model=ModelSection())
+        for name in _OF_EXPERTS:
+            section, key = name.split(".")
+            value, plain = (getattr(getattr(c, section), key) for c in (config, defaults))
+            if value != plain:
+                raise ConfigError(
+                    f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
+                    f"Leave it out ({name}={plain}), or set model.num_experts."
+                )
+    folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
+    for key, folder in folders.items():
+        if not folder.strip():
+            raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
+    given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
+    if len(given) != len(set(given)):
+        raise ConfigError(
+            f"train.record_routing and train.replay_routing are the same folder, {folders['record_routing']!r}: each "
+            "step would overwrite what it has read. Name another one for train.record_routing."
+        )
+
+
+def _check_ranges(config: RunConfig) -> None:
+    at_least = {
+        "data.seq_len": (config.data.seq_len, 1),
+        "train.steps": (config.train.steps, 1),
+        "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
+        "train.stop_after": (config.train.stop_after, 0),
+        "train.warmup_steps": (config.train.warmup_steps, 0),
+        "train.clip_norm": (config.train.clip_norm, 0),
+        "train.weight_decay": (config.train.weight_decay, 0),
+        "train.eps": (config.train.eps, 0),
+        "train.z_loss": (config.train.z_loss, 0),
+        "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
+        "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
+        "validation.every_steps": (config.validation.every_steps, 0),
+        "validation.rows": (config.validation.rows, 0),
+        "run.seed": (config.run.seed, 0),
+        "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if not value >= least:
+            raise ConfigError(f"{name}={value} must be at least {least}.")
+    for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{name}={value} must be a positive number.")
+    for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):
+        value = getattr(config.train, name)
+        if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
+            raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
+
+
+def _check_step(config: RunConfig, world_size: int) -> None:
+    """tokens_per_step must be whole micro-batches on every data rank."""
+    data_degree = world_size // config.parallel.context
+    unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
+    tokens = config.train.tokens_per_step
+    if tokens < unit or tokens % unit:
+        below = tokens // unit * unit
+        nearest = " or ".join(str(n) for n in (below, below + unit) if n)
+        raise ConfigError(
+            f"train.tokens_per_step={tokens} is not a multiple of {unit} = data.seq_len {config.data.seq_len} × "
+            f"train.micro_batch_rows {config.train.micro_batch_rows} × data degree {data_degree}.\nTry {nearest}."
+        )

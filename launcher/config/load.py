@@ -1,0 +1,135 @@
+"""Defaults, file, flags: strict."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import tyro
+from pydantic import TypeAdapter, ValidationError
+
+from launcher.config.sections import RunConfig, expand_preset
+from longctx.errors import ConfigError
+
+QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+
+
+def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
+    """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
+
+    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
+    like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
+    """
+    argv = [a for a in argv if not a.startswith("--local_rank")]  # the deepspeed launcher adds it
+    argv, path = _take_flag(argv, "--config")
+    argv, preset = _take_flag(argv, "--model.preset")
+    values = read_toml(Path(path) if path else QUICKSTART)
+    if preset is not None:
+        values.setdefault("model", {})["preset"] = preset
+    defaults = from_values(values)
+    with Path(os.devnull).open("w") as nowhere:
+        out, err = (nowhere, nowhere) if quiet else (sys.stdout, sys.stderr)
+        with redirect_stdout(out), redirect_stderr(err):
+            return tyro.cli(
+                RunConfig,
+                args=[{"true": "True", "false": "False"}.get(a, a) for a in argv],  # TOML's spelling works here too
+                default=defaults,
+                prog="pretrain.py",
+                description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
+                "the defaults below are that file's.",
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's values; ConfigError when it is missing or malformed."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        known = sorted(p.name for p in QUICKSTART.parent.glob("*.toml"))
+        raise ConfigError(f"--config {path} does not exist. Recipes in {QUICKSTART.parent}: {known}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
+
+
+def from_values(values: dict[str, Any]) -> RunConfig:
+    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path."""
+    values = dict(values)
+    if not all(isinstance(v, dict) for v in values.values()):
+        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
+        raise ConfigError(
+            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
+        )
+    _refuse_unknown(values)
+    values["model"] = expand_preset(values.get("model", {}))
+    try:
+        # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
+        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
+
+
+def _refuse_date(value: Any) -> None:
+    raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
+
+
+def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
+    sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
+    known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
+    for section, entries in values.items():
+        if section not in sections:
+            raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
+        for key in _dotted(entries, sections[section]):
+            if key not in sections[section]:
+                raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
+
+
+def _keys(section: Any, prefix: str = "") -> list[str]:
+    """The keys of a section; those of a table within it with its name before them, and its name alone."""
+    names = []
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        names += [prefix + f.name, *(_keys(value, f"{f.name}.") if dataclasses.is_dataclass(value) else ())]
+    return names
+
+
+def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
+    """The keys that are given, those of a table within with its name before them."""
+    found = []
+    for key, value in entries.items():
+        inner = isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known)
+        found += [f"{key}.{name}" for name in value] if inner else [key]
+    return found
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
+    return f" Did you mean {' or '.join(close[:3])}?"
+
+
+def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
+    rest, value, at = [], None, 0
+    while at < len(argv):
+        if argv[at] == name:
+            if at + 1 == len(argv):
+                raise ConfigError(f"{name} needs a value.")
+            value, at = argv[at + 1], at + 2
+        elif argv[at].startswith(f"{name}="):
+            value, at = argv[at].split("=", 1)[1], at + 1
+        else:
+            rest.append(argv[at])
+            at += 1
+    return rest, value

@@ -1,0 +1,223 @@
+"""``RunConfig``: everything a run is told: defaults, then a TOML file, then flags. Strict, frozen, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+import torch
+
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where the run lives and how it starts."""
+
+    output_dir: str = "runs/quickstart"
+    """Folder of the run: config, metrics, logs, checkpoints, report."""
+    resume: str = "no"
+    """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, or "no"."""
+    start_from: str = "no"
+    """Checkpoint, or run folder (its newest), whose weights a new run begins with, at step 0 with an optimiser and
+    schedule of its own; rope, max_positions and window may be others there. A run that resumes does not read it."""
+    seed: int = 0
+    """Seed of the initial weights and the order of the data."""
+    hostfile: str = "launcher"
+    """Hostfile the world size is checked against: "launcher" takes deepspeed's own --hostfile, "none" opts out."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto takes GPUs where every rank of the machine has one of its own."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for the others before it gives up with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(ModelConfig):
+    """The decoder: a preset, or fields of its own, or a preset with some fields changed."""
+
+    preset: str = "quickstart"
+    """Named shape that the other fields start from; see longctx/presets.py."""
+
+    def config(self) -> ModelConfig:
+        """The model without the preset's name."""
+        values = dataclasses.asdict(self)
+        del values["preset"]
+        return ModelConfig.from_dict(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """What the run reads."""
+
+    train: str = "runs/data"
+    """Shard folder to train on, as `data build` wrote it."""
+    validation: str = ""
+    """Shard folder to validate on; empty: the "validation" folder inside data.train."""
+    seq_len: int = 2048
+    """Tokens a row; longer documents are cut into rows of this length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """Optimisation."""
+
+    steps: int = 700
+    """Optimiser steps of the whole run, resumed parts included."""
+    stop_after: int = 0
+    """End after this step with a checkpoint, the schedule unchanged, to go on later with run.resume; 0 never."""
+    tokens_per_step: int = 2048
+    """Tokens (padding included) that one optimiser step sees over all ranks; gradient accumulation follows from it."""
+    micro_batch_rows: int = 1
+    """Rows that go through the model at once."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively (and zero.stage is
+    not 0), else float32. Masters, moments and accumulation are float32 in any case."""
+    lr: float = 5e-3
+    """Peak learning rate."""
+    warmup_steps: int = 40
+    """Steps of linear warm-up."""
+    final_lr_ratio: float = 0.05
+    """Learning rate at the last step as a share of the peak; cosine in between."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled decay of matrices; norms and biases do not decay."""
+    beta1: float = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: float = 0.95
+    """AdamW's decay of the gradient's square."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 never."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
+    recompute: bool = False
+    """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, and
+    of experts their choice and output: recomputing sends nothing and chooses nothing anew."""
+    recompute_experts: Literal["none", "activation", "all"] = "activation"
+    """What backward forms again of the experts: nothing, the activation between their two products, or all but the
+    tokens they were given (which then travel once more where experts are on other ranks). With ``train.recompute`` it
+    is always the last."""
+    record_routing: str = "no"
+    """Folder to write every step's choice of experts to, a file a step; "no" writes none."""
+    replay_routing: str = "no"
+    """Folder of such files whose choice of experts is followed instead of the routers' own; "no" follows none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How the ranks share the work; the data degree is what remains of the world."""
+
+    context: int = 1
+    """Ranks that share one sequence."""
+    ulysses: int = 1
+    """How many of those hold the same rows and split heads; the rest is the ring."""
+    expert: int = 1
+    """Neighbouring ranks over which the experts of each layer are spread, whatever sequences these work on; divides the
+    ranks and model.num_experts."""
+    expert_tile_tokens: int = 0
+    """Tokens of a rank that travel to their experts at a time, while those before are computed; 0 is all at once.
+    Bounds the memory that the experts of a long row take."""
+    layout: str = "zigzag"
+    """Which token lives where: contiguous, zigzag, striped or balanced. zigzag evens out attention over long documents,
+    balanced over any packed documents."""
+    transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
+    """How keys and values travel: p2p straight from their owner, two_level once to each node and round inside it (auto
+    does so where a ring spans nodes), all_gather all at once, for more memory."""
+    communication_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of key and value gradients between ranks; bfloat16 halves the bytes and rounds each rank's part."""
+    kernel: str = "auto"
+    """Attention kernel of one device; auto takes the fastest that can serve the run and says which."""
+    deterministic: bool = False
+    """Whether attention's backward must repeat to the bit on GPUs too (slower there); on CPUs it always does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSection:
+    """DeepSpeed ZeRO."""
+
+    stage: int = 1
+    """0: nothing partitioned; 1: optimiser state; 2: and gradients; 3: and weights."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where optimiser state lives; only none is built."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """Saving."""
+
+    every_steps: int = 100
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones go once a newer one is committed. 0 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """Held-out loss."""
+
+    every_steps: int = 100
+    """Steps between validations; 0 validates at the end only."""
+    rows: int = 16
+    """Rows of data.seq_len tokens that a validation reads, always the same ones; 0 never validates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A pretraining run. Every key can stand in a TOML file (`--config run.toml`) or be a flag (`--train.lr 1e-3`)."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=lambda: ModelSection.from_dict(expand_preset({})))
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    zero: ZeroSection = field(default_factory=ZeroSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype, once ``resolve`` has settled it."""
+        return torch.float32 if self.train.dtype == "auto" else getattr(torch, self.train.dtype)
+
+    def resolve(self, *, native_bfloat16: bool) -> RunConfig:
+        """The config with nothing left to the machine: ``train.dtype`` is a dtype."""
+        if self.train.dtype != "auto":
+            return self
+        dtype = "bfloat16" if native_bfloat16 and self.zero.stage else "float32"
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype))
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimiser step sees."""
+        return self.train.tokens_per_step // self.data.seq_len
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches of one rank in a step."""
+        return self.rows_per_step // (self.train.micro_batch_rows * (world_size // self.parallel.context))
+
+    @property
+    def validation_folder(self) -> str:
+        """Shard folder to validate on."""
+        return self.data.validation or str(Path(self.data.train) / "validation")
+
+    def to_toml(self) -> str:
+        """The resolved config as TOML."""
+        return tomli_w.dumps(dataclasses.asdict(self))
+
+
+def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
+    """The model section's values, the preset's under the ones that are given."""
+    preset = model.get("preset", "quickstart")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
+    values = dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
+    if isinstance(model.get("rope"), dict):
+        values["rope"] = dataclasses.asdict(PRESETS[preset].rope) | model["rope"]
+    return values

@@ -1,0 +1,1 @@
+"""One record a step: metrics.jsonl is the truth; console and TensorBoard read the same record."""

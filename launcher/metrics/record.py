@@ -1,0 +1,209 @@
+"""The record of a run: ``metrics.jsonl``, and the console line and TensorBoard curves made from the same records.
+
+Rank 0 alone writes. A record is a plain dict of one of three kinds, told by its ``kind``: ``train`` (one a step),
+``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every key.
+
+JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gains
+``"non_finite": {"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*.
+``read_metrics`` puts the numbers back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+"""One line of ``metrics.jsonl``."""
+
+METRICS_FILE = "metrics.jsonl"
+DISCARDED_FILE = "metrics.discarded.jsonl"
+
+TIMING_KEYS = frozenset(
+    {"tokens_per_second", "step_seconds", "data_wait_seconds", "max_memory_bytes", "model_tflops", "mfu", "time"}
+)
+"""Keys that may differ between two runs that computed the same thing."""
+
+REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "train": ("step", "loss"),
+    "validation": ("step", "loss"),
+    "event": ("step", "event"),
+}
+"""What every record of a kind carries; readers treat any other key as optional."""
+
+
+_NON_FINITE = "non_finite"
+_DECODE_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
+
+
+# Expert load: pure figures of one layer's token counts.
+
+
+# Records as text.
+
+
+def without_timing(record: Mapping[str, Any]) -> Record:
+    """The part of a record that two equal runs share: everything but ``TIMING_KEYS``."""
+    return {key: value for key, value in record.items() if key not in TIMING_KEYS}
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """A record as one line of strict JSON, newline not included."""
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:  # some number is not finite: the rare case pays for the search
+        found: dict[str, str] = {}
+        finite = {key: _take_non_finite(value, key, found) for key, value in record.items()}
+        return json.dumps({**finite, _NON_FINITE: found}, allow_nan=False)
+
+
+def decode(line: str | bytes) -> Record:
+    """The record of one line; ValueError says what is wrong with it."""
+    record = json.loads(line, parse_constant=_refuse_constant)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    for path, text in record.pop(_NON_FINITE, {}).items():
+        _put_back(record, path, float(text))
+    check_record(record)
+    return record
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the record has a known kind, that kind's keys and a whole-number step."""
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in REQUIRED_KEYS:
+        raise ValueError(f"kind={kind!r} must be one of {sorted(REQUIRED_KEYS)}")
+    if missing := [key for key in REQUIRED_KEYS[kind] if key not in record]:
+        raise ValueError(f"a {kind} record lacks {missing}")
+    step = record["step"]
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ValueError(f"step={step!r} must be a whole number")
+
+
+def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        found[path] = str(float(value))
+        return None
+    if isinstance(value, dict):
+        return {key: _take_non_finite(item, f"{path}.{key}", found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_non_finite(item, f"{path}.{index}", found) for index, item in enumerate(value)]
+    return value
+
+
+def _put_back(record: Record, path: str, number: float) -> None:
+    holder: Any = record
+    *parents, last = path.split(".")
+    for part in parents:
+        holder = holder[int(part)] if isinstance(holder, list) else holder[part]
+    holder[int(last) if isinstance(holder, list) else last] = number
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Reading and cutting the file.
+
+
+def read_metrics(folder: Path | str) -> list[Record]:
+    """Every record of a run folder, in the order written; DataError names file and line of anything else.
+
+    A last line without an end, which a killed run leaves behind, is passed over with a warning.
+    """
+    path = Path(folder) / METRICS_FILE
+    if not path.is_file():
+        raise DataError(f"{path} does not exist. Give the run's folder (run.output_dir), which holds {METRICS_FILE}.")
+    lines, torn = _split_lines(path.read_bytes())
+    if torn:
+        logger.warning("%s:%d: passed over a line that was cut short", path, len(lines) + 1)
+    return list(_decode_lines(path, lines))
+
+
+def truncate_after(folder: Path | str, step: int) -> int:
+    """Move rows of later steps than ``step`` to ``metrics.discarded.jsonl``; returns how many lines moved.
+
+    Called on resume, before the writer opens, with the checkpoint's step (-1 moves everything). A torn last line
+    moves as it is. The rows are safe in the second file before the first is replaced, so being killed in between
+    can repeat rows there but never lose one.
+    """
+    return settle(Path(folder), last_step=step)
+
+
+def settle(folder: Path, *, last_step: int | None) -> int:
+    """Leave only whole lines of steps up to ``last_step`` (None: of any step) in ``metrics.jsonl``."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return 0
+    data = path.read_bytes()
+    lines, torn = _split_lines(data)
+    steps = [record["step"] for record in _decode_lines(path, lines)]
+    kept = [line for line, step in zip(lines, steps, strict=True) if last_step is None or step <= last_step]
+    moved = [line for line, step in zip(lines, steps, strict=True) if last_step is not None and step > last_step]
+    if torn:
+        moved.append(torn)
+    text = b"".join(line + b"\n" for line in kept)
+    if moved:
+        _append_durably(folder / DISCARDED_FILE, moved)
+    if text != data:
+        _replace(path, text)
+    return len(moved)
+
+
+def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """Whole lines, and what a killed writer left after them. An unfinished line that is a whole record is a line."""
+    *lines, tail = data.split(b"\n")
+    if tail and _is_record(tail):
+        return [*lines, tail], b""
+    return lines, tail
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        decode(line)
+    except _DECODE_ERRORS:
+        return False
+    return True
+
+
+def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield decode(line)
+        except _DECODE_ERRORS as error:
+            raise DataError(
+                f"{path}:{number}: not a metrics record: {error}.\n"
+                "The file is written one JSON object a line; mend or remove this line."
+            ) from error
+
+
+def _append_durably(path: Path, lines: Sequence[bytes]) -> None:
+    torn = path.is_file() and not (path.read_bytes() or b"\n").endswith(b"\n")
+    with path.open("ab") as file:
+        file.write((b"\n" if torn else b"") + b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+# Writing.
+
+
+# The console.

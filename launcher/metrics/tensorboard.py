@@ -1,0 +1,66 @@
+"""TensorBoard and other trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.metrics.expert_load import idle_share, layer_numbers, load_entropy, max_over_mean
+from launcher.metrics.record import METRICS_FILE, read_metrics
+from longctx.errors import ConfigError
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+PER_LAYER_KEYS = (
+    "expert_max_violation",
+    "expert_mean_violation",
+    "expert_dropped_share",
+    "router_entropy",
+    "router_logit_rms",
+)
+"""Keys of a train record that have one number for each expert layer, in the order of ``expert_layers``."""
+
+
+def check_tensorboard() -> None:
+    """Raise ConfigError when TensorBoard is not installed. Call it on every rank, before any waits for another."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "TensorBoard curves are asked for, but the tensorboard package is not installed.\n"
+            "Try `pip install tensorboard`, or switch them off: metrics.jsonl holds the same numbers."
+        )
+
+
+def open_tensorboard(folder: Path) -> Any:
+    """A SummaryWriter that hides curves beyond the last record: a killed run may have drawn steps that come again."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    records = read_metrics(folder) if (folder / METRICS_FILE).is_file() else []
+    purge_step = max(record["step"] for record in records) + 1 if records else None
+    return SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step, flush_secs=30)
+
+
+def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The TensorBoard curves of a record as (tag, value): its numbers, expert figures a layer, loss by position."""
+    if record["kind"] == "event":
+        return []
+    kind = record["kind"]
+    pairs = [
+        (f"{kind}/{key}", float(value))
+        for key, value in record.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+    layers = layer_numbers(record)
+    for layer, counts in zip(layers, record.get("expert_load") or [], strict=True):
+        pairs.append((f"expert_max_over_mean/layer_{layer}", max_over_mean(counts)))
+        pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
+        pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
+    for key in PER_LAYER_KEYS:
+        pairs += [
+            (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)
+        ]
+    for spot in record.get("loss_by_position") or []:
+        pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
+    return pairs

@@ -1,0 +1,135 @@
+"""How fast a run is: one function a quantity, each with its formula.
+
+FLOPs here are *model* FLOPs: what the mathematics needs, two for each multiply-and-add. Work that an implementation
+adds (recomputed activations, masked-out scores) is not counted, so a slower method never looks better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+
+from longctx.architecture.size import count_matrices
+from longctx.config import ModelConfig
+
+_PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.5),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.5),
+    ("H100 NVL", 835.5),
+    ("H100", 989.4),
+    ("H800 PCIe", 756.5),
+    ("H800", 989.4),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+)
+"""Dense bfloat16 tensor-core rates of the makers' data sheets; the first name found in the device's name counts."""
+
+
+@cache
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights that one token is multiplied by: active experts only, no embedding look-up, norms or biases.
+
+    All of ``count_matrices`` but the embedding: attention's projections, the FFN ``2·M·F`` or gated ``3·M·F``, or else
+    router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
+    ``M``. Once a model: the output head ``V·M``, tied or not.
+    """
+    counts = count_matrices(config, active=True)
+    return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
+
+
+def document_lengths(cu_seqlens: Iterable[int]) -> list[int]:
+    """Lengths of the segments between ascending boundaries: ``[0, 3, 8] -> [3, 5]``."""
+    bounds = [int(bound) for bound in cu_seqlens]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0) -> int:
+    """(query, key) pairs that a causal mask within each document leaves: ``Σ n·(n + 1) / 2``.
+
+    With a ``window`` w those at distances below w: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A ``stride`` s adds
+    the distances beyond the window that are multiples of s.
+    """
+    return sum(_pairs_of(n, window or n, stride) for n in lengths)
+
+
+def _pairs_of(n: int, window: int, stride: int) -> int:
+    near = min(n, window)
+    pairs = near * (near + 1) // 2 + (n - near) * window
+    if stride and n > window:  # query i meets i // stride multiples of it, those within the window twice
+        inside = (window - 1) // stride
+        pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
+    return pairs
+
+
+def _sum_of_quotients(n: int, divisor: int) -> int:
+    """Σ i // divisor over 0 ≤ i < n."""
+    whole, rest = divmod(n, divisor)
+    return divisor * whole * (whole - 1) // 2 + rest * whole
+
+
+def attention_flops(config: ModelConfig, kind: str, lengths: Sequence[int]) -> int:
+    """FLOPs of attention proper in one layer of this kind, forward, over documents of these lengths.
+
+    ``2·H·(D + V)`` a (query, key) pair that the layer's mask leaves, D and V being the sizes of a query and a value
+    head; Transformer-XL's relative positions are a second product over D. Linear attention has no pairs: a token adds
+    its key times value to a state, and its query reads one, ``2·(K + H)·D·V``.
+    """
+    H, D, V = config.num_heads, config.head_dim, config.value_dim
+    if kind == "linear":
+        return 2 * (config.num_kv_heads + H) * D * V * sum(lengths)
+    window = config.window if kind in ("window", "sparse") else 0
+    stride = config.sparse_stride if kind == "sparse" else 0
+    scores = 2 * D if config.position == "relative" else D
+    return 2 * H * (scores + V) * attended_pairs(lengths, window=window, stride=stride)
+
+
+def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
+    """Model FLOPs of one forward and backward pass over documents of these lengths.
+
+    ``6 · matmul_parameters · Σ n + 3 · Σ_layers attention_flops``: forward costs 2 a weight and token, and backward
+    twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``.
+    """
+    linear = 2 * matmul_parameters(config) * sum(lengths)
+    layers = Counter(config.layer_kind(layer) for layer in range(config.num_layers))
+    attention = sum(count * attention_flops(config, kind, lengths) for kind, count in layers.items())
+    return 3 * (linear + attention)
+
+
+def tokens_per_second(num_tokens: int, seconds: float) -> float:
+    """``num_tokens / seconds`` of the whole world; 0.0 when no time has passed."""
+    return num_tokens / seconds if seconds > 0 else 0.0
+
+
+def model_tflops(flops: float, seconds: float, *, num_devices: int) -> float:
+    """Model TFLOP/s of one device: ``flops / seconds / num_devices / 1e12``, with the FLOPs of the whole world."""
+    return flops / seconds / num_devices / 1e12 if seconds > 0 else 0.0
+
+
+def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation, 0 to 1: ``flops / (seconds · peak_flops)``.
+
+    ``flops`` and ``peak_flops`` (FLOP/s) are both of the whole world, or both of one device. None where the peak is
+    not known (a CPU) or no time has passed: an invented peak would make the figure meaningless.
+    """
+    if not peak_flops or seconds <= 0:
+        return None
+    return flops / (seconds * peak_flops)
+
+
+def peak_device_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak FLOP/s of a device as ``torch.cuda.get_device_name`` calls it; None where we do not know it.
+
+    Only bfloat16 is known: float32 matmuls may or may not use TF32, which is not the device's to say.
+    """
+    if dtype != "bfloat16":
+        return None
+    for name, tflops in _PEAK_TFLOPS_BFLOAT16:
+        if name.lower() in device_name.lower():
+            return tflops * 1e12
+    return None

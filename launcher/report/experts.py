@@ -1,0 +1,224 @@
+"""The report's part about experts: what they were given over time, in pictures, a table and the names of dead ones.
+
+Axes: S steps, C columns of a heat map (neighbouring steps added up), L expert layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
+
+from launcher.metrics.expert_load import (
+    DEAD_AFTER_STEPS,
+    expert_name,
+    idle_share,
+    layer_numbers,
+    load_entropy,
+    max_over_mean,
+)
+from launcher.metrics.record import Record
+from launcher.report.figures import Series, finish, new_figure, styled, thin_curve, to_svg
+
+MAX_COLUMNS = 160
+"""Most columns of a heat map; longer runs add up the loads of neighbouring steps."""
+MAX_PANELS = 6
+"""Most layers that get a heat map or a curve of their own; the map over all layers and the table have every one."""
+
+_LAYER_COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98")
+_CURVES = (
+    ("expert_max_violation", "Max violation (busiest expert / mean − 1)"),
+    ("expert_mean_violation", "Mean violation (mean distance from the mean / mean)"),
+    ("router_entropy", "Entropy of a token's probabilities (nats)"),
+    ("router_logit_rms", "Size of router logits (root mean square)"),
+    ("expert_dropped_share", "Share of choices dropped by capacity"),
+)
+
+
+def routed_records(train: Sequence[Record]) -> list[Record]:
+    """The records of steps in which a layer with experts ran."""
+    return [record for record in train if record.get("expert_load")]
+
+
+def uneven_rows(routed: Sequence[Record]) -> list[int]:
+    """Rows of ``expert_load`` that are drawn one by one: all, or the ``MAX_PANELS`` least even over the whole run."""
+    totals_LE = _loads(routed).sum(axis=0)
+    worst = sorted(range(len(totals_LE)), key=lambda row: -_or_zero(max_over_mean(totals_LE[row].tolist())))
+    return sorted(worst[:MAX_PANELS])
+
+
+def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> list[str]:
+    """``name (steps a to b, c to d)`` of each expert that got no token for ``window`` or more logged steps in a row."""
+    layers, steps = layer_numbers(routed[-1]), [record["step"] for record in routed]
+    idle_SLE = _loads(routed) == 0
+    found = []
+    for row, expert in np.argwhere(idle_SLE.sum(axis=0) >= window):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], idle_SLE[:, row, expert].astype(int), [0]])))
+        spans = [(start, stop) for start, stop in edges.reshape(-1, 2) if stop - start >= window]
+        if spans:
+            said = ", ".join(f"{steps[start]:,} to {steps[stop - 1]:,}" for start, stop in spans)
+            found.append(f"{expert_name(layers[row], int(expert))} (steps {said})")
+    return found
+
+
+def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings, and a row for every layer: balance in the last tenth of the run, at its start, in its worst step."""
+    num_recent = max(1, len(routed) // 10)
+    loads_SLE, rows = _loads(routed), []
+    for row, layer in enumerate(layer_numbers(routed[-1])):
+        by_step = [max_over_mean(counts) for counts in loads_SLE[:, row].tolist()]
+        worst = max(range(len(by_step)), key=lambda step: _or_zero(by_step[step]))
+        recent, start = (
+            part[:, row].sum(axis=0).tolist() for part in (loads_SLE[-num_recent:], loads_SLE[:num_recent])
+        )
+        rows.append(
+            (
+                str(layer),
+                f"{max_over_mean(recent):.2f}",
+                f"{max_over_mean(start):.2f}",
+                f"{by_step[worst]:.2f} (step {routed[worst]['step']:,})",
+                f"{idle_share(recent):.0%}",
+                f"{load_entropy(recent) / math.log(len(recent)):.3f}" if len(recent) > 1 else "–",
+            )
+        )
+    span = f"{num_recent:,} step{'' if num_recent == 1 else 's'}"
+    return ("Layer", f"max/mean, last {span}", f"first {span}", "worst step", "idle experts", "entropy / ln E"), rows
+
+
+@styled
+def load_figure(routed: Sequence[Record]) -> str:
+    """Load over mean of each expert over the steps, one heat map a layer."""
+    steps, layers, loads_SLE = [record["step"] for record in routed], layer_numbers(routed[-1]), _loads(routed)
+    rows = uneven_rows(routed)
+    num_columns = min(2, len(rows))
+    num_rows = math.ceil(len(rows) / num_columns)
+    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])  # of many experts, too, each has a line of its own
+    figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + panel_height * num_rows)
+    image = None
+    for axes, row in zip(panels, rows, strict=False):
+        columns_EC = _log_loads(_columns(loads_SLE[:, row])).T
+        extent = (steps[0] - 0.5, steps[-1] + 0.5, columns_EC.shape[0] - 0.5, -0.5)
+        image = _heat_map(axes, columns_EC, extent)
+        axes.set_title(f"Layer {layers[row]}")
+        axes.set_ylabel("expert")
+        axes.yaxis.set_major_locator(_expert_ticks(loads_SLE.shape[2], most=5))
+        _step_ticks(axes, steps[0], steps[-1])
+    for axes in panels[len(rows) :]:
+        axes.set_visible(False)
+    for axes in panels[max(0, len(rows) - num_columns) : len(rows)]:
+        axes.set_xlabel("step")
+    assert image is not None
+    _colour_bar(figure, image, panels)
+    return to_svg(figure, "experts")
+
+
+@styled
+def map_figure(routed: Sequence[Record]) -> str:
+    """Load over mean of every expert of every layer, expert × layer: over the first and the last tenth of the run."""
+    num_recent = max(1, len(routed) // 10)
+    layers, loads_SLE = layer_numbers(routed[-1]), _loads(routed)
+    spans = [("Last", loads_SLE[-num_recent:], routed[-num_recent:])]
+    if len(routed) > num_recent:
+        spans.insert(0, ("First", loads_SLE[:num_recent], routed[:num_recent]))
+    num_layers, num_experts = loads_SLE.shape[1:]
+    figure, panels = new_figure(len(spans), height=1.3 + min(4.5, 0.22 * max(num_layers, 3)))
+    image = None
+    for axes, (name, part_SLE, records) in zip(panels, spans, strict=True):
+        extent = (-0.5, num_experts - 0.5, num_layers - 0.5, -0.5)
+        image = _heat_map(axes, _log_loads(part_SLE.sum(axis=0)), extent)
+        first, last = records[0]["step"], records[-1]["step"]
+        axes.set_title(f"{name} steps: {first:,} to {last:,}" if last > first else f"Step {first:,}")
+        axes.set_xlabel("expert")
+        axes.set_ylabel("layer")
+        axes.xaxis.set_major_locator(_expert_ticks(num_experts, most=12))
+        shown = range(0, num_layers, math.ceil(num_layers / 16))
+        axes.set_yticks(list(shown), [str(layers[row]) for row in shown])
+    assert image is not None
+    _colour_bar(figure, image, panels)
+    return to_svg(figure, "expert-map")
+
+
+@styled
+def balance_figure(routed: Sequence[Record]) -> str | None:
+    """Violation, entropy, size of logits, dropped share over the steps, a line a layer; None where none was logged."""
+    curves = [(key, title) for key, title in _CURVES if any(record.get(key) for record in routed)]
+    if not any(any(record.get("expert_dropped_share") or []) for record in routed):
+        curves = [(key, title) for key, title in curves if key != "expert_dropped_share"]
+    if not curves:
+        return None
+    layers, rows = layer_numbers(routed[-1]), uneven_rows(routed)
+    num_rows = math.ceil(len(curves) / 2)
+    figure, panels = new_figure(2, rows=num_rows, height=0.7 + 2.1 * num_rows)
+    for axes, (key, title) in zip(panels, curves, strict=False):
+        for row, colour in zip(rows, _LAYER_COLOURS, strict=False):
+            series = Series.of([{"step": r["step"], key: r[key][row] if r.get(key) else None} for r in routed], key)
+            thin_curve(axes, series, colour, f"layer {layers[row]}")
+        axes.set_title(title)
+        finish(axes, "step", "", None)
+        if key == "expert_dropped_share":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if axes.get_ylim()[0] > 0:
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    for axes in panels[len(curves) :]:
+        axes.set_visible(False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(rows))
+    return to_svg(figure, "balance")
+
+
+def _loads(routed: Sequence[Record]) -> np.ndarray:
+    return np.array([record["expert_load"] for record in routed], dtype=float)
+
+
+def _columns(loads_SE: np.ndarray) -> np.ndarray:
+    """At most ``MAX_COLUMNS`` sums over equal groups of steps, [C, E]."""
+    size = math.ceil(len(loads_SE) / MAX_COLUMNS)
+    padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
+    return np.concatenate([loads_SE, padding]).reshape(-1, size, loads_SE.shape[1]).sum(axis=1)
+
+
+def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
+    """log2 of load over the row's mean, within ±2; −3 marks an expert without a token, NaN a row without any."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs_XE = np.log2(loads_XE / loads_XE.mean(axis=1, keepdims=True))
+    return np.where(np.isneginf(logs_XE), -3.0, np.clip(logs_XE, -2.0, 2.0))
+
+
+def _heat_map(axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float]) -> AxesImage:
+    colours = matplotlib.colormaps["RdBu_r"].with_extremes(under="#111111", bad="#888888")
+    axes.grid(False)
+    return axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, vmin=-2, vmax=2, extent=extent)
+
+
+def _colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes]) -> None:
+    ticks = [-2, -1, 0, 1, 2]
+    bar = figure.colorbar(
+        image, ax=list(panels), ticks=ticks, pad=0.015, fraction=0.03, aspect=30, extend="min", extendfrac=0.06
+    )
+    bar.ax.set_yticklabels(["≤ ¼", "½", "1 even", "2", "≥ 4"])
+    bar.set_label("load / mean; black: none")
+    outline: Any = bar.outline
+    outline.set_visible(False)
+
+
+def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
+    """A tick each power of two: experts come in powers of two, and so do the ranks that share them out."""
+    return MultipleLocator(2 ** math.ceil(math.log2(max(1, num_experts / most))))
+
+
+def _step_ticks(axes: Axes, first: int, last: int) -> None:
+    if last - first < 6:
+        axes.set_xticks(range(first, last + 1))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value

@@ -1,0 +1,281 @@
+"""The report's pictures: each function takes numbers and returns one inline SVG that follows the page's colours.
+
+Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two colours
+that depend on a light or dark page are written as CSS.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from launcher.metrics.console import short_number
+
+INK, GRID = "#0a0b0c", "#0d0e0f"
+"""Stand-ins that ``to_svg`` turns into the page's own text and grid colours."""
+BLUE, PALE_BLUE, ORANGE, GREY, RED, GREEN = "#3b82c4", "#9cc3e6", "#e08a1e", "#8a8f98", "#d1495b", "#3a9d6e"
+
+MAX_POINTS = 1200
+"""Most points of one curve; longer runs draw the mean of equal groups of steps."""
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "longctx",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One quantity over the steps: NaN where it was not finite or not known."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> Series:
+        """``key`` of every record that has it."""
+        rows = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        values = np.array([value for _, value in rows], dtype=float)
+        values[~np.isfinite(values)] = np.nan
+        return cls(steps=np.array([step for step, _ in rows], dtype=float), values=values)
+
+    @property
+    def drawable(self) -> bool:
+        return bool(np.isfinite(self.values).any())
+
+    def thinned(self, limit: int = MAX_POINTS) -> Series:
+        """At most ``limit`` points: means of equal groups of steps, NaN only where a whole group is."""
+        size = math.ceil(len(self.steps) / limit)
+        if size <= 1:
+            return self
+        return Series(steps=_group_means(self.steps, size), values=_group_means(self.values, size))
+
+    def smoothed(self) -> Series:
+        """Centred running mean over about a thirtieth of the run, narrower at both ends; skips what is not finite."""
+        half = max(2, len(self.values) // 60)
+        known = np.isfinite(self.values)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(known)])
+        index = np.arange(len(self.values))
+        reach = np.minimum(half, np.minimum(index, len(index) - 1 - index))
+        start, stop = index - reach, index + reach + 1
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return Series(steps=self.steps, values=(sums[stop] - sums[start]) / (counts[stop] - counts[start]))
+
+
+def _group_means(values: np.ndarray, size: int) -> np.ndarray:
+    padded = np.concatenate([values, np.full(-len(values) % size, np.nan)]).reshape(-1, size)
+    counts = np.isfinite(padded).sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.nansum(padded, axis=1) / counts
+
+
+styled = matplotlib.rc_context(_STYLE)
+"""Decorator of every picture: matplotlib reads its defaults while it draws, not only when a figure is made."""
+
+
+# One picture each.
+
+
+@styled
+def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Sequence[int]) -> str:
+    """Training loss raw and smoothed, validation points, the unigram entropy as a dashed line."""
+    figure, (axes,) = new_figure(1, height=3.7)
+    loss = Series.of(train, "loss")
+    if loss.drawable:
+        thin = loss.thinned()
+        axes.plot(thin.steps, thin.values, _dots(thin), color=BLUE, alpha=0.45, linewidth=0.8, label="train")
+        smooth = loss.smoothed().thinned()
+        axes.plot(smooth.steps, smooth.values, color=BLUE, label="train, smoothed")
+    checked = Series.of(validations, "loss")
+    if checked.drawable:
+        axes.plot(checked.steps, checked.values, "o-", color=ORANGE, markersize=4, linewidth=1, label="validation")
+    entropy = Series.of(validations, "unigram_entropy")
+    if entropy.drawable:
+        level = entropy.values[np.isfinite(entropy.values)][-1]
+        axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
+    broken = loss.steps[~np.isfinite(loss.values)]
+    _mark_steps(axes, broken[:50], color=RED, linestyle="-", label="not finite")
+    _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
+    finish(axes, "step", "loss (nats a token)", loss)
+    axes.legend(ncols=3, loc="upper right")
+    return to_svg(figure, "loss")
+
+
+@styled
+def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) -> str:
+    """Loss by position in the document, on a log axis: the last validation, and the first one (None: only one)."""
+    figure, (axes,) = new_figure(1, height=3.2)
+    if first is not None:
+        spots, losses = _position_points(first)
+        label = f"first validation, step {first['step']:,}"
+        axes.plot(spots, losses, "o-", color=PALE_BLUE, markersize=3.5, linewidth=1.2, label=label)
+    spots, losses = _position_points(last)
+    axes.plot(spots, losses, "o-", color=ORANGE, markersize=4.5, label=f"last validation, step {last['step']:,}")
+    if last.get("unigram_entropy") is not None:
+        axes.axhline(last["unigram_entropy"], color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary_number(value)))
+    axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
+    axes.set_ylabel("loss (nats a token)")
+    axes.legend(loc="best")
+    return to_svg(figure, "position")
+
+
+def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Middle of each bin on a log axis, positions counted from 1, and its loss; bins without targets are left out."""
+    bins = [spot for spot in validation["loss_by_position"] if spot.get("num_targets", 1) and spot["loss"] is not None]
+    return [math.sqrt((spot["start"] + 1) * spot["stop"]) for spot in bins], [spot["loss"] for spot in bins]
+
+
+@styled
+def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
+    """Tokens a second with its median, and where the time of a step goes."""
+    figure, (left, right) = new_figure(2, height=2.9)
+    speed = Series.of(train, "tokens_per_second")
+    thin_curve(left, speed, BLUE, None)
+    if speed.drawable:
+        median = float(np.nanmedian(speed.values))
+        left.axhline(
+            median, color=GREY, linestyle="--", linewidth=1.2, zorder=3, label=f"median {short_number(median)}"
+        )
+        left.legend(loc="lower right")
+    left.set_title("Tokens a second, whole world")
+    finish(left, "step", "tokens/s", None)
+    left.set_ylim(bottom=0)
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    seconds = Series.of(train, "step_seconds")
+    thin_curve(right, seconds, BLUE, "step")
+    thin_curve(right, Series.of(train, "data_wait_seconds"), ORANGE, "of it waiting for data")
+    right.set_title("Seconds a step")
+    finish(right, "step", "seconds", None)
+    _log_if_spiky(right, seconds)
+    if right.get_yscale() == "linear":
+        right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])  # room for the legend above the curves
+    right.legend(loc="upper right")
+    for axes in (left, right):
+        _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
+    return to_svg(figure, "speed")
+
+
+@styled
+def optimizer_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
+    """Learning rate and gradient norm (on a log axis when it has spikes)."""
+    figure, (left, right) = new_figure(2, height=2.9)
+    thin_curve(left, Series.of(train, "lr"), GREEN, None)
+    left.set_title("Learning rate")
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    finish(left, "step", "", None)
+    left.set_ylim(bottom=0)
+    norm = Series.of(train, "grad_norm")
+    thin_curve(right, norm, BLUE, None)
+    right.set_title("Gradient norm before clipping")
+    finish(right, "step", "", norm)
+    for axes in (left, right):
+        _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
+    return to_svg(figure, "optimizer")
+
+
+# What the pictures share.
+
+
+def new_figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list[Axes]]:
+    """An empty figure ten inches wide and its panels, row by row."""
+    figure = Figure(figsize=(10, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    figure.patch.set_alpha(0.0)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    panels = [axes for row in grid for axes in row]
+    for axes in panels:
+        axes.patch.set_alpha(0.0)
+    return figure, panels
+
+
+def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> None:
+    if series.drawable:
+        thin = series.thinned()
+        axes.plot(thin.steps, thin.values, _dots(thin), color=colour, linewidth=1.1, label=label)
+
+
+def _dots(series: Series) -> str:
+    """A plain line, with a dot a point while there are too few to see one."""
+    return "-" if len(series.steps) > 12 else ".-"
+
+
+def _binary_number(value: float) -> str:
+    """Whole positions as people name context lengths: 512, 4K, 1M (K = 1024)."""
+    for size, unit in ((2**20, "M"), (2**10, "K")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}" if value >= 1 else ""
+
+
+def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.margins(x=0.015)
+    low, high = axes.get_xlim()
+    if high - low < 2:
+        axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    if scale_by is not None:
+        _log_if_spiky(axes, scale_by)
+
+
+def _log_if_spiky(axes: Axes, series: Series) -> None:
+    """A log axis where one spike would flatten the rest of a linear one."""
+    known = series.values[np.isfinite(series.values)]
+    if len(known) and known.min() > 0 and known.max() > 20 * np.median(known):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _mark_steps(axes: Axes, steps: Sequence[float] | np.ndarray, *, color: str, linestyle: str, label: Any) -> None:
+    for index, step in enumerate(steps):
+        axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=None if index else label)
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an ``<svg>`` element that fills its container; ids carry ``name`` so that pictures never clash."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")

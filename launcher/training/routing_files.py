@@ -1,0 +1,216 @@
+"""Routing files: each step's choice of experts, written by one run and followed by another.
+
+A run that records (``train.record_routing``) writes ``step_NNNNNN.safetensors`` after every step: for each layer with
+experts the ids that every token chose, tokens in the order of the loader's rows and not in that of any rank. So a run
+with other degrees, another layout or accumulation, or in another precision, can make the same choices
+(``train.replay_routing``); what is left between the two is rounding.
+
+Axes: L expert layers, T tokens of the step (padding included), N those of this rank, k experts a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from launcher.training.expert_record import expert_layers
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError, DataError
+from longctx.model.experts.replay import RoutingReplay
+from parallel.runtime.process import on_every_rank
+
+FORMAT, VERSION = "longctx-routing", 1
+_METADATA = "longctx"
+
+Order = dict[str, Any]
+"""The loader's state before the step: which rows it reads. The same for every number of ranks."""
+
+
+class RoutingFiles:
+    """What a run records and replays; neither, unless it is told to."""
+
+    def __init__(self, record: str, replay: str, model: ModelConfig, tokens_per_step: int) -> None:
+        """``record`` and ``replay`` are folders, or "no"."""
+        self._record = None if record == "no" else Path(record)
+        self._replay = None if replay == "no" else Path(replay)
+        self._layers, self._tokens = expert_layers(model), tokens_per_step
+        self._dtype = smallest_dtype(model.num_experts)
+        self._model = {
+            "expert_layers": self._layers,
+            "num_experts": model.num_experts,
+            "experts_per_token": model.experts_per_token,
+        }
+        self._replays: list[RoutingReplay] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do in a step."""
+        return self._record is not None or self._replay is not None
+
+    def prepare(self, steps: range, *, resumes: bool) -> None:
+        """Make the folder to record to, and look that every step to replay is there. By every rank.
+
+        ConfigError when another run's files lie in the first, DataError when a step is missing in the second.
+        """
+        if self._record is not None:
+            _make_folder(self._record, resumes=resumes)
+        if self._replay is not None and (missing := [s for s in steps if not _path(self._replay, s).is_file()]):
+            there = sorted(path.name for path in self._replay.glob("step_*.safetensors"))
+            what = f"it holds {there[0]} to {there[-1]}" if there else "it holds no routing files"
+            raise DataError(
+                f"train.replay_routing={str(self._replay)!r} lacks step {missing[0]} of the steps {steps[0]} to "
+                f"{steps[-1]} that this run takes; {what}.\n"
+                "Record as many steps (train.record_routing), or end earlier (train.stop_after)."
+            )
+
+    def begin(self, step: int, order: Order, places: Sequence[Tensor]) -> None:
+        """Make ready for a step whose micro-batches' tokens stand at ``places`` [N] among all of the step's.
+
+        Collective when replaying: DataError on every rank where a file is damaged, or was recorded with another model
+        or over other rows.
+        """
+        self._step, self._order, self._places = step, order, list(places)
+        if self._replay is not None:
+            ids_LTk = on_every_rank(lambda: self._read(step, order))
+            self._replays = [RoutingReplay([ids[own] for ids in ids_LTk]) for own in places]
+        elif self._record is not None:
+            self._replays = [RoutingReplay() for _ in places]
+
+    def replay(self, micro_batch: int) -> RoutingReplay | None:
+        """What a micro-batch's forward pass is to record or follow."""
+        return self._replays[micro_batch] if self._replays else None
+
+    def end(self) -> None:
+        """Write the step's file, if this run records. Collective."""
+        if self._record is None:
+            return
+        own = [replay.experts_LNk.to("cpu", self._dtype) for replay in self._replays]
+        ids_LTk = gather_tokens(torch.cat(own, dim=1), torch.cat(self._places), self._tokens)
+        path, facts = _path(self._record, self._step), self._facts(self._step, self._order)
+        on_every_rank(lambda: None if ids_LTk is None else _write(path, self._names(), ids_LTk, facts))
+
+    def _names(self) -> list[str]:
+        return [f"model.layers.{layer}.mlp.chosen_experts" for layer in self._layers]
+
+    def _facts(self, step: int, order: Order) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "tokens": self._tokens,
+            "model": self._model,
+            "data": order,
+        }
+
+    def _read(self, step: int, order: Order) -> list[Tensor]:
+        """The step's ids by layer [T, k], as stored."""
+        assert self._replay is not None
+        path = _path(self._replay, step)
+        try:
+            with safe_open(path, framework="pt") as file:
+                _check_facts(path, (file.metadata() or {}).get(_METADATA), self._facts(step, order))
+                ids = [file.get_tensor(name) for name in self._names()]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read: {error}.\nRecord the routing again.") from error
+        shape = (self._tokens, self._model["experts_per_token"])
+        for name, found in zip(self._names(), ids, strict=True):
+            low, high = (int(x) for x in found.aminmax())
+            if found.shape != shape or low < -1 or high >= self._model["num_experts"]:
+                raise DataError(
+                    f"{path} is damaged: {name} has shape {tuple(found.shape)} and ids from {low} to {high}; it needs "
+                    f"{shape} and ids from -1 to {self._model['num_experts'] - 1}."
+                )
+        return ids
+
+
+def smallest_dtype(num_experts: int) -> torch.dtype:
+    """The integers that hold every id, and −1 for nowhere."""
+    return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(t).max)
+
+
+def gather_tokens(ids_LNk: Tensor, places_N: Tensor, num_tokens: int) -> Tensor | None:
+    """Every rank's ids at their tokens' places, [L, T, k] on rank 0, None elsewhere. Collective.
+
+    Ranks hold equally many tokens, and together each of the ``num_tokens`` once.
+    """
+    parts_LNk, parts_N = _gather(ids_LNk), _gather(places_N)
+    if parts_LNk is None or parts_N is None:
+        return None
+    places_T = torch.cat(parts_N)
+    assert torch.equal(places_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
+    out_LTk = torch.empty(len(ids_LNk), num_tokens, ids_LNk.shape[2], dtype=ids_LNk.dtype)
+    out_LTk[:, places_T] = torch.cat(parts_LNk, dim=1)
+    return out_LTk
+
+
+def _gather(own: Tensor) -> list[Tensor] | None:
+    """Every rank's tensor, of one shape, on rank 0."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    own_bytes = own.contiguous().view(torch.uint8)  # gloo has no 16-bit integers
+    leads = dist.get_rank() == 0
+    parts = [torch.empty_like(own_bytes) for _ in range(dist.get_world_size())] if leads else None
+    dist.gather(own_bytes, parts, dst=0)
+    return None if parts is None else [part.view(own.dtype) for part in parts]
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.safetensors"
+
+
+def _make_folder(folder: Path, *, resumes: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = not resumes and next(folder.glob("step_*.safetensors"), None) is not None
+    except OSError as error:
+        raise ConfigError(f"train.record_routing={str(folder)!r} cannot be written: {error}.") from error
+    if taken:
+        raise ConfigError(
+            f"train.record_routing={str(folder)!r} already holds the routing of a run.\n"
+            "Choose another folder, or follow it: --train.replay_routing."
+        )
+
+
+def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, facts: dict[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
+        save_file(tensors, temporary, metadata={_METADATA: json.dumps(facts)})
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} could not be written: {error}.\nFree some space, or set record_routing=no.") from error
+
+
+def _check_facts(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
+    """DataError unless the file is of this step of a run like this one."""
+    try:
+        found = json.loads(stored or "")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+        raise DataError(f"{path} is no routing file of this release: train.record_routing writes them.")
+    if found.get("step") != wanted["step"]:
+        raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
+    for what, key, mend in (
+        ("with another model", "model", "Replay with the experts and layers that recorded it."),
+        ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),
+    ):
+        theirs, ours = found.get(key) or {}, wanted[key]
+        if theirs != ours:
+            differing = [f"{k}: file {theirs.get(k)!r}, run {v!r}" for k, v in ours.items() if theirs.get(k) != v]
+            raise DataError(f"{path} was recorded {what}:\n  " + "\n  ".join(differing) + f"\n{mend}")
+    if found.get("tokens") != wanted["tokens"]:
+        raise DataError(
+            f"{path} has {found.get('tokens')} tokens, this run's steps have train.tokens_per_step={wanted['tokens']}."
+        )

@@ -1,0 +1,84 @@
+"""What a step's micro-batches and ranks add up to, and what the record of the step says of its experts.
+
+Axes: L expert layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.errors import TrainingError
+from longctx.objectives.loss_sum import LossSum
+from parallel.loss import sum_over_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sums over every rank and micro-batch of a step: the same on every rank, known before the update."""
+
+    nll: float
+    """Negative log-likelihood of the targets."""
+    balance: float
+    """Load-balance loss before its weight, summed over tokens and layers."""
+    router_z: float
+    """Squared log-sum-exp of the router's logits, summed over tokens and layers."""
+    counts_LE: Tensor
+    """Tokens that chose the expert, by layer, int64; [0, 0] in a dense model."""
+    facts_L4: Tensor
+    """What the routers tell of themselves by layer, float64: ``RouterStats.facts_4``."""
+    flops: float
+    """Model FLOPs."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether every part of the loss is."""
+        return all(math.isfinite(part) for part in (self.nll, self.balance, self.router_z))
+
+    def check_router_logits(self, layers: Sequence[int], step: int) -> None:
+        """TrainingError naming step and layers when a router's logits were not finite; the same on every rank."""
+        wrong = [(layer, int(facts[3])) for layer, facts in zip(layers, self.facts_L4, strict=True) if facts[3]]
+        if wrong:
+            said = ", ".join(f"model.layers.{layer} ({count:,} tokens)" for layer, count in wrong[:8])
+            more = f" and {len(wrong) - 8} more layers" if len(wrong) > 8 else ""
+            raise TrainingError(
+                f"router logits are not finite in step {step}: {said}{more}.\n"
+                "The step was not taken: weights and checkpoints are those of the step before. Go on from the newest "
+                "checkpoint (--run.resume latest) with a lower train.lr, a lower train.clip_norm or a "
+                "model.router_z_loss_weight (1e-3), which keeps logits small."
+            )
+
+
+class StepSums:
+    """This rank's sums over the micro-batches of a step; they stay on its device until ``over_ranks``."""
+
+    def __init__(self) -> None:
+        self._sums: tuple[Tensor, ...] | None = None
+
+    def add(self, loss: LossSum) -> None:
+        """Add a micro-batch."""
+        scalars = torch.stack([x.detach().double() for x in (loss.nll_sum, loss.balance_sum, loss.z_sum)])
+        own = (scalars, loss.counts_LE, loss.facts_L4)
+        self._sums = own if self._sums is None else tuple(a + b for a, b in zip(self._sums, own, strict=True))
+
+    def over_ranks(self, flops: float) -> StepTotals:
+        """The sums over all ranks; ``flops`` are this rank's. Collective: one for everything that a step reports."""
+        assert self._sums is not None
+        scalars, counts_LE, facts_L4 = self._sums
+        # float64 holds whole numbers up to 2^53: counts stay exact
+        flat = torch.cat([scalars, counts_LE.flatten().double(), facts_L4.flatten().double()]).cpu()
+        flat = sum_over_ranks(torch.cat([flat, flat.new_tensor([flops])]))
+        parts = flat.split([3, counts_LE.numel(), facts_L4.numel(), 1])
+        nll, balance, router_z = parts[0].tolist()
+        return StepTotals(
+            nll=nll,
+            balance=balance,
+            router_z=router_z,
+            counts_LE=parts[1].long().view(counts_LE.shape),
+            facts_L4=parts[2].view(facts_L4.shape),
+            flops=float(parts[3]),
+        )

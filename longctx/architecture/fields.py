@@ -1,0 +1,264 @@
+"""``ModelFields``: the fields that define a decoder, the role of each, and what follows from them. Pure, no torch.
+
+Rules, sizes and Hugging Face families speak of ``ModelFields``; ``longctx.config.ModelConfig`` is the same with its
+rules checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from longctx.architecture.rope import Rope
+
+Role = Literal["function", "experts", "training", "length"]
+"""What a field decides.
+
+``function``: which function the weights are. ``experts``: the same, read only by models that have experts.
+``training``: how weights start and how they are trained; the trained model is the same function without it.
+``length``: how long the model's documents may be.
+"""
+
+
+def _training(default: Any) -> Any:
+    """A field of the role ``training``."""
+    return field(default=default, metadata={"role": "training"})
+
+
+def _experts(default: Any) -> Any:
+    """A field of the role ``experts``."""
+    return field(default=default, metadata={"role": "experts"})
+
+
+def _length(default: Any) -> Any:
+    """A field of the role ``length``."""
+    return field(default=default, metadata={"role": "length"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Width, depth and vocabulary."""
+
+    vocab_size: int = 4096
+    """Entries of the embedding table; at least the tokenizer's size."""
+    hidden_size: int = 128
+    """Model width M."""
+    num_layers: int = 4
+    """Decoder blocks."""
+    num_heads: int = 2
+    """Query heads H."""
+    num_kv_heads: int = 1
+    """Key/value heads K; divides num_heads (K = H is multi-head, K = 1 multi-query attention)."""
+    head_dim: int = 64
+    """Width D of one query and key head; with latent attention its rotated channels included."""
+    max_positions: int = _length(4096)
+    """Longest document piece the model is meant for, in tokens; the size of a learned position table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields:
+    """The attention of every layer: projections, scores, which keys a query sees, latents."""
+
+    qkv_bias: bool = True
+    """Whether the query, key and value projections have a bias (with latent attention: those into latents)."""
+    o_bias: bool = False
+    """Whether attention's output projection has one."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys before their positions: none, of each head (Qwen3), or of all heads together in
+    full (OLMoE)."""
+    attention_scale: float = 0.0
+    """Factor of the dot products; 0 is head_dim^-½."""
+    attention_softcap: float = 0.0
+    """Bound on attention scores, cap · tanh(score / cap) (Gemma 2)."""
+    sinks: bool = False
+    """Whether each query head has a learned logit that takes a share of attention and gives nothing (GPT-OSS)."""
+    layers: tuple[str, ...] = ("full",)
+    """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
+    token before it), linear (elu + 1 features, no softmax)."""
+    window: int = 0
+    """Tokens that a query of a window or sparse layer sees, itself included."""
+    sparse_stride: int = 0
+    """Distance of the tokens that a sparse layer sees beyond its window."""
+    q_lora_rank: int = 0
+    """Latent width of queries; 0 projects them at once (latent attention only)."""
+    kv_lora_rank: int = 0
+    """Latent width of keys and values: multi-head latent attention (DeepSeek-V2); 0 is grouped-query attention."""
+    rope_head_dim: int = 0
+    """Of head_dim, the channels that turn, in latent attention; their keys are shared by all heads."""
+    value_head_dim: int = 0
+    """Width of one value head in latent attention; 0 is head_dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionFields:
+    """How tokens know where they stand."""
+
+    position: str = "rope"
+    """What tells tokens where they stand: rope, learned, sinusoidal, alibi, t5 (bias of distance buckets), relative
+    (Transformer-XL), none."""
+    rope: Rope = field(default_factory=Rope)
+    """Rotary positions, and how they are stretched to longer sequences."""
+    rope_layers: tuple[bool, ...] = (True,)
+    """Which layers turn their heads, repeated over the depth; false ones know no positions (NoPE)."""
+    local_rope_theta: float = 0.0
+    """Rotary base of window layers, which are not stretched then (Gemma 3); 0 treats them like all others."""
+    relative_buckets: int = 32
+    """t5: distances that are told apart."""
+    relative_max_distance: int = 128
+    """t5: distance from which on all are one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFields:
+    """Norms and the dense FFN."""
+
+    norm: str = "rmsnorm"
+    """rmsnorm or layernorm."""
+    norm_order: str = "pre"
+    """Norm before each part (pre), after each sum (post), or before and after each part (sandwich, Gemma 2)."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight (Gemma)."""
+    norm_eps: float = 1e-6
+    """Epsilon inside every norm."""
+    activation: str = "swiglu"
+    """Of the FFN: swiglu, geglu, geglu_tanh, swiglu_oai (GPT-OSS), all gated; gelu, gelu_tanh, relu, relu2, not."""
+    ffn_size: int = 384
+    """Width F of the dense FFN."""
+    ffn_bias: bool = False
+    """Whether the dense FFN's projections have a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFields:
+    """Layers with a mixture of experts: what the router and the experts compute."""
+
+    num_experts: int = 0
+    """Routed experts E a layer; 0 makes every FFN dense."""
+    experts_per_token: int = _experts(2)
+    """Routed experts that each token visits (top-k)."""
+    expert_ffn_size: int = _experts(128)
+    """Width F of one routed expert."""
+    expert_bias: bool = _experts(False)
+    """Whether experts' projections have a bias (GPT-OSS)."""
+    shared_ffn_size: int = _experts(0)
+    """Width of the shared expert that every token visits; 0 for none."""
+    shared_gate: bool = _experts(True)
+    """Whether a sigmoid gate of the token scales the shared expert (Qwen2-MoE)."""
+    dense_layers: tuple[int, ...] = _experts(())
+    """Layers that have the dense FFN all the same."""
+    score_function: str = _experts("softmax")
+    """From router logits to scores: softmax over all experts, or a sigmoid of each (DeepSeek-V3)."""
+    router_bias: bool = _experts(False)
+    """Whether the router's logits have a learned bias (GPT-OSS)."""
+    selection_bias: bool = _experts(False)
+    """Whether a bias without gradient is added to scores where experts are chosen, not where they are weighed
+    (DeepSeek-V3)."""
+    expert_groups: int = _experts(1)
+    """Groups of experts of which a token visits groups_per_token (DeepSeek). A group's score is its best expert's, or
+    with a selection bias the sum of its best two."""
+    groups_per_token: int = _experts(1)
+    """Groups that a token may visit."""
+    normalize_gates: bool = _experts(True)
+    """Whether the chosen experts' gates are rescaled to sum to one."""
+    routed_scale: float = _experts(1.0)
+    """Factor of the gates, after they are rescaled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterTrainingFields:
+    """How routers are trained; an evaluation reads none of it."""
+
+    balance_loss_weight: float = _training(0.001)
+    """Weight of the load-balancing loss."""
+    balance_scope: str = _training("sequence")
+    """Over what experts shall be loaded alike: sequence (each packed document by itself), micro_batch (of one data
+    rank), or global_batch (the step; its load is the step before's)."""
+    router_z_loss_weight: float = _training(0.0)
+    """Weight of the squared log-sum-exp of the router's logits, a mean over tokens, summed over layers (ST-MoE:
+    1e-3)."""
+    selection_bias_rate: float = _training(0.0)
+    """How far an expert's selection bias moves after each step, up when it got fewer tokens than the mean, down when
+    more (DeepSeek-V3: 1e-3); 0 leaves it."""
+    router_jitter: float = _training(0.0)
+    """In training, what the router reads is multiplied by random factors of 1 ± this (Switch: 1e-2)."""
+    capacity_factor: float = _training(0.0)
+    """In training, most tokens of a row that one expert takes, over the mean load of the row's experts; the later
+    tokens beyond it pass by. 0 is dropless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamFields:
+    """The residual stream, the embeddings at its ends, and how weights start."""
+
+    tie_embeddings: bool = True
+    """Whether the output head is the embedding table."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings (Gemma: the root of hidden_size)."""
+    residual_scale: float = 1.0
+    """Factor of what each part adds to the residual stream (muP in depth)."""
+    logit_scale: float = 1.0
+    """Factor of the logits (muP: base width over width)."""
+    logit_softcap: float = 0.0
+    """Bound on the logits, cap · tanh(logit / cap) (Gemma 2)."""
+    residual_dropout: float = _training(0.0)
+    """Probability that a value of the embeddings, or of what a part adds, is dropped in training."""
+    init_std: float = _training(0.02)
+    """Standard deviation of initial weights."""
+
+
+# A dataclass collects the fields of its bases from the last to the first, so the fields stand in the order above.
+@dataclass(frozen=True, kw_only=True)
+class ModelFields(
+    StreamFields, RouterTrainingFields, ExpertFields, BlockFields, PositionFields, AttentionFields, Sizes
+):
+    """Every field of a decoder, and what follows from several of them. Nothing is checked here.
+
+    Where a number may be left out, 0 means that there is none (or the usual one). The defaults are a small Qwen2:
+    RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
+    """
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one value head."""
+        return self.value_head_dim or self.head_dim
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come from a latent (multi-head latent attention)."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that turn with positions."""
+        if self.is_latent:
+            return self.rope_head_dim
+        return int(self.head_dim * self.rope.partial) if self.position == "rope" else 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the dot products of queries and keys."""
+        stretched = self.rope.score_scale() if self.position == "rope" else 1.0
+        return (self.attention_scale or self.head_dim**-0.5) * stretched
+
+    def layer_kind(self, layer: int) -> str:
+        """What attention in this layer is."""
+        return self.layers[layer % len(self.layers)]
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether this layer has rotary positions."""
+        return self.position == "rope" and self.rope_layers[layer % len(self.rope_layers)]
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary positions of this layer."""
+        if self.local_rope_theta and self.layer_kind(layer) == "window":
+            return Rope(theta=self.local_rope_theta, partial=self.rope.partial, interleaved=self.rope.interleaved)
+        return self.rope
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's FFN is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+
+def names_of_role(role: Role) -> frozenset[str]:
+    """The fields of that role."""
+    return frozenset(f.name for f in fields(ModelFields) if f.metadata.get("role", "function") == role)

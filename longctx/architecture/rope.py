@@ -1,0 +1,214 @@
+"""Rotary position frequencies, as they were trained and as they are stretched. Imports no tensor library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from longctx.architecture.types import check_types
+from longctx.errors import ConfigError
+
+ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
+
+_READ_BY = {
+    "factor": ROPE_KINDS[1:],
+    "attention_factor": ("yarn", "longrope"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), ("yarn",)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    **dict.fromkeys(("short_factor", "long_factor"), ("longrope",)),
+}
+"""The kinds that a field changes; on any other it would be an option without effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions (arXiv 2104.09864): channel pair c of a token at position p turns by p · frequency(c).
+
+    All kinds but ``default`` stretch a model trained on ``original_max_positions`` tokens. 0 stands for "not given".
+    """
+
+    theta: float = 10_000.0
+    """Base of the frequencies theta^(-2c / rotary size)."""
+    kind: str = "default"
+    """default; linear (position interpolation, arXiv 2306.15595); ntk (theta grows once for all lengths) and dynamic
+    (theta grows with the sequence); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753); llama3 (Llama 3.1)."""
+    factor: float = 1.0
+    """How many times longer sequences become."""
+    original_max_positions: int = 0
+    """Length the frequencies were trained for; dynamic, yarn, longrope and llama3 need it."""
+    partial: float = 1.0
+    """Share of a head's channels that turns; the rest does not know positions."""
+    interleaved: bool = False
+    """Whether channels 2c and 2c + 1 turn together (DeepSeek), and not c and c + half (Llama)."""
+    attention_factor: float = 0.0
+    """Factor on cosines and sines of yarn and longrope; 0 takes the kind's own rule."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this in the original length keep their frequency."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often than this are divided by factor."""
+    mscale: float = 0.0
+    """yarn: weight of log(factor) in the attention factor (DeepSeek)."""
+    mscale_all_dim: float = 0.0
+    """yarn: the same for the part that scales whole scores and not only rotated channels (DeepSeek)."""
+    truncate: bool = True
+    """yarn: whether the bounds between kept and divided pairs are whole pairs."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions over this are divided by factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions over this stay."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: divisor of each pair's frequency up to the original length."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: the same beyond it."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "model.rope")
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(f"model.rope.kind={self.kind!r} is unknown. Try one of {list(ROPE_KINDS)}.")
+        self._check_numbers()
+        for name, kinds in _READ_BY.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != _DEFAULTS[name]:
+                raise ConfigError(
+                    f"model.rope.{name}={value} has no effect with model.rope.kind={self.kind!r}. Set the kind to one "
+                    f"of {list(kinds)}, or leave {name} out."
+                )
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_max_positions < 2:
+            raise ConfigError(
+                f"model.rope.kind={self.kind!r} with model.rope.original_max_positions={self.original_max_positions}: "
+                "it needs the length that the model was trained for, such as 4096."
+            )
+        if self.kind == "yarn":
+            self._check_yarn()
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope.high_freq_factor={self.high_freq_factor} must be above "
+                f"model.rope.low_freq_factor={self.low_freq_factor}; Llama 3.1 has 4 and 1."
+            )
+
+    def _check_numbers(self) -> None:
+        if not 1 < self.theta < math.inf:
+            raise ConfigError(f"model.rope.theta={self.theta} must be a number above 1, such as 10000.")
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1: it says how much longer.")
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must be a positive number.")
+        if not 0 < self.partial <= 1:
+            raise ConfigError(f"model.rope.partial={self.partial} must lie above 0 and at most at 1.")
+        for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must not be negative; 0 means not given.")
+
+    def _check_yarn(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ConfigError(
+                f"model.rope.beta_fast={self.beta_fast} must not be below model.rope.beta_slow={self.beta_slow}: pairs "
+                "between the two are partly divided. The paper has 32 and 1."
+            )
+        if self.original_max_positions < 2 * math.pi * self.beta_slow:
+            raise ConfigError(
+                f"model.rope.original_max_positions={self.original_max_positions} is too short for "
+                f"model.rope.beta_slow={self.beta_slow}: not even the fastest pair turns so often. "
+                f"Try original_max_positions={math.ceil(2 * math.pi * self.beta_slow)} or more."
+            )
+        if self.mscale not in (0, 1) and not self.mscale_all_dim:
+            raise ConfigError(
+                f"model.rope.mscale={self.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
+                "or give model.rope.attention_factor itself."
+            )
+
+    def check_size(self, rotary_size: int) -> None:
+        """ConfigError unless heads can turn ``rotary_size`` channels by this rope."""
+        if rotary_size < 2 or rotary_size % 2:
+            raise ConfigError(
+                f"model.rope turns {rotary_size} channels of each head; it must be an even number of at least 2. "
+                "Change model.head_dim or model.rope.partial, in latent attention model.rope_head_dim."
+            )
+        for name in ("short_factor", "long_factor"):
+            given = getattr(self, name)
+            if self.kind == "longrope" and (len(given) != rotary_size // 2 or any(not 0 < f < math.inf for f in given)):
+                raise ConfigError(
+                    f"model.rope.{name} has {len(given)} values; longrope needs {rotary_size // 2} positive ones, "
+                    "one a channel pair."
+                )
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies change with the length of the sequence."""
+        return self.kind in ("dynamic", "longrope")
+
+    def frequencies(self, rotary_size: int, length: int = 0) -> list[float]:
+        """Radians a token of each of the ``rotary_size / 2`` channel pairs.
+
+        ``length`` is that of the longest whole document, on whatever ranks it lies; only dynamic and longrope read it.
+        """
+        base = [self._theta(rotary_size, length) ** (-2 * c / rotary_size) for c in range(rotary_size // 2)]
+        if self.kind == "linear":
+            return [f / self.factor for f in base]
+        if self.kind == "yarn":
+            return self._yarn(base, rotary_size)
+        if self.kind == "longrope":
+            divisors = self.long_factor if length > self.original_max_positions else self.short_factor
+            return [f / divisor for f, divisor in zip(base, divisors, strict=True)]
+        if self.kind == "llama3":
+            return [self._llama3(f) for f in base]
+        return base
+
+    def scale(self) -> float:
+        """Factor on cosines and sines; squared, it is a factor on the rotated channels' part of every score."""
+        if self.attention_factor:
+            return self.attention_factor
+        if self.kind == "yarn":
+            if self.mscale and self.mscale_all_dim:
+                return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+            return _mscale(self.factor, 1.0)
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
+        return 1.0
+
+    def score_scale(self) -> float:
+        """Factor on whole scores: DeepSeek's ``mscale_all_dim``, squared; 1 elsewhere."""
+        if self.kind != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return _mscale(self.factor, self.mscale_all_dim) ** 2
+
+    def _theta(self, rotary_size: int, length: int) -> float:
+        """The base, grown so that the slowest pair turns ``factor`` times slower (NTK-aware scaling)."""
+        if self.kind == "ntk":
+            growth = self.factor
+        elif self.kind == "dynamic":
+            growth = self.factor * max(length / self.original_max_positions, 1) - (self.factor - 1)
+        else:
+            return self.theta
+        return self.theta * growth ** (rotary_size / (rotary_size - 2)) if rotary_size > 2 else self.theta
+
+    def _yarn(self, base: list[float], rotary_size: int) -> list[float]:
+        def pair_of(rotations: float) -> float:
+            """The (fractional) pair that turns so many times in the original length."""
+            wavelength = self.original_max_positions / (rotations * 2 * math.pi)
+            return rotary_size * math.log(wavelength) / (2 * math.log(self.theta))
+
+        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_size - 1)
+        width = high - low or 0.001
+        divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
+        return [f * (1 - share) + f / self.factor * share for f, share in zip(base, divided, strict=True)]
+
+    def _llama3(self, frequency: float) -> float:
+        turns = self.original_max_positions * frequency / (2 * math.pi)
+        if turns < self.low_freq_factor:
+            return frequency / self.factor
+        if turns > self.high_freq_factor:
+            return frequency
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Rope)}
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

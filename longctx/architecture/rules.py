@@ -1,0 +1,243 @@
+"""What must hold between the fields of a ``ModelFields``. Each message names the value, the rule, the nearest fit."""
+
+from __future__ import annotations
+
+import math
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.types import check_types
+from longctx.errors import ConfigError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "norm": ("rmsnorm", "layernorm"),
+    "norm_order": ("pre", "post", "sandwich"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2"),
+    "qk_norm": ("none", "head", "full"),
+    "position": ("rope", "none", "learned", "sinusoidal", "alibi", "t5", "relative"),
+    "score_function": ("softmax", "sigmoid"),
+    "balance_scope": ("sequence", "micro_batch", "global_batch"),
+}
+"""The words that a field may hold."""
+
+LAYER_KINDS = ("full", "window", "sparse", "linear")
+"""What an attention layer sees of its document."""
+
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
+"""Activations that multiply two projections."""
+
+_AT_LEAST_ONE = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"),
+    *("expert_groups", "groups_per_token", "relative_buckets", "relative_max_distance"),
+)
+_POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
+_NOT_NEGATIVE = (
+    *("num_experts", "shared_ffn_size", "balance_loss_weight", "attention_scale", "attention_softcap"),
+    *("logit_softcap", "window", "sparse_stride", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "value_head_dim"),
+    *("local_rope_theta", "router_z_loss_weight", "selection_bias_rate", "capacity_factor"),
+)
+
+
+def check_model(config: ModelFields) -> None:
+    """ConfigError for the first rule that does not hold."""
+    check_types(config, "model")
+    _check_numbers(config)
+    for name, words in CHOICES.items():
+        if getattr(config, name) not in words:
+            raise ConfigError(f"model.{name}={getattr(config, name)!r} is unknown. Try one of {list(words)}.")
+    _check_heads(config)
+    _check_layers(config)
+    _check_latent(config)
+    _check_positions(config)
+    _check_biases(config)
+    _check_ffn(config)
+    if config.num_experts:
+        _check_experts(config)
+
+
+def _check_numbers(config: ModelFields) -> None:
+    for name in _AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
+    for name in _POSITIVE:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must be a positive number.")
+    for name in _NOT_NEGATIVE:
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must not be negative; 0 means none.")
+    if config.norm_offset and config.norm == "layernorm":
+        raise ConfigError(
+            "model.norm_offset=true has no effect with model.norm='layernorm'. Use rmsnorm, or norm_offset=false."
+        )
+    if not 0 <= config.residual_dropout < 1:
+        raise ConfigError(f"model.residual_dropout={config.residual_dropout} must lie at 0 or above, and below 1.")
+    if not 0 <= config.router_jitter < 1:
+        raise ConfigError(f"model.router_jitter={config.router_jitter} must lie at 0 or above, and below 1.")
+
+
+def _check_heads(config: ModelFields) -> None:
+    if config.num_heads % config.num_kv_heads:
+        divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        raise ConfigError(
+            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={config.num_heads}.\n"
+            f"Try one of {divisors}."
+        )
+
+
+def _check_layers(config: ModelFields) -> None:
+    if not config.layers or not set(config.layers) <= set(LAYER_KINDS):
+        raise ConfigError(f"model.layers={list(config.layers)} must name one or more of {list(LAYER_KINDS)}.")
+    for name in ("layers", "rope_layers"):
+        count = len(getattr(config, name))
+        if not 1 <= count <= config.num_layers:
+            raise ConfigError(
+                f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
+                f"{config.num_layers}, which are repeated over the depth."
+            )
+    needs_window = {"window", "sparse"} & set(config.layers)
+    if bool(needs_window) != (config.window > 0):
+        raise ConfigError(
+            f"model.window={config.window} with model.layers={list(config.layers)}: window and sparse layers need a "
+            "window of at least 1, and nothing else reads it. "
+            + ("Set it, to 4096 say." if needs_window else "Try model.window=0, or name window layers.")
+        )
+    if ("sparse" in config.layers) != (config.sparse_stride > 0):
+        raise ConfigError(
+            f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
+            "stride of at least 1, and nothing else reads it. "
+            + ("Set it, to 128 say." if "sparse" in config.layers else "Try 0, or name sparse layers.")
+        )
+    if "linear" in config.layers:
+        _check_linear(config)
+
+
+def _check_linear(config: ModelFields) -> None:
+    """Linear attention has no scores that a cap, a bias or a sink could change."""
+    for name in ("attention_softcap", "attention_scale", "sinks"):
+        if getattr(config, name):
+            raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
+    if config.position in ("alibi", "t5", "relative"):
+        raise ConfigError(
+            f"model.position={config.position!r} is a bias of scores, which linear layers do not have. "
+            "Try rope, learned, sinusoidal or none."
+        )
+
+
+def _check_latent(config: ModelFields) -> None:
+    if not config.is_latent:
+        for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
+                    f"model.{name}=0."
+                )
+        return
+    if config.num_kv_heads != config.num_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={config.num_kv_heads} must be model.num_heads={config.num_heads} in latent attention: "
+            "every head has keys of its own."
+        )
+    if config.position != "rope" or config.qk_norm != "none" or config.rope.partial != 1:
+        raise ConfigError(
+            f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) has rotary positions on model.rope_head_dim "
+            "channels, and norms in its latents: use model.position=rope, model.rope.partial=1, model.qk_norm=none."
+        )
+    if not 0 < config.rope_head_dim < config.head_dim:
+        raise ConfigError(
+            f"model.rope_head_dim={config.rope_head_dim} must lie above 0 and below model.head_dim={config.head_dim}, "
+            f"of which it is a part. Try {max(config.head_dim // 3 // 2 * 2, 2)}."
+        )
+
+
+def _check_positions(config: ModelFields) -> None:
+    """Rotary positions, and what only they read."""
+    if config.position == "rope":
+        config.rope.check_size(config.rotary_size)
+    else:
+        untouched = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
+        for name, value in untouched.items():
+            if getattr(config, name) != value:
+                raise ConfigError(
+                    f"model.{name} is about rotary positions, and model.position is {config.position!r}. Leave {name} "
+                    "out, or use model.position='rope'."
+                )
+    if not config.local_rope_theta:
+        return
+    if config.local_rope_theta <= 1:
+        raise ConfigError(
+            f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 means none."
+        )
+    if "window" not in config.layers:
+        raise ConfigError(
+            f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers="
+            f"{list(config.layers)} has none. Name some, or try model.local_rope_theta=0."
+        )
+
+
+def _check_biases(config: ModelFields) -> None:
+    """Positions of other kinds."""
+    if config.position in ("sinusoidal", "relative") and config.hidden_size % 2:
+        raise ConfigError(
+            f"model.hidden_size={config.hidden_size} must be even with model.position={config.position!r}: half are "
+            f"sines, half cosines. Try {config.hidden_size + 1}."
+        )
+    if config.position != "t5":
+        return
+    buckets, farthest = config.relative_buckets, config.relative_max_distance
+    if buckets < 2:
+        raise ConfigError(f"model.relative_buckets={buckets} must be at least 2; T5 has 32.")
+    if farthest <= buckets // 2:
+        raise ConfigError(
+            f"model.relative_max_distance={farthest} must exceed {buckets // 2}, the distances that have a bucket each "
+            f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
+        )
+
+
+def _check_ffn(config: ModelFields) -> None:
+    wrong = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
+    if wrong or (config.dense_layers and not config.num_experts):
+        raise ConfigError(
+            f"model.dense_layers={list(config.dense_layers)} must name layers of 0 to {config.num_layers - 1} of a "
+            f"model with experts (model.num_experts={config.num_experts})."
+        )
+    if config.num_experts and len(set(config.dense_layers)) == config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
+            f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
+        )
+    if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
+        raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
+
+
+def _check_experts(config: ModelFields) -> None:
+    E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
+    if config.activation not in GATED:
+        raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
+    if E % groups:
+        divisors = [n for n in range(1, E + 1) if E % n == 0]
+        raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
+    if most > groups:
+        raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
+    reachable = E // groups * most
+    if not 1 <= config.experts_per_token <= reachable:
+        where = f"model.num_experts={E}" if groups == 1 else f"the {reachable} experts of {most} of {groups} groups"
+        raise ConfigError(
+            f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
+            f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
+        )
+    if config.selection_bias and groups > 1 and E // groups < 2:
+        raise ConfigError(
+            f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "
+            f"count. Try model.expert_groups={next(n for n in range(E // 2, 0, -1) if E % n == 0)}."
+        )
+    if config.expert_ffn_size < 1:
+        raise ConfigError(f"model.expert_ffn_size={config.expert_ffn_size} must be at least 1.")
+    if config.selection_bias_rate and not config.selection_bias:
+        raise ConfigError(
+            f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
+            "model.selection_bias=true, or model.selection_bias_rate=0."
+        )
+    if 0 < config.capacity_factor < 1:
+        raise ConfigError(
+            f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "
+            "dropless."
+        )

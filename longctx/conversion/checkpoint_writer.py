@@ -1,0 +1,94 @@
+"""A checkpoint of step 0 from a stream of weights: fp32 masters, no optimiser moments."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.checkpoint_format import (
+    FORMAT,
+    MANIFEST,
+    ROLES,
+    TOKENIZER,
+    VERSION,
+    CheckpointReader,
+    canonical_hash,
+    hash_file,
+)
+from longctx.config import ModelConfig
+from longctx.conversion.hf import Progress, raise_differences
+from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.weights.folder import staged_folder, write_json
+from longctx.conversion.weights.shard_writer import ShardWriter
+
+
+def save_masters(
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    output: Path,
+    *,
+    dtype: torch.dtype,
+    training: dict[str, Any],
+    tokenizer: Path | None = None,
+    carried: Iterable[Path] = (),
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a decoder's tensors as a checkpoint of step 0 and return its folder, which appears complete or not at all.
+
+    ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is what exports of the checkpoint
+    default to, ``training`` the manifest's entry of that name, written after the last tensor. ``tokenizer`` is a
+    SentencePiece model; ``carried`` are more files to copy along, under their own names. Every tensor is read back.
+    CheckpointError where they are not the tensors of the config.
+    """
+    shapes = parameter_shapes(config)
+    with staged_folder(output) as staging:
+        writer = ShardWriter(staging, ROLES[0], shard_bytes)
+        for done, (name, tensor) in enumerate(_each_once(tensors, shapes), start=1):
+            writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
+            if progress is not None:
+                progress(done, len(shapes))
+        file_of = writer.finish()
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, staging / TOKENIZER)
+        for path in carried:
+            shutil.copyfile(path, staging / path.name)
+        files = sorted(staging.iterdir())
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": 0,
+            "dtype": str(dtype).removeprefix("torch."),
+            "model": dataclasses.asdict(config),
+            "tensors": {name: _entry(name, shape, file_of[name]) for name, shape in shapes.items()},
+            "files": {path.name: {"bytes": path.stat().st_size, "hash": hash_file(path)} for path in files},
+            "training": training,
+        }
+        write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
+        CheckpointReader(staging).close()  # its own checks: every value of every tensor lies in one file
+    return output
+
+
+def _each_once(
+    tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    remaining = dict(shapes)
+    for name, tensor in tensors:
+        if name not in remaining:
+            raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
+        if tuple(tensor.shape) != (wanted := remaining.pop(name)):
+            wrong = [f"{name} {tuple(tensor.shape)} instead of {wanted}"]
+            raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
+        yield name, tensor
+    raise_differences("the model", missing=remaining, unexpected=())
+
+
+def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
+    piece = {"file": file, "key": name, "start": 0, "numel": torch.Size(shape).numel()}
+    return {"shape": list(shape), "roles": {ROLES[0]: [piece]}}

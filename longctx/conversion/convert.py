@@ -1,0 +1,245 @@
+"""Between our checkpoints and Hugging Face folders: export and import, each verified before its output appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longctx.checkpoint_format import CHECKPOINTS, TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
+from longctx.config import ModelConfig
+from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
+from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
+from longctx.conversion.hf import HfReader, raise_differences, save_hf
+from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.verify import (
+    Fingerprints,
+    LogitsCheck,
+    TensorCheck,
+    check_kind,
+    compare_logits,
+    why_no_logits,
+)
+from longctx.conversion.weights.folder import has_usual_names, staged_folder
+from longctx.errors import CheckpointError, ConfigError
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done to tensors, how many are done, and their number."""
+
+Items = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A converted model, and what was verified of it."""
+
+    folder: Path
+    dtype: torch.dtype
+    """Of the weights that were written (the widest; in a checkpoint, what exports of it default to)."""
+    lossy_casts: dict[str, int]
+    """Tensors that lost bits because it was asked for, by ``"float32 → bfloat16"``."""
+    carried: tuple[str, ...]
+    """Files beside the weights that came along byte for byte."""
+    tensors: TensorCheck | None
+    """None when nothing was to be verified."""
+    logits: LogitsCheck | None
+    no_logits: str | None
+    """Why logits could not be compared; None also where nobody asked."""
+
+
+# ----------------------------------------------------------------------------------------------------------- export
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: str = "tensors",
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a checkpoint (or a run's newest) as a Hugging Face folder, with its tokenizer.
+
+    ``dtype`` asks for a cast that may lose bits. Without it a trained model is written as its float32 masters, an
+    imported one that was not trained since in the dtypes it came in. The checkpoint's hashes are checked first.
+    ``verify`` (see ``verify.KINDS``) reads every parameter back through the table and compares its bytes with the
+    source's, and compares logits with transformers'. The folder appears verified or not at all.
+    """
+    check_kind(verify)
+    check_places(checkpoint, output)
+    reader = open_checked(checkpoint)
+    config, origin = model_config(reader), reader.manifest["training"].get("imported", {})
+    dtypes = export_dtypes(reader, dtype)
+    written, size = _widest(dtypes), _num_values(reader)
+    no_logits = _why_no_logits(verify, config, size, written)
+    tokenizer = reader.folder / TOKENIZER
+    prints, masters = Fingerprints(), partial(_masters, reader, dtypes)
+    with staged_folder(Path(output)) as staging:
+        save_hf(
+            config,
+            masters() if verify == "none" else prints.record(masters()),
+            staging,
+            tokenizer=tokenizer if tokenizer.exists() and not has_own_tokenizer(reader) else None,
+            model_type=origin.get("model_type"),
+            token_ids=origin.get("token_ids"),
+            shard_bytes=shard_bytes,
+            progress=None if progress is None else partial(progress, "written"),
+        )
+        carried = copy_companions(reader, staging)
+        tensors, logits = None, None
+        if verify != "none":
+            tensors = prints.check(_counted(HfReader(staging), len(dtypes), progress), "the output")
+        if no_logits is None:
+            logits = compare_logits(config, masters, staging, num_parameters=size, dtype=written)
+    return Conversion(
+        folder=Path(output), dtype=written, lossy_casts=lossy_casts(own_dtypes(reader), dtypes),
+        carried=tuple(carried), tensors=tensors, logits=logits, no_logits=no_logits or None,
+    )  # fmt: skip
+
+
+def _masters(reader: CheckpointReader, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype in dtypes.items():
+        yield name, read_master(reader, name, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- import
+
+
+def import_hf(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: str = "tensors",
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a Hugging Face folder as a checkpoint of step 0 to train on from.
+
+    It holds fp32 masters and no optimiser moments. ``dtype`` is what exports of it default to (default: each tensor's
+    own). Tokenizer files and generation settings come along byte for byte (``companions``). ``verify`` (see
+    ``verify.KINDS``) reads every master back and compares it, cast to the dtype it came in, with the source's bytes,
+    and compares logits with transformers'. The checkpoint appears verified or not at all.
+    """
+    check_kind(verify)
+    check_places(folder, output)
+    reader = HfReader(folder)
+    companions = find_companions(reader.folder)
+    source_dtype = reader.dtype
+    size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
+    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, folder=reader.folder)
+    prints, dtypes = Fingerprints(), {}
+    origin = {
+        "from": reader.folder.name,
+        "model_type": reader.model_type,
+        "token_ids": reader.token_ids,
+        "dtype": dtype_name(source_dtype),
+        "dtypes": {},  # of the tensors that have another; filled as they go by
+    }
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in reader:
+            dtypes[name] = tensor.dtype
+            if tensor.dtype != source_dtype:
+                origin["dtypes"][name] = dtype_name(tensor.dtype)
+            yield name, tensor
+
+    with staged_folder(Path(output)) as staging:
+        save_masters(
+            reader.config,
+            source() if verify == "none" else prints.record(source()),
+            staging,
+            dtype=dtype or source_dtype,
+            training={"imported": origin},
+            carried=companions,
+            shard_bytes=shard_bytes,
+            progress=None if progress is None else partial(progress, "written"),
+        )
+        tensors, logits = None, None
+        if verify != "none":
+            written = CheckpointReader(staging)
+            check_tensors(written)
+            back = ((name, read_master(written, name, dtypes[name], exactly=True)) for name in written.names())
+            tensors = prints.check(_counted(back, len(dtypes), progress), "the output")
+        if no_logits is None:
+            masters = partial(_masters, CheckpointReader(staging), dict.fromkeys(dtypes, torch.float32))
+            logits = compare_logits(reader.config, masters, reader.folder, num_parameters=size, dtype=source_dtype)
+    return Conversion(
+        folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(p.name for p in companions),
+        tensors=tensors, logits=logits, no_logits=no_logits or None,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def check_places(source: str | Path, output: str | Path) -> None:
+    """CheckpointError for an input that does not exist, and for an output within it.
+
+    Of a run its newest checkpoint is read: the run's folder itself may well hold what is made of it.
+    """
+    source, output = Path(source), Path(output)
+    if not source.is_dir():
+        raise CheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}.")
+    if (source / CHECKPOINTS).is_dir():
+        source = find_checkpoint(source)
+    if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
+        beside = source.resolve().with_name(f"{source.resolve().name}-converted")
+        raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")
+
+
+def open_checked(checkpoint: str | Path) -> CheckpointReader:
+    """A checkpoint, or a run's newest, whose files all have their hashes and whose tensors are those of its config."""
+    reader = CheckpointReader(find_checkpoint(checkpoint))
+    if problems := reader.verify():
+        raise CheckpointError("\n".join([f"{reader.folder} is damaged:", *(f"  {problem}" for problem in problems)]))
+    check_tensors(reader)
+    return reader
+
+
+def check_tensors(reader: CheckpointReader) -> None:
+    """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
+    meant = parameter_shapes(model_config(reader))
+    held = {name: reader.shape(name) for name in reader.names()}
+    wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
+    raise_differences(
+        str(reader.folder), missing=meant.keys() - held.keys(), unexpected=held.keys() - meant.keys(), wrong=wrong
+    )
+
+
+def _why_no_logits(
+    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, folder: Path | None = None
+) -> str | None:
+    """Why logits are not to be compared, empty when nobody wants them; ConfigError when they were asked for.
+
+    ``folder`` is what transformers is to load, where we do not write it.
+    """
+    if verify not in ("auto", "logits"):
+        return ""
+    reason = why_no_logits(config, size, dtype)
+    if reason is None and folder is not None and not has_usual_names(folder):
+        reason = f"transformers does not find weights of the names that they have in {folder}"
+    if reason is not None and verify == "logits":
+        raise ConfigError(f"logits cannot be compared: {reason}. Try --verify tensors.")
+    return reason
+
+
+def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    for done, item in enumerate(items, start=1):
+        yield item
+        if progress is not None:
+            progress("verified", done, total)
+
+
+def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, (dtype for name, dtype in dtypes.items() if not is_buffer(name)))
+
+
+def _num_values(reader: CheckpointReader) -> int:
+    return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

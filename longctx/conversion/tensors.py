@@ -1,0 +1,217 @@
+"""Which tensors on disk a decoder's parameters are, and how one becomes the other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.families.config_json import family_of
+from longctx.families.spec import Family, OnDisk, TensorRule
+
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One tensor of a Hugging Face file."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way in which a parameter lies on disk, alone or with others."""
+
+    parts: tuple[Part, ...]
+    """Tensors whose flattened values, one after the other, are those of the whole."""
+    whole: Shape
+    """Shape of all members on one another along their first axis, before the steps."""
+    steps: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    """The parameters of the whole, in order."""
+    rows: tuple[int, int] = (0, 0)
+    """Where in the whole's first axis the parameter lies."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other parameters lie in the same tensors."""
+        return len(self.members) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A parameter (or buffer) of the decoder and the ways it lies on disk: the first is written, all are read."""
+
+    name: str
+    shape: Shape
+    layouts: tuple[Layout, ...]
+
+
+class Disk(Protocol):
+    """Tensors by the names they have on disk."""
+
+    def read(self, name: str) -> Tensor: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Another order of the same values: two views, of the disk's tensor and of ours, that agree place by place.
+
+    As views they cost nothing, and one copy between them is the conversion, in either direction.
+    """
+
+    disk_view: Callable[[Tensor], Tensor]
+    our_view: Callable[[Tensor], Tensor]
+    shape: Callable[[Shape], Shape]
+    """The disk's shape for one of ours."""
+
+
+STEPS: dict[str, Step] = {
+    # [in, out] on disk
+    "transposed": Step(
+        disk_view=lambda x: x.mT,
+        our_view=lambda x: x,
+        shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
+    ),
+    # [E, 2F, …]: gate and up rows in turn on disk, all gate rows first in the decoder
+    "alternating": Step(
+        disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
+        our_view=lambda x: x.unflatten(1, (2, -1)),
+        shape=lambda shape: shape,
+    ),
+}
+
+
+def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[TensorSpec]:
+    """Every parameter and buffer of a decoder of this config, in the model's order, with its layouts on disk.
+
+    ``model_type`` chooses where several families can be the model; ConfigError where none can.
+    """
+    family, shapes = family_of(config, model_type=model_type), parameter_shapes(config)
+    rules = {name: rule for rule in family.tensors for name in rule.parameters}
+    return [_spec(name, rules, shapes, config.num_experts) for name in shapes]
+
+
+@lru_cache(maxsize=32)
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Shape of every parameter and buffer of the decoder, in its order; nothing is allocated, and no family needed."""
+    from longctx.model.decoder import Decoder
+
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Decoder(config, seed=None).state_dict().items()}
+
+
+def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.Pattern[str]:
+    """What tensors on disk are called that no parameter is made of, by the family's own account."""
+    layers = (rf"model\.layers\.{config.num_layers + n}\..*" for n in range(extra_layers))
+    return re.compile("|".join((*family.ignored_tensors, *layers)) or r"(?!)")
+
+
+def assemble(spec: TensorSpec, layout: Layout, disk: Disk) -> Tensor:
+    """The parameter, read from disk; besides it, memory holds one tensor, or the whole that it is part of."""
+    whole = _joined(layout.parts, disk)
+    if not layout.steps and not layout.is_shared:
+        return whole.view(spec.shape)
+    out, (start, stop) = torch.empty(spec.shape, dtype=whole.dtype), layout.rows
+    _our_view(out, layout.steps).copy_(_disk_view(whole.view(_disk_shape(layout)), layout.steps)[start:stop])
+    return out
+
+
+def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Names and values on disk of the parameters that make up a layout, in its order; views where they can be."""
+    whole = members[0] if len(members) == 1 and not layout.steps else _whole(layout, members)
+    sizes = [math.prod(part.shape) for part in layout.parts]
+    for part, values in zip(layout.parts, whole.reshape(-1).split(sizes), strict=True):
+        yield part.name, values.reshape(part.shape)
+
+
+def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
+    """All members as they lie on disk together."""
+    dtype = reduce(torch.promote_types, (member.dtype for member in members))
+    whole, start = torch.empty(_disk_shape(layout), dtype=dtype), 0
+    view = _disk_view(whole, layout.steps)
+    for member in members:
+        stop = start + member.shape[0]
+        view[start:stop].copy_(_our_view(member, layout.steps))
+        start = stop
+    return whole
+
+
+def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
+    return reduce(lambda view, step: STEPS[step].disk_view(view), reversed(steps), x)
+
+
+def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
+    return reduce(lambda view, step: STEPS[step].our_view(view), steps, x)
+
+
+def _joined(parts: tuple[Part, ...], disk: Disk) -> Tensor:
+    """The parts' values on one another, flat, in the narrowest dtype that holds them all."""
+    if len(parts) == 1:
+        return disk.read(parts[0].name).reshape(-1)
+    dtype = reduce(torch.promote_types, (disk.dtype(part.name) for part in parts))
+    out, start = torch.empty(sum(math.prod(part.shape) for part in parts), dtype=dtype), 0
+    for part in parts:
+        stop = start + math.prod(part.shape)
+        out[start:stop] = disk.read(part.name).reshape(-1)
+        start = stop
+    return out
+
+
+def _disk_shape(layout: Layout) -> Shape:
+    return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
+
+
+def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], experts: int) -> TensorSpec:
+    pattern, layer = _without_number(name)
+    rule = rules.get(pattern)
+    if rule is None:
+        itself = OnDisk(names=(name,))
+        layout = _layout(itself, (name,), name, shapes, layer, experts)
+        return TensorSpec(name=name, shape=shapes[name], layouts=(layout,))
+    members = tuple(member.format(layer=layer) for member in rule.parameters)
+    layouts = tuple(_layout(on_disk, members, name, shapes, layer, experts) for on_disk in rule.layouts)
+    return TensorSpec(name=name, shape=shapes[name], layouts=layouts)
+
+
+def _layout(
+    on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, experts: int
+) -> Layout:
+    rows = [shapes[member][0] for member in members]
+    start = sum(rows[: members.index(name)])
+    whole = (sum(rows), *shapes[name][1:])
+    layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
+    parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, experts))
+    return Layout(parts=parts, whole=whole, steps=on_disk.steps, members=members, rows=layout.rows)
+
+
+def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> Iterator[Part]:
+    """The tensors of these names; those of one expert share its second axis in equal parts."""
+    if not any("{expert}" in name for name in names):
+        yield from (Part(name=name.format(layer=layer), shape=shape) for name in names)
+        return
+    of_one = (shape[1] // len(names), *shape[2:])
+    for expert in range(experts):
+        yield from (Part(name=name.format(layer=layer, expert=expert), shape=of_one) for name in names)
+
+
+def _without_number(name: str) -> tuple[str, str]:
+    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``)."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if found is None:
+        return name, ""
+    return f"model.layers.{{layer}}.{name[found.end() :]}", found[1]

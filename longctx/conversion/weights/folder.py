@@ -1,0 +1,218 @@
+"""Folders of weights: read tensor by tensor with every name accounted for, written shard by shard and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longctx.conversion.weights.pickled import PickledFile
+from longctx.conversion.weights.safetensors_file import SafetensorsFile, parse_json
+from longctx.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+_SAFE = ".safetensors"
+_PICKLED = (".bin", ".pt", ".pth")
+_INDEX_END = ".index.json"
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
+"""Beginnings of file names that the Trainer of transformers leaves beside the weights."""
+_MAX_JSON_BYTES = 256 * 2**20
+
+
+class WeightsFile(Protocol):
+    """A file of tensors: names, shapes and dtypes are known, values are read when asked for."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class WeightsFolder:
+    """The tensors of a Hugging Face folder by name; a tensor is read when it is asked for, and not kept.
+
+    Weights are the files of the folder's one index, or else its one file: safetensors, of any name, and where there are
+    none a pickle (``.bin``, ``.pt``), of which tensors alone are taken. CheckpointError, which names the file, for an
+    index that does not say exactly what its files hold, or leads elsewhere.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, WeightsFile] = {}
+        first = _find_weights(folder)
+        self._file_of = self._index(first) if first.endswith(_INDEX_END) else dict.fromkeys(self._names(first), first)
+
+    def names(self) -> set[str]:
+        """Every tensor on disk."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as the file has it."""
+        return self._open(self._file_of[name]).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        return self._open(self._file_of[name]).dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it lies on disk, in memory of its own."""
+        return self._open(self._file_of[name]).read(name)
+
+    def _index(self, index: str) -> dict[str, str]:
+        """Tensor -> file from the index, checked against what each file really holds."""
+        path = self.folder / index
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise CheckpointError(f"{path} has no weight_map of tensor names to file names.")
+        if not weight_map:
+            raise CheckpointError(f"{path} has an empty weight_map.")
+        kinds = (_SAFE,) if index.endswith(_SAFE + _INDEX_END) else _PICKLED
+        listed: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            listed.setdefault(file, set()).add(name)
+        for file in sorted(listed):  # all names before any content
+            checked_path(self.folder, file, said_by=path, kinds=kinds)
+        for file, names in sorted(listed.items()):
+            held = set(self._names(file))
+            if names != held:
+                raise CheckpointError(
+                    f"{path} and {file} disagree: only in the index {listing(names - held)}; "
+                    f"only in the file (or listed elsewhere) {listing(held - names)}."
+                )
+        return weight_map
+
+    def _names(self, file: str) -> list[str]:
+        return self._open(file).names()
+
+    def _open(self, file: str) -> WeightsFile:
+        if file not in self._files:
+            path = checked_path(self.folder, file, said_by=self.folder, kinds=(_SAFE, *_PICKLED))
+            self._files[file] = SafetensorsFile(path) if file.endswith(_SAFE) else PickledFile(path)
+        return self._files[file]
+
+
+def has_usual_names(folder: Path) -> bool:
+    """Whether transformers finds the folder's weights: it looks for these names alone."""
+    return any((folder / name).exists() for name in (WEIGHTS, INDEX, PICKLED_WEIGHTS, PICKLED_WEIGHTS + _INDEX_END))
+
+
+def _find_weights(folder: Path) -> str:
+    """The folder's index, or its one file of weights; CheckpointError when there is none, or a choice."""
+    names = sorted(path.name for path in folder.iterdir())
+    for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, PICKLED_WEIGHTS)):
+        files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
+        indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
+        usual = [n for n in (single + _INDEX_END, single) if n in names]
+        if len(usual) > 1:
+            raise CheckpointError(f"{folder} has both {usual[1]} and {usual[0]}: delete the one that is not meant.")
+        found = usual or indices or files
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{folder} has several files of weights and no index that joins them: {listing(found)}.\n"
+                f"Keep one, or add {INDEX}."
+            )
+        if found:
+            return found[0]
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, nor weights of any other name.")
+
+
+def checked_path(folder: Path, file: str, *, said_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
+    """``folder / file`` for a plain name with one of the endings ``kinds``, whose target is a file of the folder.
+
+    CheckpointError otherwise, which says who named it (``said_by``). An index comes from strangers: it must not make us
+    read elsewhere. Links into the blobs of the same Hugging Face cache are how that cache stores every file, so they
+    are allowed.
+    """
+    if Path(file).name != file or "\\" in file or "\0" in file or not file.endswith(kinds):
+        raise CheckpointError(f"{said_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
+    allowed = [folder.resolve()]
+    if folder.absolute().parent.name == "snapshots":
+        allowed.append((folder.absolute().parents[1] / "blobs").resolve())
+    try:
+        target = (folder / file).resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise CheckpointError(f"{folder / file} cannot be followed: {error}.") from error
+    if target.parent not in allowed:
+        raise CheckpointError(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
+    if not target.exists():
+        raise CheckpointError(f"{folder / file} is missing.")
+    if not target.is_file():
+        raise CheckpointError(f"{folder / file} is {'a folder' if target.is_dir() else 'no plain file'}.")
+    return folder / file
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; CheckpointError when it is missing, damaged, no object, or names a key twice."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Readable JSON, keys in the given order."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def listing(names: Iterable[str], limit: int = 12) -> str:
+    """Some names in order, and how many more there are."""
+    ordered = sorted(names)
+    more = f" … and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return (", ".join(ordered[:limit]) or "none") + more
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside ``target`` that takes its name, synced, when the block ends well; else it vanishes.
+
+    CheckpointError when the target already holds something, or the disk fails.
+    """
+    staging = target.with_name(f".{target.name}.partial.{os.getpid()}")
+    try:
+        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            raise CheckpointError(
+                f"{target} already exists and is not an empty folder. Name another output, or remove it."
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        try:
+            yield staging
+            for path in (*staging.iterdir(), staging):
+                _sync(path)
+            staging.rename(target)
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        hint = (
+            "Free some space." if getattr(error, "errno", None) == errno.ENOSPC else "Choose another place or mend it."
+        )
+        raise CheckpointError(f"{target} could not be written: {error}. Nothing is left of it.\n{hint}") from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,122 @@
+"""Weights that lie in a pickle (``.bin``, ``.pt``): read as tensors, never run.
+
+``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them of tensors; a
+pickle that asks for anything else is refused before it gets it.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.conversion.weights.safetensors_file import DTYPES
+from longctx.errors import CheckpointError
+
+_MAPPED_BYTES = 64 * 2**20
+"""Read this much before the file is mapped anew: pages that were read stay resident while the mapping lives."""
+
+
+class PickledFile:
+    """The tensors of one ``torch.save`` file by name; they stay on disk until they are asked for.
+
+    Tensors that share storage (tied weights) are read one by one, each in memory of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read_bytes = 0
+        self._tensors = _load(path)
+        _check_records(path, self._tensors)
+
+    def names(self) -> list[str]:
+        """Every tensor."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        dtype = self._tensors[name].dtype
+        if dtype not in DTYPES.values():
+            raise CheckpointError(f"{name} in {self.path} is {dtype}; supported: {sorted(DTYPES)}.")
+        return dtype
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, contiguous, in memory of its own."""
+        self.dtype(name)
+        if self._read_bytes > _MAPPED_BYTES:
+            self._tensors, self._read_bytes = {}, 0  # the old mapping goes first
+            self._tensors = _load(self.path)
+        tensor = self._tensors[name].clone(memory_format=torch.contiguous_format)
+        self._read_bytes += tensor.nbytes
+        return tensor
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, mapped; CheckpointError, on one screen, for whatever is not a plain dict of tensors."""
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} cannot be read: it has 0 bytes.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a hostile file may raise anything
+        raise CheckpointError(_refusal(path, str(error))) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
+    for name, value in content.items():
+        _check(path, name, value)
+    return {name: value.detach() for name, value in content.items()}
+
+
+def _check(path: Path, name: Any, value: Any) -> None:
+    if not isinstance(name, str):
+        raise CheckpointError(f"{path} names a tensor {name!r}, which is no text.")
+    if not isinstance(value, Tensor):
+        raise CheckpointError(
+            f"{name} in {path} is a {type(value).__name__}, not a tensor.\n"
+            "Save the model's own state dict: torch.save(model.state_dict(), …)."
+        )
+    if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+        raise CheckpointError(f"{name} in {path} is {value.layout} on {value.device}; supported: dense, not quantised.")
+    last = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    if value.numel() and (last + 1) * value.element_size() > value.untyped_storage().nbytes():
+        raise CheckpointError(f"{name} in {path} reaches past the end of its storage.")
+
+
+def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
+    """CheckpointError unless each storage has a record of its size in the file.
+
+    ``torch.load`` takes a mapped storage's size from the pickle, and would go on from a shorter record into the next.
+    """
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [info for info in archive.infolist() if "/data/" in info.filename]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    whole = Counter(info.file_size for info in records if info.compress_type == zipfile.ZIP_STORED)
+    if missing := Counter(storages.values()) - whole:
+        raise CheckpointError(
+            f"{path} is damaged: it has no record of {min(missing)} bytes, which one of its tensors should lie in."
+        )
+
+
+def _refusal(path: Path, reason: str) -> str:
+    if asked := re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason):
+        return (
+            f"{path} is a pickle that asks for {asked[1]}, and only tensors are taken from a pickle. "
+            "Nothing of it was run.\nGet the weights as safetensors."
+        )
+    if "mmap can only be used" in reason:
+        return (
+            f"{path} is in torch's format from before 1.6, which cannot be read piece by piece. Save it anew:\n"
+            "torch.save(torch.load(FILE, weights_only=True), FILE)."
+        )
+    return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200] if reason else 'it is damaged'}."

@@ -1,0 +1,152 @@
+"""Between a config.json and a ModelFields, and which family a ModelFields is."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.rules import check_model
+from longctx.errors import ConfigError
+from longctx.families.rotary import effective_rope
+from longctx.families.spec import Family
+from longctx.families.table import FAMILIES
+
+_NOT_AT_ALL = "all of it"
+
+
+def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelConfig, by name, that a Hugging Face config.json describes.
+
+    ConfigError where it asks for anything this decoder does not do: it names the key, the value and what is supported.
+    """
+    family = _family_named(config.get("model_type"))
+    named = config.get("architectures")
+    if named is not None and named != [family.architecture]:
+        raise ConfigError(f"architectures={named} is not supported; {family.model_type} means {family.architecture}.")
+    values: dict[str, Any] = {}
+    for rule in family.rules:
+        values |= rule.read(config)
+    known = {key for rule in family.rules for key in rule.keys} | family.ignored_keys
+    if unknown := sorted(set(config) - known):
+        listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
+        raise ConfigError(
+            f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
+            "Remove them if they do not change the model; if they do, it is not supported."
+        )
+    return values
+
+
+def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 read as this model; ConfigError where no family can be it.
+
+    ``model_type`` and ``own_tokenizer`` choose between families that all can (see ``family_of``). dtype and token ids
+    are the caller's to add.
+    """
+    return _written(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
+
+
+@lru_cache(maxsize=256)
+def family_of(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
+    """The family whose config.json says all that this config does; ConfigError that names what is left when none can.
+
+    Of several it is ``model_type`` if that is one of them, else the first. ``own_tokenizer`` leaves out families for
+    which transformers would not load the tokenizer that we trained.
+    """
+    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != model_type)
+    reasons = {}
+    for family in order:
+        if own_tokenizer and family.forces_own_tokenizer:
+            continue
+        lost = unsaid(family, config)
+        if not lost:
+            return family
+        reasons[family.model_type] = lost
+    nearest = min(reasons, key=lambda name: (_NOT_AT_ALL in reasons[name], len(reasons[name])))
+    told = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
+    raise ConfigError(
+        f"no supported Hugging Face family can be this model; supported: {sorted(FAMILIES)}.\n"
+        f"The nearest is {nearest}, whose config.json cannot say\n{told}"
+    )
+
+
+def unsaid(family: Family, config: ModelFields) -> dict[str, str]:
+    """Fields of the config that come back otherwise from the family's config.json, and what they are and become."""
+    try:
+        back = ModelFields(**config_from_hf(_written(family, config)))
+        check_model(back)
+    except ConfigError as error:
+        return {_NOT_AT_ALL: str(error)}
+    meant, said = effective(config), effective(back)
+    # what only one of them has, another field decides, and that one differs too
+    return {
+        f"model.{name}": f"{meant[name]!r} (it would become {said[name]!r})"
+        for name in meant
+        if name in said and meant[name] != said[name]
+    }
+
+
+def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
+    """Settings of training alone that this config.json does not say: name -> value. Defaults are not listed."""
+    said, usual = config_from_hf(hf), ModelFields()
+    return {
+        name: value
+        for name in sorted(names_of_role("training"))
+        if (value := getattr(config, name)) not in (said.get(name, getattr(usual, name)), getattr(usual, name))
+    }
+
+
+def effective(config: ModelFields) -> dict[str, Any]:
+    """What decides the function that weights are: fields that are read, in one form where several mean the same.
+
+    Left out is what training alone reads (``left_behind`` names it, so that nobody loses it unasked).
+    """
+    told = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
+    every = range(config.num_layers)
+    told["layers"] = tuple(config.layer_kind(layer) for layer in every)
+    told["attention_scale"] = config.attention_scale or config.head_dim**-0.5
+    told["value_head_dim"] = config.value_dim
+    if config.position == "rope":
+        told["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
+        ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
+        told["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
+        if all(rope == told["rope"][0] for rope in told["rope"]):
+            told["rope"] = told["rope"][:1]
+    if config.groups_per_token == config.expert_groups and config.num_experts:
+        told["expert_groups"] = told["groups_per_token"] = 1
+    return told
+
+
+def _idle(config: ModelFields) -> frozenset[str]:
+    """Fields that nothing reads in a model of this config."""
+    idle = set(names_of_role("training"))
+    if not config.num_experts:
+        idle |= names_of_role("experts")
+    elif len(config.dense_layers) < config.num_layers:
+        idle |= set() if config.dense_layers else {"ffn_size", "ffn_bias"}
+        idle |= set() if config.shared_ffn_size else {"shared_gate"}
+    if config.norm == "layernorm":
+        idle.add("norm_offset")
+    if config.position != "learned":
+        idle.add("max_positions")
+    if config.position != "t5":
+        idle |= {"relative_buckets", "relative_max_distance"}
+    if config.position != "rope":
+        idle |= {"rope", "rope_layers"}
+    return frozenset(idle | {"local_rope_theta"})  # it is in what ``rope`` says of each layer
+
+
+def _written(family: Family, config: ModelFields) -> dict[str, Any]:
+    hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
+    for rule in family.rules:
+        hf |= rule.write(config)
+    return hf
+
+
+def _family_named(model_type: Any) -> Family:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        hint = " Of gemma3, export the text model alone: gemma3_text." if model_type == "gemma3" else ""
+        raise ConfigError(f"model_type={model_type!r} is not supported; these are: {sorted(FAMILIES)}.{hint}")
+    return family

@@ -1,0 +1,175 @@
+"""DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
+
+The layers for multi-token prediction that follow V3's own on disk are not part of this decoder: they are left out when
+a checkpoint is read, which is logged, and ``num_nextn_predict_layers`` is 0 in what is written.
+
+transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
+not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.experts import PER_EXPERT, renamed
+from longctx.families.layers import first_dense, full_attention
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
+    IGNORED_KEYS,
+    IGNORED_TENSORS,
+    REQUIRED,
+    both_biases,
+    constant,
+    integer,
+    kv_heads,
+    llama_like,
+    only,
+    optional,
+    same,
+    width_of_heads,
+)
+from longctx.families.spec import Family, HfConfig, Rule
+
+_MTP_KEY = "num_nextn_predict_layers"
+
+
+def _head_sizes() -> Rule:
+    """Channels that do not turn and channels that do; ``head_dim`` and ``qk_head_dim`` follow from them."""
+    kept, turned, derived = "qk_nope_head_dim", "qk_rope_head_dim", ("head_dim", "qk_head_dim")
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        sizes = {"head_dim": integer(hf, turned), "qk_head_dim": integer(hf, kept) + integer(hf, turned)}
+        for key in derived:
+            if hf.get(key, sizes[key]) not in (sizes[key], None):
+                raise ConfigError(f"{key}={hf[key]!r} in config.json contradicts {kept} and {turned}: {sizes[key]}.")
+        return {"head_dim": sizes["qk_head_dim"], "rope_head_dim": sizes["head_dim"]}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {kept: config.head_dim - config.rope_head_dim, turned: config.rope_head_dim}
+
+    return Rule(keys=(kept, turned, *derived), read=read, write=write)
+
+
+def _shared_experts() -> Rule:
+    """Shared experts are one of their width together; at least one, for transformers always has them."""
+    key = "n_shared_experts"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if (count := integer(hf, key)) < 1:
+            raise ConfigError(f"{key}={count} in config.json must be at least 1.")
+        return {"shared_ffn_size": count * integer(hf, "moe_intermediate_size"), "shared_gate": False}
+
+    return Rule(keys=(key,), read=read, write=lambda c: {key: c.shared_ffn_size // c.expert_ffn_size})
+
+
+def _groups_by_method() -> Rule:
+    """V2: ``topk_method`` says whether groups count."""
+    keys = ("topk_method", "n_group", "topk_group")
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        method = hf.get("topk_method", "greedy")
+        if method == "greedy":
+            return {"expert_groups": 1, "groups_per_token": 1}
+        if method != "group_limited_greedy":
+            raise ConfigError(f"topk_method={method!r} is not supported; supported: greedy, group_limited_greedy.")
+        return {"expert_groups": integer(hf, "n_group"), "groups_per_token": integer(hf, "topk_group")}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        if config.groups_per_token == config.expert_groups:
+            return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
+        sizes = {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
+        return {"topk_method": "group_limited_greedy"} | sizes
+
+    return Rule(keys=keys, read=read, write=write)
+
+
+def _value_dim() -> Rule:
+    def read(hf: HfConfig) -> dict[str, Any]:
+        return {"value_head_dim": integer(hf, "v_head_dim")}
+
+    return Rule(keys=("v_head_dim",), read=read, write=lambda config: {"v_head_dim": config.value_dim})
+
+
+def _no_further_layers() -> Rule:
+    """Layers for multi-token prediction: any number is read, and none is written."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if (count := integer(hf, _MTP_KEY, 0)) < 0:
+            raise ConfigError(f"{_MTP_KEY}={count} in config.json must not be negative.")
+        return {}
+
+    return Rule(keys=(_MTP_KEY,), read=read, write=lambda _: {_MTP_KEY: 0})
+
+
+def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
+    return (
+        *llama_like(),
+        kv_heads(default_is_heads=True),
+        full_attention(),
+        first_dense(dense),
+        _head_sizes(),
+        _value_dim(),
+        _shared_experts(),
+        same("kv_lora_rank", "kv_lora_rank", least=1),
+        optional("q_lora_rank", "q_lora_rank", default=q_lora),
+        both_biases(default=False),
+        same("intermediate_size", "ffn_size"),
+        same("moe_intermediate_size", "expert_ffn_size"),
+        same("n_routed_experts", "num_experts", also=("num_local_experts", "num_experts"), least=1),
+        same("num_experts_per_tok", "experts_per_token"),
+        same("aux_loss_alpha", "balance_loss_weight", default=0.001),
+        constant(score_function=scores),
+        only("scoring_func", scores),
+        only("moe_layer_freq", 1),
+        only("mlp_bias", False, written=False),
+        only("pretraining_tp", 1, written=False),
+    )
+
+
+_TENSORS = (
+    *PER_EXPERT,
+    *(
+        renamed(f"mlp.shared_expert.{name}_proj.weight", f"mlp.shared_experts.{name}_proj.weight")
+        for name in ("gate", "up", "down")
+    ),
+)
+_KEYS = IGNORED_KEYS | {"output_router_logits", "seq_aux", "ep_size"}
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    rules=(
+        *_deepseek(dense=0, scores="softmax", q_lora=1536),
+        width_of_heads("deepseek_v2"),
+        _groups_by_method(),
+        rotary(interleaved=True, scales_scores=True),
+        constant(normalize_gates=False),
+        only("norm_topk_prob", False, None),  # transformers takes no notice of it, DeepSeek's own code does
+        same("routed_scaling_factor", "routed_scale", default=1.0),
+    ),
+    tensors=_TENSORS,
+    ignored_keys=_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+)
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rules=(
+        *_deepseek(dense=3, scores="sigmoid", q_lora=REQUIRED),
+        rotary(interleaved=True, interleaved_key="rope_interleave", scales_scores=True),
+        constant(selection_bias=True),
+        same("n_group", "expert_groups"),
+        same("topk_group", "groups_per_token"),
+        only("topk_method", "noaux_tc"),
+        same("norm_topk_prob", "normalize_gates", default=True),
+        same("routed_scaling_factor", "routed_scale", default=2.5),
+        _no_further_layers(),
+    ),
+    tensors=_TENSORS,
+    ignored_keys=_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+    extra_layers_key=_MTP_KEY,
+)

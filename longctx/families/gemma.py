@@ -1,0 +1,105 @@
+"""Gemma 2, and the text model of Gemma 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.layers import every_nth_full, every_other, windows
+from longctx.families.llama import DENSE
+from longctx.families.rotary import global_and_local_rotary, rotary
+from longctx.families.rules import (
+    GATED_ACTIVATIONS,
+    IGNORED_KEYS,
+    IGNORED_TENSORS,
+    SIZES,
+    UNUSED,
+    both_biases,
+    constant,
+    head_dim,
+    integer,
+    kv_heads,
+    only,
+    optional,
+    same,
+    width_of_heads,
+    words,
+)
+from longctx.families.spec import Family, HfConfig, Rule
+
+
+def _query_scale() -> Rule:
+    """Scores are divided by the root of ``query_pre_attn_scalar``."""
+    key = "query_pre_attn_scalar"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if (divided := integer(hf, key, 256)) < 1:
+            raise ConfigError(f"{key}={divided} in config.json must be at least 1.")
+        return {"attention_scale": divided**-0.5}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
+
+    return Rule(keys=(key,), read=read, write=write)
+
+
+def _embedding_scale() -> Rule:
+    """Embeddings are multiplied by the root of the model width."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        return {"embedding_scale": integer(hf, "hidden_size") ** 0.5}
+
+    return Rule(keys=(), read=read, write=lambda _: {})
+
+
+def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+    return (
+        *SIZES,
+        *UNUSED,
+        DENSE,
+        width_of_heads(family),
+        constant(norm_offset=True, norm_order="sandwich"),
+        kv_heads(),
+        head_dim(256),
+        _query_scale(),
+        _embedding_scale(),
+        same("rms_norm_eps", "norm_eps", default=1e-6),
+        same("tie_word_embeddings", "tie_embeddings", default=True),
+        words("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
+        same("intermediate_size", "ffn_size"),
+        both_biases(default=False),
+        optional("attn_logit_softcapping", "attention_softcap", default=attention_cap),
+        optional("final_logit_softcapping", "logit_softcap", default=logit_cap),
+        only("attention_dropout", 0.0, None),
+        only("use_bidirectional_attention", False, None, written=False),
+        only("hidden_act", "gelu_pytorch_tanh", written=False),  # of old files; hidden_activation is what counts
+    )
+
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    rules=(
+        *_gemma("gemma2", attention_cap=50.0, logit_cap=30.0),
+        rotary(),
+        windows(4096, every_other),
+    ),
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+)
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    rules=(
+        *_gemma("gemma3_text", attention_cap=None, logit_cap=None),
+        constant(qk_norm="head"),
+        global_and_local_rotary(theta=1_000_000.0, local_theta=10_000.0, kinds=every_nth_full),
+        windows(4096, every_nth_full, pattern_key="sliding_window_pattern"),
+    ),
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+)

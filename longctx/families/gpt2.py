@@ -1,0 +1,169 @@
+"""GPT-2: learned positions, LayerNorm, weights that lie transposed, and queries, keys and values in one tensor."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.llama import DENSE
+from longctx.families.rules import (
+    IGNORED_KEYS,
+    UNUSED,
+    constant,
+    divided_head_dim,
+    first_of,
+    head_share,
+    integer,
+    only,
+    reads_only,
+    same,
+    typed,
+    words,
+)
+from longctx.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
+
+log = logging.getLogger(__name__)
+
+_BLOCK = "model.layers.{layer}."
+
+
+def _all_heads() -> Rule:
+    """Keys and values have as many heads as queries, and the heads share the width."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if integer(hf, "n_embd") != head_share(hf, "n_embd", "n_head") * integer(hf, "n_head"):
+            raise ConfigError(f"n_embd={hf['n_embd']} in config.json is no multiple of n_head={hf['n_head']}.")
+        return {"num_kv_heads": integer(hf, "n_head")}
+
+    return Rule(keys=(), read=read, write=lambda _: {})
+
+
+def _inner() -> Rule:
+    """Width of the FFN; null is four times the model's."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        inner = hf.get("n_inner")
+        return {"ffn_size": 4 * integer(hf, "n_embd") if inner is None else typed("n_inner", inner, "int")}
+
+    return Rule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
+
+
+def _dropout() -> Rule:
+    """One probability for embeddings and residuals."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        rates = {key: typed(key, hf.get(key, 0.1), "float") for key in ("resid_pdrop", "embd_pdrop")}
+        if len(set(rates.values())) > 1:
+            raise ConfigError(f"{rates} is not supported by this decoder; supported: the same for both.")
+        return {"residual_dropout": rates["resid_pdrop"]}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.residual_dropout}
+
+    return Rule(keys=("resid_pdrop", "embd_pdrop"), read=read, write=write)
+
+
+def _attention_dropout() -> Rule:
+    """Attention weights are never dropped here; training only, so it is said and not refused."""
+    key = "attn_pdrop"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        rate = typed(key, hf.get(key, 0.1), "float")
+        if rate:
+            log.warning(
+                "%s=%s of config.json is left out: this decoder drops no attention weights in training", key, rate
+            )
+        return {}
+
+    return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
+
+
+def _check_context(hf: HfConfig) -> None:
+    if first_of(hf, ("n_ctx",), hf.get("n_positions")) != hf.get("n_positions"):
+        raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
+
+
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+_RULES = (
+    *UNUSED,
+    DENSE,
+    constant(position="learned", norm="layernorm", qkv_bias=True, o_bias=True, ffn_bias=True),
+    same("vocab_size", "vocab_size"),
+    same("n_embd", "hidden_size"),
+    same("n_layer", "num_layers"),
+    same("n_head", "num_heads"),
+    same("n_positions", "max_positions"),
+    same("layer_norm_epsilon", "norm_eps", default=1e-5),
+    same("initializer_range", "init_std", default=0.02),
+    same("tie_word_embeddings", "tie_embeddings", default=True),
+    words("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
+    divided_head_dim("n_embd", "n_head"),
+    _all_heads(),
+    _inner(),
+    _dropout(),
+    _attention_dropout(),
+    reads_only(("n_ctx",), _check_context),
+    only("scale_attn_weights", True),
+    only("scale_attn_by_inverse_layer_idx", False),
+    only("reorder_and_upcast_attn", False),
+    only("add_cross_attention", False, written=False),
+)
+
+_OF_OTHER_HEADS = frozenset(
+    {
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *("task_specific_params", "n_special", "predict_special_tokens", "gradient_checkpointing"),
+        "output_past",
+    }
+)
+
+
+def _renamed(*ours: str, theirs: str, steps: tuple[str, ...] = ()) -> TensorRule:
+    """Under GPT-2's name, with the prefix of the whole model, and without it as old files have it."""
+    names = (f"transformer.{theirs}", theirs)
+    return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
+
+
+def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    """A weight, which lies [in, out], and its bias."""
+    names = tuple(_BLOCK + name for name in ours)
+    return (
+        _renamed(*(f"{n}.weight" for n in names), theirs=f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
+        _renamed(*(f"{n}.bias" for n in names), theirs=f"h.{{layer}}.{theirs}.bias"),
+    )
+
+
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    return (
+        _renamed(f"{ours}.weight", theirs=f"{theirs}.weight"),
+        _renamed(f"{ours}.bias", theirs=f"{theirs}.bias"),
+    )
+
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    rules=_RULES,
+    tensors=(
+        _renamed("model.embed_tokens.weight", theirs="wte.weight"),
+        _renamed("model.embed_positions.weight", theirs="wpe.weight"),
+        *_norm(_BLOCK + "input_layernorm", "h.{layer}.ln_1"),
+        *_projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn"),
+        *_projection("self_attn.o_proj", theirs="attn.c_proj"),
+        *_norm(_BLOCK + "post_attention_layernorm", "h.{layer}.ln_2"),
+        *_projection("mlp.up_proj", theirs="mlp.c_fc"),
+        *_projection("mlp.down_proj", theirs="mlp.c_proj"),
+        *_norm("model.norm", "ln_f"),
+    ),
+    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+)

@@ -1,0 +1,72 @@
+"""GPT-OSS: sinks, alternating windows, experts with biases whose gate and up rows alternate on disk.
+
+Weights as bfloat16 (or any other plain dtype); the released files' 4-bit blocks have to be unpacked first.
+"""
+
+from __future__ import annotations
+
+from longctx.families.experts import MLP, renamed
+from longctx.families.layers import every_other, windows
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
+    IGNORED_KEYS,
+    IGNORED_TENSORS,
+    SIZES,
+    UNUSED,
+    both_biases,
+    constant,
+    head_dim,
+    kv_heads,
+    only,
+    same,
+)
+from longctx.families.spec import Family, OnDisk, TensorRule
+
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _turned(name: str, *steps: str) -> TensorRule:
+    return TensorRule(parameters=(MLP + name,), layouts=(OnDisk(names=(MLP + name,), steps=steps),))
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    rules=(
+        *SIZES,
+        *UNUSED,
+        constant(sinks=True, activation="swiglu_oai", expert_bias=True, router_bias=True, normalize_gates=True),
+        kv_heads(),
+        head_dim(64),
+        rotary(theta=150_000.0, default=_ROPE),
+        windows(128, every_other),
+        both_biases(default=True),
+        same("rms_norm_eps", "norm_eps", default=1e-5),
+        same("tie_word_embeddings", "tie_embeddings", default=False),
+        same("intermediate_size", "expert_ffn_size"),
+        same("num_local_experts", "num_experts", also=("num_experts",), least=1),
+        same("num_experts_per_tok", "experts_per_token", also=("experts_per_token",)),
+        same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+        only("hidden_act", "silu"),
+        only("swiglu_alpha", 1.702),
+        only("swiglu_limit", 7.0),
+        only("attention_dropout", 0.0, None),
+    ),
+    tensors=(
+        renamed("self_attn.sinks.weight", "self_attn.sinks"),
+        renamed("mlp.gate.weight", "mlp.router.weight"),
+        renamed("mlp.gate.bias", "mlp.router.bias"),
+        _turned("experts.gate_up_proj", "alternating", "transposed"),
+        _turned("experts.gate_up_proj_bias", "alternating"),
+        _turned("experts.down_proj", "transposed"),
+    ),
+    ignored_keys=IGNORED_KEYS | {"output_router_logits", "initial_context_length"},
+    ignored_tensors=IGNORED_TENSORS,
+)

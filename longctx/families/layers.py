@@ -1,0 +1,221 @@
+"""Rules about what differs from layer to layer: windows, and which layers have experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.rules import first_of, integer, reads_only, typed
+from longctx.families.spec import HfConfig, Rule
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+Kinds = Callable[[HfConfig, int], list[str]]
+"""What the layers are where config.json has no layer_types: from config.json and their number."""
+
+
+def full_attention() -> Rule:
+    """Families without windows: layer_types may be there, if it says so."""
+
+    def check(hf: HfConfig) -> None:
+        kinds = hf.get("layer_types")
+        if kinds is not None and set(_checked(kinds, hf)) != {FULL}:
+            raise ConfigError(f"layer_types={kinds!r} is not supported by this decoder; supported: only {FULL}.")
+
+    return reads_only(("layer_types",), check)
+
+
+def one_window(default: int | None) -> Rule:
+    """``sliding_window`` holds in all layers, or is null (Mistral)."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        window = hf.get("sliding_window", default)
+        return _uniform(hf, window)
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {"sliding_window": config.window or None}
+
+    return Rule(keys=("sliding_window", "layer_types"), read=read, write=write)
+
+
+def one_switched_window(*, named: bool = False) -> Rule:
+    """The same with ``use_sliding_window`` before it (Qwen3-MoE, where max_window_layers has no effect).
+
+    ``named``: layer_types have to be there when it is on (Qwen2-MoE, of which versions of transformers differ in what
+    their absence means, and in what a mixture would).
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        is_on = _switched_on(hf)
+        if is_on and named and hf.get("layer_types") is None:
+            raise ConfigError(
+                f"use_sliding_window={is_on} without layer_types is not supported: versions of transformers differ in "
+                f"which layers have windows. Add layer_types ({WINDOW} in all), or say false."
+            )
+        return _uniform(hf, hf.get("sliding_window", 4096) if is_on else None)
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        written: dict[str, Any] = {"use_sliding_window": bool(config.window)}
+        if config.window:
+            written["sliding_window"] = config.window
+        if config.window and named:
+            written |= {"max_window_layers": 0, "layer_types": [WINDOW] * config.num_layers}
+        return written
+
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    return Rule(keys=keys, read=read, write=write)
+
+
+def switched_windows(kinds: Kinds) -> Rule:
+    """Windows in the layers that layer_types names, behind ``use_sliding_window`` (Qwen)."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if not _switched_on(hf):
+            return _layers(hf, _given(hf) or [FULL] * integer(hf, "num_hidden_layers"), None)
+        return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", 4096))
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        if not config.window:
+            return {"use_sliding_window": False}
+        named = _named(config)
+        leading = next((n for n, kind in enumerate(named) if kind == WINDOW), len(named))
+        return {
+            "use_sliding_window": True,
+            "sliding_window": config.window,
+            "max_window_layers": leading,
+            "layer_types": named,
+        }
+
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    return Rule(keys=keys, read=read, write=write)
+
+
+def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
+    """Windows in the layers that layer_types names (Gemma, GPT-OSS).
+
+    ``pattern_key`` is what versions of transformers before layer_types read: every how many layers there is a full one.
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", default))
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        named = _named(config)
+        written = {"sliding_window": config.window or default, "layer_types": named}
+        every = len(_shortest(named))
+        if pattern_key and _shortest(named) == (*[WINDOW] * (every - 1), FULL):
+            written[pattern_key] = every
+        return written
+
+    patterns = (pattern_key, f"_{pattern_key}") if pattern_key else ()
+    return Rule(keys=("sliding_window", "layer_types", *patterns), read=read, write=write)
+
+
+def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
+    """Whether a family with ``windows(…, kinds)`` has any here."""
+    return WINDOW in (_given(hf) or kinds(hf, integer(hf, "num_hidden_layers")))
+
+
+def from_layer_on(hf: HfConfig, count: int) -> list[str]:
+    """Full attention below ``max_window_layers``, windows from there on (Qwen2, Qwen3)."""
+    leading = integer(hf, "max_window_layers", 28)
+    return [FULL if layer < leading else WINDOW for layer in range(count)]
+
+
+def every_other(hf: HfConfig, count: int) -> list[str]:
+    """Windows in layers 0, 2, 4, … (Gemma 2, GPT-OSS)."""
+    return [FULL if layer % 2 else WINDOW for layer in range(count)]
+
+
+def every_nth_full(hf: HfConfig, count: int) -> list[str]:
+    """Full attention in each ``sliding_window_pattern``-th layer (Gemma 3)."""
+    every = first_of(hf, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
+    if typed("sliding_window_pattern", every, "int") < 1:
+        raise ConfigError(f"sliding_window_pattern={every} in config.json must be at least 1.")
+    return [WINDOW if (layer + 1) % every else FULL for layer in range(count)]
+
+
+def sparse_steps() -> Rule:
+    """Dense layers are those in ``mlp_only_layers`` and those that ``decoder_sparse_step`` leaves out (Qwen)."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        count, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
+        named = hf.get("mlp_only_layers") or []
+        if step < 1 or not isinstance(named, list) or any(type(n) is not int or not 0 <= n < count for n in named):
+            raise ConfigError(
+                f"decoder_sparse_step={step} and mlp_only_layers={named!r} in config.json: wanted are a number of at "
+                f"least 1 and a list of layers from 0 to {count - 1}."
+            )
+        return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(config.dense_layers)}
+
+    return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
+
+
+def first_dense(default: int) -> Rule:
+    """The first ``first_k_dense_replace`` layers are dense (DeepSeek)."""
+    key = "first_k_dense_replace"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        dense = integer(hf, key, default)
+        if dense < 0:
+            raise ConfigError(f"{key}={dense} in config.json must not be negative.")
+        return {"dense_layers": tuple(range(min(dense, integer(hf, "num_hidden_layers"))))}
+
+    return Rule(keys=(key,), read=read, write=lambda config: {key: len(config.dense_layers)})
+
+
+def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
+    meant = [FULL if window is None else WINDOW] * integer(hf, "num_hidden_layers")
+    given = _given(hf)
+    if given is not None and given != meant:
+        raise ConfigError(
+            f"layer_types={given!r} is not supported by this decoder: a {hf.get('model_type')} model with "
+            f"sliding_window={window!r} has {meant[0]} in all layers."
+        )
+    return _layers(hf, meant, window)
+
+
+def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
+    if WINDOW not in kinds:
+        return {"layers": ("full",), "window": 0}
+    if window is None or typed("sliding_window", window, "int") < 1:
+        raise ConfigError(
+            f"sliding_window={window!r} (use_sliding_window={hf.get('use_sliding_window')!r}) goes with no "
+            f"{WINDOW} in layer_types={kinds!r}; it must be at least 1."
+        )
+    return {"layers": tuple("window" if kind == WINDOW else "full" for kind in _shortest(kinds)), "window": window}
+
+
+def _switched_on(hf: HfConfig) -> bool:
+    return typed("use_sliding_window", hf.get("use_sliding_window", False), "bool")
+
+
+def _given(hf: HfConfig) -> list[str] | None:
+    kinds = hf.get("layer_types")
+    return None if kinds is None else _checked(kinds, hf)
+
+
+def _checked(kinds: Any, hf: HfConfig) -> list[str]:
+    count = integer(hf, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, WINDOW) for kind in kinds):
+        raise ConfigError(
+            f"layer_types={kinds!r} is not supported by this decoder; supported: a list of {count}, one a layer, each "
+            f"{FULL} or {WINDOW}."
+        )
+    return kinds
+
+
+def _named(config: ModelFields) -> list[str]:
+    return [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
+
+
+def _shortest(kinds: list[str]) -> tuple[str, ...]:
+    """The shortest beginning that, repeated, gives all."""
+    count = len(kinds)
+    sizes = (n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    return tuple(kinds[: next(sizes)])

@@ -1,0 +1,35 @@
+"""Mixtral."""
+
+from __future__ import annotations
+
+from longctx.families.experts import per_expert, renamed
+from longctx.families.layers import one_window
+from longctx.families.rotary import rotary
+from longctx.families.rules import IGNORED_KEYS, IGNORED_TENSORS, constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.spec import Family
+
+_EXPERT = "block_sparse_moe.experts.{expert}."
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    rules=(
+        *llama_like(eps=1e-5),
+        constant(qkv_bias=False, normalize_gates=True),
+        kv_heads(),
+        head_dim(),
+        rotary(theta=1_000_000.0),
+        one_window(default=None),
+        same("intermediate_size", "expert_ffn_size"),
+        same("num_local_experts", "num_experts", also=("num_experts",), least=1),
+        same("num_experts_per_tok", "experts_per_token"),
+        same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+        only("router_jitter_noise", 0.0),
+    ),
+    tensors=(
+        renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        *per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
+    ),
+    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
+    ignored_tensors=IGNORED_TENSORS,
+)

@@ -1,0 +1,42 @@
+"""OLMoE."""
+
+from __future__ import annotations
+
+from longctx.families.experts import PER_EXPERT
+from longctx.families.layers import full_attention
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
+    IGNORED_KEYS,
+    IGNORED_TENSORS,
+    both_biases,
+    constant,
+    divided_head_dim,
+    kv_heads,
+    llama_like,
+    only,
+    same,
+)
+from longctx.families.spec import Family
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    rules=(
+        *llama_like(eps=1e-5),
+        constant(qk_norm="full"),
+        kv_heads(default_is_heads=True),
+        divided_head_dim(),
+        rotary(),
+        full_attention(),
+        both_biases(default=False),
+        same("intermediate_size", "expert_ffn_size"),
+        same("num_experts", "num_experts", also=("num_local_experts",), least=1),
+        same("num_experts_per_tok", "experts_per_token"),
+        same("norm_topk_prob", "normalize_gates", default=False),
+        same("router_aux_loss_coef", "balance_loss_weight", default=0.01),
+        only("clip_qkv", None),
+    ),
+    tensors=PER_EXPERT,
+    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
+    ignored_tensors=IGNORED_TENSORS,
+)

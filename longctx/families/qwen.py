@@ -1,0 +1,125 @@
+"""Qwen 2 and 3, dense and with experts, and Seed-OSS."""
+
+from __future__ import annotations
+
+from longctx.families.experts import PER_EXPERT
+from longctx.families.layers import from_layer_on, full_attention, one_switched_window, sparse_steps, switched_windows
+from longctx.families.llama import DENSE
+from longctx.families.rotary import rotary
+from longctx.families.rules import (
+    IGNORED_KEYS,
+    IGNORED_TENSORS,
+    both_biases,
+    constant,
+    head_dim,
+    kv_heads,
+    llama_like,
+    only,
+    same,
+)
+from longctx.families.spec import Family
+
+_EXPERTS = (
+    sparse_steps(),
+    same("intermediate_size", "ffn_size"),
+    same("num_experts", "num_experts", also=("num_local_experts",), least=1),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_ffn_size"),
+    same("norm_topk_prob", "normalize_gates", default=False),
+    same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+)
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    rules=(
+        *llama_like(),
+        *_EXPERTS,
+        kv_heads(),
+        head_dim(),
+        rotary(),
+        one_switched_window(named=True),
+        same("qkv_bias", "qkv_bias", default=True),
+        same("shared_expert_intermediate_size", "shared_ffn_size", least=1),
+    ),
+    tensors=PER_EXPERT,
+    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
+    ignored_tensors=IGNORED_TENSORS,
+)
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    rules=(
+        *llama_like(),
+        DENSE,
+        constant(qkv_bias=True),
+        kv_heads(),
+        head_dim(),
+        rotary(),
+        switched_windows(from_layer_on),
+        same("intermediate_size", "ffn_size"),
+        only("use_mrope", False, written=False),
+    ),
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+    forces_own_tokenizer=True,
+)
+
+SEED_OSS = Family(  # the network of qwen2, for models with a tokenizer of their own
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    rules=(
+        *(rule for rule in llama_like() if rule.keys != ("attention_dropout",)),
+        only("attention_dropout", 0.0, None, absent=0.1),
+        DENSE,
+        kv_heads(),
+        head_dim(128),
+        rotary(),
+        full_attention(),
+        same("intermediate_size", "ffn_size"),
+        same("attention_bias", "qkv_bias", default=True),
+        same("attention_out_bias", "o_bias", default=False),
+        same("mlp_bias", "ffn_bias", default=False),
+        only("residual_dropout", 0.0, absent=0.1),
+        only("pretraining_tp", 1),
+    ),
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    rules=(
+        *llama_like(),
+        DENSE,
+        constant(qk_norm="head"),
+        kv_heads(),
+        head_dim(128),
+        rotary(),
+        switched_windows(from_layer_on),
+        same("intermediate_size", "ffn_size"),
+        both_biases(default=False),
+    ),
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=IGNORED_TENSORS,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rules=(
+        *llama_like(),
+        *_EXPERTS,
+        constant(qk_norm="head"),
+        kv_heads(),
+        head_dim(),
+        rotary(),
+        one_switched_window(),
+        both_biases(default=False),
+    ),
+    tensors=PER_EXPERT,
+    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
+    ignored_tensors=IGNORED_TENSORS,
+)

@@ -1,0 +1,229 @@
+"""The usual rules between keys of config.json and fields of ModelFields, to be put together into a family's table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.spec import HfConfig, Rule
+
+REQUIRED: Any = object()
+"""Default of a key that a config.json must have: the family's own default is too easily not what was meant."""
+
+_TYPES = {f.name: f.type for f in fields(ModelFields)}
+
+
+def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] = (), least: float = -math.inf) -> Rule:
+    """A key that is the field ``name``; ``also`` are other keys for it, which are read and not written."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = typed(key, first_of(hf, (key, *also), default), str(_TYPES[name]))
+        if value < least:
+            raise ConfigError(f"{key}={value!r} in config.json must be at least {least}.")
+        return {name: value}
+
+    return Rule(keys=(key, *also), read=read, write=lambda config: {key: getattr(config, name)})
+
+
+def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
+    """A key that is the field ``name``, where null is 0."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = first_of(hf, (key,), default)
+        return {name: typed(key, 0 if value is None else value, str(_TYPES[name]))}
+
+    return Rule(keys=(key,), read=read, write=lambda config: {key: getattr(config, name) or None})
+
+
+def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True) -> Rule:
+    """A key with no choice but ``supported``, of which the first is written, and is meant when it is absent."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = hf.get(key, supported[0] if absent is REQUIRED else absent)
+        if not any(value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported):
+            choices = " or ".join("absent" if s is None else repr(s) for s in supported)
+            raise ConfigError(f"{key}={value!r} is not supported by this decoder; supported: {choices}.")
+        return {}
+
+    return Rule(keys=(key,), read=read, write=lambda _: {key: supported[0]} if written else {})
+
+
+def constant(**values: Any) -> Rule:
+    """Fields that the family leaves no choice in."""
+    return Rule(keys=(), read=lambda _: values, write=lambda _: {})
+
+
+def words(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
+    """A key whose words stand for words of the field ``name``.
+
+    Of several with one meaning the first is written, and where none has it the first of all: it reads back as another.
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        word = first_of(hf, (key,), default)
+        if not isinstance(word, str) or word not in meanings:
+            raise ConfigError(f"{key}={word!r} is not supported by this decoder; supported: {sorted(meanings)}.")
+        return {name: meanings[word]}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        fitting = [word for word, meaning in meanings.items() if meaning == getattr(config, name)]
+        return {key: (fitting or list(meanings))[0]}
+
+    return Rule(keys=(key,), read=read, write=write)
+
+
+def both_biases(default: bool) -> Rule:
+    """One key for the biases of all four projections of attention."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = typed("attention_bias", first_of(hf, ("attention_bias",), default), "bool")
+        return {"qkv_bias": value, "o_bias": value}
+
+    return Rule(keys=("attention_bias",), read=read, write=lambda config: {"attention_bias": config.qkv_bias})
+
+
+def kv_heads(*, default_is_heads: bool = False) -> Rule:
+    """Key/value heads; null, and absence where the family says so, is as many as query heads."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        key = "num_key_value_heads"
+        value = first_of(hf, (key,), None if default_is_heads else REQUIRED)
+        if value is None and default_is_heads:
+            value = integer(hf, "num_attention_heads")
+        return {"num_kv_heads": typed(key, value, "int")}
+
+    return Rule(keys=("num_key_value_heads",), read=read, write=lambda c: {"num_key_value_heads": c.num_kv_heads})
+
+
+def head_dim(default: int | None = None) -> Rule:
+    """Width of a head; null, and absence unless there is a default, is hidden_size over the heads."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = first_of(hf, ("head_dim",), default)
+        return {"head_dim": head_share(hf) if value is None else typed("head_dim", value, "int")}
+
+    return Rule(keys=("head_dim",), read=read, write=lambda config: {"head_dim": config.head_dim})
+
+
+def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
+    """Heads that share the model width among them; the key is read where it says the same."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        share = head_share(hf, width, heads)
+        if hf.get("head_dim", share) not in (share, None):
+            raise ConfigError(f"head_dim={hf['head_dim']!r} is not supported here; supported: {width} / {heads}.")
+        return {"head_dim": share}
+
+    return Rule(keys=("head_dim",), read=read, write=lambda _: {})
+
+
+def width_of_heads(family: str) -> Rule:
+    """ConfigError on writing a model width that is no multiple of the head count, for transformers refuses it."""
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        if config.hidden_size % config.num_heads:
+            width = math.ceil(config.hidden_size / config.num_heads) * config.num_heads
+            raise ConfigError(
+                f"model.hidden_size={config.hidden_size} is no multiple of model.num_heads={config.num_heads}, which "
+                f"transformers wants of a {family} model. Try model.hidden_size={width}."
+            )
+        return {}
+
+    return Rule(keys=(), read=lambda _: {}, write=write)
+
+
+def head_share(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
+    """The model width over the heads."""
+    size, count = integer(hf, width), integer(hf, heads)
+    if count < 1:
+        raise ConfigError(f"{heads}={count} in config.json must be at least 1.")
+    return size // count
+
+
+def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
+    """A key's value, which must be a whole number."""
+    return typed(key, first_of(hf, (key,), default), "int")
+
+
+def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> Any:
+    """The value of the keys that are there; ConfigError where two differ, or none is there and one is needed."""
+    found = {key: hf[key] for key in keys if key in hf}
+    if len({repr(value) for value in found.values()}) > 1:
+        raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
+    if not found and default is REQUIRED:
+        raise ConfigError(f"config.json of a {hf.get('model_type')} model has no {keys[0]}.")
+    return next(iter(found.values()), default)
+
+
+def typed(key: str, value: Any, kind: str) -> Any:
+    """The value as the type of that name; ConfigError for another one. Whole numbers pass for fractions."""
+    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if type(value).__name__ != kind:
+        raise ConfigError(f"{key}={value!r} in config.json must be of type {kind}.")
+    return value
+
+
+def reads_only(keys: tuple[str, ...], check: Callable[[HfConfig], None]) -> Rule:
+    """Keys that are checked and not written."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        check(hf)
+        return {}
+
+    return Rule(keys=keys, read=read, write=lambda _: {})
+
+
+GATED_ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+}
+"""transformers' names of the function on the gate."""
+
+SIZES = (
+    same("vocab_size", "vocab_size"),
+    same("hidden_size", "hidden_size"),
+    same("num_hidden_layers", "num_layers"),
+    same("num_attention_heads", "num_heads"),
+    same("max_position_embeddings", "max_positions"),
+    same("initializer_range", "init_std", default=0.02),
+)
+
+UNUSED = (
+    only("is_encoder_decoder", False, written=False),
+    only("per_layer_config", None, written=False),
+)
+"""Keys that transformers may write, and that change the model where they say anything else."""
+
+
+def llama_like(*, eps: float = 1e-6, tied: bool = False, act: str = "silu") -> tuple[Rule, ...]:
+    """What all families with RMSNorm and gated FFNs have."""
+    return (
+        *SIZES,
+        *UNUSED,
+        same("rms_norm_eps", "norm_eps", default=eps),
+        same("tie_word_embeddings", "tie_embeddings", default=tied),
+        words("hidden_act", "activation", GATED_ACTIVATIONS, default=act),
+        only("attention_dropout", 0.0, None),
+    )
+
+
+IGNORED_KEYS = frozenset(
+    {
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states", "return_dict"),
+        *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "auto_map", "cache_implementation"),
+        *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation"),
+    }
+)
+"""Keys that say nothing about the network of any family."""
+
+IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+"""Rotary frequencies, which follow from the config."""

@@ -1,0 +1,20 @@
+"""Every family that can be read and written, in the order in which one is looked for."""
+
+from __future__ import annotations
+
+from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
+from longctx.families.gpt2 import GPT2
+from longctx.families.gpt_oss import GPT_OSS
+from longctx.families.llama import LLAMA, MISTRAL
+from longctx.families.mixtral import MIXTRAL
+from longctx.families.olmoe import OLMOE
+from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
+from longctx.families.spec import Family
+
+_ALL = (
+    *(QWEN2_MOE, QWEN2, LLAMA, MISTRAL, SEED_OSS, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE),
+    *(GEMMA2, GEMMA3_TEXT, GPT2, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

@@ -1,0 +1,64 @@
+"""Tokens out of a decoder, one at a time: greedy or sampled, and the decoder that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.generation.sampling import Greedy, Sample
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.core import KVCache
+from longctx.model.decoder import Decoder
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    strategy: Greedy | Sample | None = None,
+    *,
+    stop_ids: Collection[int] = (),
+    cache: KVCache | None = None,
+    use_cache: bool = True,
+) -> list[int]:
+    """The tokens that follow the prompt: at most ``max_new_tokens``, the last one of ``stop_ids`` if any comes.
+
+    The prompt is read once, then one token a step against the cached keys (``cache`` must be empty; default: a
+    ``LocalKVCache``). ``use_cache=False`` reads everything again at each step, which is slow and gives the same tokens.
+    """
+    check_request(model, prompt_ids, max_new_tokens)
+    choose = (strategy or Greedy()).start()
+    if use_cache and cache is None:
+        cache = LocalKVCache()
+    ids, unread = list(prompt_ids), len(prompt_ids)
+    for _ in range(max_new_tokens):
+        start = len(ids) - unread if use_cache else 0
+        ids.append(choose(_next_logits(model, ids[start:], start, cache if use_cache else None)))
+        unread = 1
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt_ids) :]
+
+
+def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+    """ConfigError for an empty prompt, an id outside the vocabulary, or a negative number of tokens."""
+    if len(prompt_ids) == 0:
+        raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must not be negative.")
+    vocab_size = model.config.vocab_size
+    if outside := [i for i in prompt_ids if not 0 <= i < vocab_size]:
+        raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+
+
+def _next_logits(model: Decoder, ids: Sequence[int], start: int, cache: KVCache | None) -> Tensor:
+    """Logits [V], fp32, after ``ids``, the first of which stands at position ``start``."""
+    device = next(model.parameters()).device
+    tokens_BT = torch.tensor([ids], device=device)
+    positions_BT = torch.arange(start, start + len(ids), device=device)[None]
+    hidden_BTM = model(tokens_BT, positions_BT, cache=cache)
+    return model.logits(hidden_BTM[:, -1:])[0, 0].float()

@@ -1,0 +1,68 @@
+"""Greedy, temperature, top-k, top-p, penalties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Always the likeliest token; of equal ones the lowest id."""
+
+    def start(self) -> Callable[[Tensor], int]:
+        """A function from the next token's logits [V], fp32, to its id."""
+        return lambda logits_V: int(logits_V.argmax())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Draw tokens from the model's distribution; the same seed draws the same tokens.
+
+    Temperature first, then top-k, then top-p, as Hugging Face does it.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits: below 1 sharper, above 1 flatter."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens (ties with the last one too); 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together reach this probability; at least one."""
+    seed: int = 0
+    """Of the generator."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be above 0. For the likeliest token use Greedy().")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must not be negative; 0 keeps every token.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; 1 keeps every token.")
+
+    def start(self) -> Callable[[Tensor], int]:
+        """A function from the next token's logits [V], fp32, to its id; it owns a generator, on the CPU."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(logits_V: Tensor) -> int:
+            return int(torch.multinomial(self.probabilities(logits_V.cpu()), 1, generator=generator))
+
+        return draw
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """The distribution [V] that tokens are drawn from."""
+        scores_V = logits_V / self.temperature
+        if self.top_k:
+            smallest_kept = scores_V.topk(min(self.top_k, len(scores_V))).values[-1]
+            scores_V = scores_V.masked_fill(scores_V < smallest_kept, -torch.inf)
+        if self.top_p < 1:
+            ascending, order = scores_V.sort()
+            dropped = ascending.softmax(0).cumsum(0) <= 1 - self.top_p
+            dropped[-1] = False
+            scores_V = scores_V.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), -torch.inf)
+        return scores_V.softmax(0)

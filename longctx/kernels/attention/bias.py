@@ -1,0 +1,117 @@
+"""Scores that are more than a scaled dot product: soft cap, ALiBi, a learned bias of the distance.
+
+Axes: B batch, H query heads, R query rows and S keys of a tile, N buckets of a bias table, n distances of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.slices import AttentionSlice
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The float32 slopes [H] of ALiBi: 2^(−8h/H) for h = 1 … H, if H is a power of two.
+
+    Other numbers of heads take the slopes of the power of two below, then every second one of the power above, as the
+    paper's authors do (arXiv 2108.12409, footnote 6 and code).
+    """
+    if num_heads < 1:
+        raise ConfigError(f"ALiBi needs at least one head, not {num_heads}.")
+    below = 1 << num_heads.bit_length() - 1
+    slopes = [2.0 ** (-8 * h / below) for h in range(1, below + 1)]
+    slopes += [2.0 ** (-4 * h / below) for h in range(1, 2 * below, 2)]
+    return torch.tensor(slopes[:num_heads], dtype=torch.float32)
+
+
+def soft_cap(scores: Tensor, cap: float) -> Tensor:
+    """cap·tanh(scores / cap)."""
+    return torch.tanh(scores / cap) * cap
+
+
+def check_scores(scores: Scores, num_heads: int) -> None:
+    """ConfigError where a rule of the scores does not fit ``num_heads`` query heads or makes no sense."""
+    if scores.softcap is not None and not scores.softcap > 0:
+        raise ConfigError(f"softcap={scores.softcap} must be above 0; use None for no cap.")
+    slopes, bias = scores.alibi_slopes_H, scores.relative_bias
+    if slopes is not None and tuple(slopes.shape) != (num_heads,):
+        raise ConfigError(f"ALiBi slopes of shape {tuple(slopes.shape)} for {num_heads} query heads; give one a head.")
+    if bias is not None:
+        if bias.table_NH.ndim != 2 or bias.table_NH.shape[1] != num_heads:
+            shape = tuple(bias.table_NH.shape)
+            raise ConfigError(
+                f"a bias table of shape {shape} for {num_heads} query heads; it must be [buckets, {num_heads}]."
+            )
+        _check_buckets(bias)
+
+
+def _check_buckets(bias: RelativeBias) -> None:
+    num, sides = bias.table_NH.shape[0], 1 + bias.bidirectional
+    if num < 2 * sides or num % sides:
+        rule = "an even number, at least 4" if bias.bidirectional else "at least 2"
+        raise ConfigError(f"a bias table of {num} buckets; it needs {rule}. T5 has 32.")
+    if bias.max_distance <= num // sides // 2:
+        raise ConfigError(
+            f"max_distance={bias.max_distance} of a relative bias must exceed {num // sides // 2}, "
+            f"the distances that have a bucket each with {num} buckets. T5 has 128."
+        )
+
+
+def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
+    """The row of the bias table (int64) for each distance, in tokens; a positive one looks back."""
+    num = bias.table_NH.shape[0]
+    if bias.bidirectional:
+        num //= 2
+        first, size = num * (distances < 0), distances.abs()
+    else:
+        first, size = torch.zeros_like(distances), distances.clamp(min=0)
+    exact = num // 2
+    # float32, as in T5's code: where the logarithm is a whole number, rounding decides the bucket
+    ratio = torch.log(size.clamp(min=1).float() / exact) / math.log(bias.max_distance / exact)
+    shared = (exact + (ratio * (num - exact)).long()).clamp(max=num - 1)
+    return first + torch.where(size < exact, size, shared)
+
+
+def distance_bias(scores: Scores, distances: Tensor) -> Tensor:
+    """What is added to the scores of each head, [H, *distances.shape] in float64, for ``needs_distances`` scores."""
+    total = torch.zeros((), dtype=torch.float64, device=distances.device)
+    along = (-1, *(1 for _ in distances.shape))
+    if scores.alibi_slopes_H is not None:
+        total = total - scores.alibi_slopes_H.to(distances.device, torch.float64).view(along) * distances.abs()
+    if scores.relative_bias is not None:
+        bias = scores.relative_bias
+        rows = bias.table_NH.double()[buckets(distances, bias)]
+        total = total + rows.movedim(-1, 0)
+    return total
+
+
+def tile_distances(attn_slice: AttentionSlice, q: slice, k: slice, device: torch.device) -> Tensor:
+    """The n = R + S − 1 distances that a tile of R rows and S keys has, in tokens, farthest back first."""
+    apart_n = torch.arange(q.stop - 1 - k.start, q.start - k.stop, -1, device=device)
+    return attn_slice.step * apart_n + attn_slice.offset
+
+
+def spread(values_Hn: Tensor, keys: int) -> Tensor:
+    """[H, R, S] from one value for each of the tile's distances: what is worked out once need not be for each score."""
+    return values_Hn.unfold(-1, keys, 1).flip(-2)
+
+
+def gather_diagonals(values_HRS: Tensor) -> Tensor:
+    """[H, n] in float64: sums over the scores of equal distance; the transpose of ``spread``."""
+    H, rows, keys = values_HRS.shape
+    n = rows + keys - 1
+    shifted_HRn = values_HRS.new_zeros(H, rows, n)  # row i from column R − 1 − i on: n − 1 elements after the last one
+    shifted_HRn.as_strided((H, rows, keys), (rows * n, n - 1, 1), rows - 1).copy_(values_HRS)
+    return shifted_HRn.sum(1).double()
+
+
+def table_gradient(dvalues_Hn: Tensor, distances_n: Tensor, bias: RelativeBias) -> Tensor:
+    """The table's gradient [N, H] from that of ``distance_bias``; as a product: atomic sums differ from run to run."""
+    named_Nn = functional.one_hot(buckets(distances_n, bias), bias.table_NH.shape[0]).T.to(dvalues_Hn.dtype)
+    return named_Nn @ dvalues_Hn.T

@@ -1,0 +1,211 @@
+"""Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule of ``Scores``.
+
+What exists at once beside inputs and results is a few tensors of B·H·512·512 elements at most, whatever the lengths.
+float64 inputs are computed in float64, all others in float32.
+
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, G = H / K query heads that share one, D and V
+head sizes, R rows and S keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.kernels.attention.bias import (
+    check_scores,
+    distance_bias,
+    gather_diagonals,
+    soft_cap,
+    spread,
+    table_gradient,
+    tile_distances,
+)
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import AttentionSlice, table_slices
+from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.dtypes import accumulate_dtype
+
+_TILE = 512
+"""Most rows and keys of a tile; a narrow band's has fewer rows and up to twice as many keys."""
+_LEAST = -60.0
+"""Exponents below this one count for nothing."""
+
+
+class BlockwiseKernel:
+    """The kernel that always can: softmax attention from matrix products, S×S never formed."""
+
+    name = "blockwise"
+
+    def supports(self, request: KernelRequest) -> str | None:
+        if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
+            return f"it computes with floating-point numbers of 16 bits or more, not {request.dtype}"
+        if request.device_type == "mps":
+            return "its log-sum-exps are float64, which mps lacks"
+        return None
+
+    def forward(
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        check_scores(scores, q_BtHD.shape[2])
+        partial = accumulate_dtype(q_BtHD.dtype)
+        out = q_BtHD.new_zeros((*q_BtHD.shape[:-1], v_BsKV.shape[-1]), dtype=partial)
+        lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
+        for attn_slice in table_slices(slices):
+            for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
+                q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])
+                block_out, block_lse = _attend(q, k_BsKD, v_BsKV, attn_slice, block, scores)
+                rows = (_as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1))
+                merge_(out[:, block.q], lse[:, block.q], *rows)
+        return out, lse
+
+    def backward(
+        self,
+        dout_BtHV: Tensor,
+        q_BtHD: Tensor,
+        k_BsKD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
+        lse_BtH: Tensor,
+        slices: Tensor,
+        *,
+        scores: Scores,
+    ) -> Gradients:
+        check_scores(scores, q_BtHD.shape[2])
+        partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
+        dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
+        bias = scores.relative_bias
+        dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
+        power_BtH, lse_BtH = _centred(lse_BtH, partial)
+        for attn_slice in table_slices(slices):
+            for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
+                q, dout, out = (_query_rows(x, block.q, K) for x in (q_BtHD, dout_BtHV, out_BtHV))
+                power, lse = (_query_rows(x.unsqueeze(-1), block.q, K) for x in (power_BtH, lse_BtH))
+                dout = dout * power
+                rows = _Rows(q, dout, lse, (dout * out).sum(-1, keepdim=True))
+                dq_block = torch.zeros_like(q)
+                for tile in block.tiles:
+                    work = _Work(attn_slice, block.q, tile, scores)
+                    dk_tile, dv_tile = _tile_gradients(rows, k_BsKD, v_BsKV, work, dq_block, dtable)
+                    dk[:, tile.k] += dk_tile.transpose(1, 2)
+                    dv[:, tile.k] += dv_tile.transpose(1, 2)
+                dq[:, block.q] += _as_rows(dq_block)
+        return Gradients(dq, dk, dv, None if dtable is None else dtable.to(partial))
+
+
+class _Work(NamedTuple):
+    """One tile, and what its scores depend on."""
+
+    attn_slice: AttentionSlice
+    q: slice
+    tile: Tile
+    scores: Scores
+
+
+class _Rows(NamedTuple):
+    """What backward needs of a block's query rows, [B, K, G, R, …] each."""
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    """Each row's product of output and its gradient: what a score's gradient lies above or below."""
+
+
+def _query_rows(x_BtHX: Tensor, rows: slice, num_kv_heads: int) -> Tensor:
+    """[B, K, G, R, X] in the dtype of computation: heads that share keys side by side."""
+    x = x_BtHX[:, rows].to(accumulate_dtype(x_BtHX.dtype))
+    return x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _as_rows(x_BKGRX: Tensor) -> Tensor:
+    """The inverse of ``_query_rows``."""
+    return x_BKGRX.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _key_rows(x_BsKX: Tensor, keys: slice) -> Tensor:
+    """[B, K, S, X] in the dtype of computation."""
+    return x_BsKX[:, keys].to(accumulate_dtype(x_BsKX.dtype)).transpose(1, 2)
+
+
+def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
+    if partial == torch.float64:
+        return torch.ones_like(lse_BtH), lse_BtH
+    return centred(lse_BtH)
+
+
+def _attend(
+    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
+    found: tuple[Tensor, Tensor] | None = None
+    for tile in block.tiles:
+        k, v = (_key_rows(x, tile.k) for x in (k_BsKD, v_BsKV))
+        values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(attn_slice, block.q, tile, scores))
+        top = values.amax(-1, keepdim=True)
+        weights = _exp_(values.sub_(top))
+        total = weights.sum(-1, keepdim=True)
+        out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(total)
+        part = (out, (top.double() + total.double().log()).squeeze(-1))
+        if found is None:
+            found = part
+        else:
+            fold_(*found, *part)
+    assert found is not None, "a block of rows without a tile"
+    return found
+
+
+def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Scaled dot products [B, K, G, R, S] after the soft cap."""
+    values = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).mul_(scores.scale)
+    return values if scores.softcap is None else soft_cap(values, scores.softcap)
+
+
+def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
+    """Turn ``_capped_products`` into scores: biases added, −inf outside the tile's band."""
+    num_rows, num_keys, tile = values.shape[3], values.shape[4], work.tile
+    if work.scores.needs_distances:
+        distances_n = tile_distances(work.attn_slice, work.q, tile.k, values.device)
+        bias_HRS = spread(distance_bias(work.scores, distances_n).to(values.dtype), num_keys)
+        values += bias_HRS.unflatten(0, values.shape[1:3])
+    if tile.lo is not None or tile.hi is not None:
+        i = torch.arange(num_rows, device=values.device)[:, None]
+        apart = i - torch.arange(num_keys, device=values.device)
+        if tile.lo is not None:
+            values.masked_fill_(apart < tile.lo, -torch.inf)
+        if tile.hi is not None:
+            values.masked_fill_(apart > tile.hi, -torch.inf)
+    return values
+
+
+def _exp_(exponents: Tensor) -> Tensor:
+    """exp in place, and exactly 0 below e^−60: a share of a row that no sum notices.
+
+    Processors take a hundred times as long over numbers near float32's smallest, which ALiBi makes by the thousand.
+    """
+    weights = exponents.clamp_(min=_LEAST).exp_()
+    return functional.threshold(weights, 1.001 * math.exp(_LEAST), 0.0, inplace=True)
+
+
+def _tile_gradients(
+    rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dtable_NH: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients [B, K, S, …] of the tile's keys and values; adds those of queries and bias table to the last two."""
+    k, v = (_key_rows(x, work.tile.k) for x in (k_BsKD, v_BsKV))
+    products, cap = _capped_products(rows.q, k, work.scores), work.scores.softcap
+    slope = None if cap is None else (products / cap).square_().neg_().add_(1)  # of the cap, at each product
+    weights = _exp_(_add_bias_and_mask_(products, work).sub_(rows.lse))
+    dout = rows.dout.flatten(2, 3)
+    dv = weights.flatten(2, 3).mT @ dout
+    dscores = (dout @ v.mT).view_as(weights).sub_(rows.delta).mul_(weights)
+    if dtable_NH is not None and work.scores.relative_bias is not None:
+        distances_n = tile_distances(work.attn_slice, work.q, work.tile.k, dscores.device)
+        dvalues_Hn = gather_diagonals(dscores.sum(0).flatten(0, 1))
+        dtable_NH += table_gradient(dvalues_Hn, distances_n, work.scores.relative_bias)
+    dproducts = (dscores if slope is None else dscores.mul_(slope)).mul_(work.scores.scale).flatten(2, 3)
+    dq += (dproducts @ k).view_as(dq)
+    return dproducts.mT @ rows.q.flatten(2, 3), dv

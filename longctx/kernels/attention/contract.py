@@ -1,0 +1,153 @@
+"""What an attention kernel on one device promises, and the words it is asked in.
+
+Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D query/key head size,
+V value head size, N buckets of a bias table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A learned bias for every head and bucket of distances (T5, arXiv 1910.10683 §2.1 and its code).
+
+    With n buckets on a side, distances below n/2 have a bucket each, larger ones share buckets that widen
+    logarithmically up to ``max_distance``; beyond it the last bucket serves. A bidirectional table spends half of its
+    buckets on keys that come after their query; otherwise such keys count as distance 0.
+    """
+
+    table_NH: Tensor
+    max_distance: int = 128
+    bidirectional: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """How a query and a key become a score: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
+
+    The soft cap comes first and the biases after it, as in flash-attn. Distances are in tokens.
+    """
+
+    scale: float
+    """Factor of the dot product; usually D^-½."""
+    softcap: float | None = None
+    """Bound on the scaled dot product's size (Gemma 2); None for none."""
+    alibi_slopes_H: Tensor | None = None
+    """Each query head's float32 slope of ALiBi (arXiv 2108.12409); positive slopes favour near keys. No gradient."""
+    relative_bias: RelativeBias | None = None
+    """A learned bias of the distance; its table receives a gradient."""
+
+    @property
+    def needs_distances(self) -> bool:
+        """Whether scores depend on where the two tokens stand."""
+        return self.alibi_slopes_H is not None or self.relative_bias is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a score is the scaled dot product and nothing else."""
+        return self.softcap is None and not self.needs_distances
+
+    def of_heads(self, start: int, stop: int) -> Scores:
+        """The scores of query heads [start, stop) alone."""
+        slopes, bias = self.alibi_slopes_H, self.relative_bias
+        return replace(
+            self,
+            alibi_slopes_H=None if slopes is None else slopes[start:stop],
+            relative_bias=None if bias is None else replace(bias, table_NH=bias.table_NH[:, start:stop]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRequest:
+    """What is asked of a kernel, before any tensor exists."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    value_dim: int | None = None
+    """Head size of the values; None when it is ``head_dim``."""
+    window: bool = False
+    """Whether slices may have an upper bound ``hi``."""
+    softcap: bool = False
+    alibi: bool = False
+    relative_bias: bool = False
+    deterministic: bool = False
+    """Whether the backward pass must give equal bits on repetition."""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        values = "" if self.value_dim in (None, self.head_dim) else f" (values {self.value_dim})"
+        wishes = [n for n in ("window", "softcap", "alibi", "relative_bias", "deterministic") if getattr(self, n)]
+        extra = "".join(f", {w.replace('_', ' ')}" for w in wishes)
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}{values}"
+        return f"{heads}, {dtype}, on {self.device_type}{extra}"
+
+
+class Gradients(NamedTuple):
+    """A kernel's gradients, partial results all."""
+
+    dq_BtHD: Tensor
+    dk_BsKD: Tensor
+    dv_BsKV: Tensor
+    dtable_NH: Tensor | None = None
+    """Of the relative bias's table; None where the scores have none."""
+
+
+class AttentionKernel(Protocol):
+    """Softmax attention over the slices of one device, and its gradient.
+
+    ``slices`` is a table (``slices.slice_table``). Several slices may name the same query row, over disjoint keys; the
+    kernel merges them. Results are *partial results*: owned by the caller and in ``accumulate_dtype`` (float32; float64
+    for float64 inputs), so that they can be merged across hops without rounding. Log-sum-exps are float64: over 8192
+    keys one is about 9, where float32 is 5e-7 coarse, and every gradient of the row inherits that error.
+    """
+
+    name: str
+
+    def supports(self, request: KernelRequest) -> str | None:
+        """None when the kernel can serve the request, else the reason why not."""
+        ...
+
+    def forward(
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
+        ...
+
+    def backward(
+        self,
+        dout_BtHV: Tensor,
+        q_BtHD: Tensor,
+        k_BsKD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
+        lse_BtH: Tensor,
+        slices: Tensor,
+        *,
+        scores: Scores,
+    ) -> Gradients:
+        """Gradients of these slices alone, given the *global* output and log-sum-exp of every query row.
+
+        Summed over all keys a query meets, on whatever ranks, they are the exact gradient. ``lse`` may be larger than
+        the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
+        """
+        ...
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
+
+    The log-sum-exps are float64; a row without a key in one of the two takes the other's.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    keep, add = (torch.exp(part - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1) for part in (lse, block_lse))
+    out.mul_(keep).addcmul_(block_out, add)
+    lse.copy_(total)

@@ -1,0 +1,257 @@
+"""PyTorch's CPU flash attention behind our kernel contract.
+
+Traps of the ATen op that stay in here: its causal mask is aligned top-left whatever the two lengths are; rows without
+a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
+[B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype; keys and values must have one head size; it
+has no window, only an additive mask. Grouped-query attention is native.
+
+Work is cut into tiles, whose inputs are converted and whose results are merged one by one, so that no whole tensor
+is copied:
+
+* float32: log-sum-exps of tiles are merged in float64 (each tile's is rounded on its own, so the errors average out),
+  and backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the
+  op's own, for a few per cent of its time.
+* bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (elsewhere the op is two
+  to five times slower in bfloat16). There, every tile's gradients are rounded to bfloat16 and summed in float32, a
+  query head at a time: the op itself adds up in bfloat16.
+
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import table_slices
+from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.processor import has_native_bfloat16
+
+log = logging.getLogger(__name__)
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_TILE = 1024
+"""Most query rows and keys of a tile whose inputs are converted or whose results are merged."""
+_GRADIENT_TILE = 4096
+"""The same in a backward pass that converts nothing: adding up the gradients of smaller tiles takes 3 to 6 % longer."""
+_ELEMENTS = 1 << 18
+"""Most elements of a call's query rows, as far as heads can be taken in turn: what bounds a call's own memory."""
+_PACKED_ROWS = 512
+"""Query rows from which on the op's inputs are copied into one piece of memory each."""
+_WHOLE = 1 << 30
+"""No limit on a tile."""
+
+
+class CpuFlashKernel:
+    """The fast kernel on CPUs; docs/parallel.md holds a ring of it against ``scaled_dot_product_attention``.
+
+    ``compute`` says in what bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (as they are), or
+    ``"auto"``: native for bfloat16 on processors that have instructions for it, else float32.
+    """
+
+    name = "cpu_flash"
+
+    def __init__(self, compute: str = "auto") -> None:
+        if compute not in ("auto", "float32", "native"):
+            raise ConfigError(f"compute={compute!r} is unknown. Try one of ['auto', 'float32', 'native'].")
+        self.compute = compute
+
+    def supports(self, request: KernelRequest) -> str | None:
+        if request.device_type != "cpu":
+            return f"it runs on the CPU, not on {request.device_type}"
+        if request.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            return f"it has no {request.dtype}"
+        for rule in ("softcap", "alibi", "relative_bias"):
+            if getattr(request, rule):
+                return f"it has no {rule.replace('_', ' ')}"
+        return None
+
+    def forward(
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        op = self._op(q_BtHD, v_BsKV, scores)
+        shape = (*q_BtHD.shape[:-1], v_BsKV.shape[-1])
+        out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
+        lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
+        touched = torch.zeros(shape[1], dtype=torch.bool)
+        for block in _blocks(slices, _WHOLE if op.rounds else _TILE):
+            block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
+            if touched[block.q].any():
+                out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
+                merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
+            else:
+                out[:, block.q], lse[:, block.q] = block_out, block_lse
+            touched[block.q] = True
+        if not touched.all():
+            out[:, ~touched] = 0
+        return out, lse
+
+    def backward(
+        self,
+        dout_BtHV: Tensor,
+        q_BtHD: Tensor,
+        k_BsKD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
+        lse_BtH: Tensor,
+        slices: Tensor,
+        *,
+        scores: Scores,
+    ) -> Gradients:
+        op = self._op(q_BtHD, v_BsKV, scores)
+        partial = accumulate_dtype(q_BtHD.dtype)
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
+        power_BtH, lse_BtH = centred(lse_BtH) if op.dtype == torch.float32 else (None, lse_BtH.to(partial))
+        for block in _blocks(slices, _GRADIENT_TILE if op.dtype == q_BtHD.dtype == partial else _TILE):
+            for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
+                rows = _Rows(*(x[:, block.q, h] for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH)))
+                power = None if power_BtH is None else power_BtH[:, block.q, h].unsqueeze(-1)
+                for tile, parts in op.gradients(rows, power, k_BsKD[:, :, g], v_BsKV[:, :, g], block):
+                    dq[:, block.q, h] += parts[0]
+                    dk[:, tile.k, g] += parts[1]
+                    dv[:, tile.k, g] += parts[2]
+        return Gradients(dq, dk, dv)
+
+    def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: Scores) -> _Op:
+        if not scores.is_plain:
+            raise ConfigError("kernel cpu_flash has no soft cap and no bias. Try parallel.kernel=blockwise.")
+        dtype = _compute_dtype(q_BtHD.dtype, self.compute)
+        return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
+
+
+def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
+    return (block for attn_slice in table_slices(slices) for block in row_blocks(attn_slice, rows=size, keys=size))
+
+
+@lru_cache(maxsize=16)
+def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
+    """What inputs of ``dtype`` are multiplied in; says once why."""
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    if compute == "auto":
+        compute = "native" if dtype == torch.bfloat16 and has_native_bfloat16() else "float32"
+        why = "float16 partial sums overflow"
+        if dtype == torch.bfloat16:
+            why = f"this processor has {'' if compute == 'native' else 'no '}bfloat16 instructions"
+        log.info("cpu_flash computes %s %s: %s.", dtype, "as it is" if compute == "native" else "in float32", why)
+    return dtype if compute == "native" else torch.float32
+
+
+class _Rows(NamedTuple):
+    """What backward needs of a block's query rows."""
+
+    dout_BrHV: Tensor
+    q_BrHD: Tensor
+    out_BrHV: Tensor
+    lse_BrH: Tensor
+
+
+class _Op(NamedTuple):
+    """The op with its traps: takes and returns [B, rows, heads, size], whatever it wants itself."""
+
+    dtype: torch.dtype
+    """What it multiplies in."""
+    sizes: tuple[int, int]
+    """Head sizes of queries and keys, and of values."""
+    scale: float
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its results are coarser than partial results are meant to be."""
+        return self.dtype not in (torch.float32, torch.float64)
+
+    def head_groups(self, block: RowBlock, num_heads: int, num_kv_heads: int) -> Iterator[tuple[slice, slice]]:
+        """Query heads and the key heads they share that one backward call takes: the op runs a thread for each head."""
+        shared = num_heads // num_kv_heads
+        most = _ELEMENTS // ((block.q.stop - block.q.start) * max(self.sizes))
+        together = max(most // shared, -(-torch.get_num_threads() // shared), 1)
+        for g in range(0, num_kv_heads, together):
+            stop = min(g + together, num_kv_heads)
+            yield slice(g * shared, stop * shared), slice(g, stop)
+
+    def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
+        """Output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
+        meeting = block.q.stop - block.q.start
+        q = self._take(q_BtHD, meeting, block.q)
+        found: tuple[Tensor, Tensor] | None = None
+        for tile in block.tiles:
+            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
+            out, lse = _forward(q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale)
+            part = (self._give(out, self.sizes[1]), lse.transpose(1, 2).double())
+            if found is None:
+                found = part
+            else:
+                fold_(*found, *part)
+        assert found is not None, "a block of rows without a tile"
+        return found
+
+    def gradients(
+        self, rows: _Rows, power: Tensor | None, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
+    ) -> Iterator[tuple[Tile, list[Tensor]]]:
+        """Each tile of the block with its gradients of queries, keys and values, partial results all."""
+        meeting = block.q.stop - block.q.start
+        dout, q, out = (self._take(x, meeting) for x in rows[:3])
+        if power is not None:
+            converted = dout.dtype != rows.dout_BrHV.dtype
+            dout = dout.mul_(power.transpose(1, 2)) if converted else dout * power.transpose(1, 2)
+        lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
+        for tile in block.tiles:
+            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
+            if self.rounds:  # the op would add up heads that share a key in its own dtype
+                k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
+            mask = self._mask(block, tile)
+            parts = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
+            dq, dk, dv = (self._give(x, n) for x, n in zip(parts, (*self.sizes[:1], *self.sizes), strict=True))
+            if self.rounds:
+                dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
+            yield tile, [dq, dk, dv]
+
+    def _take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
+        """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
+
+        Where ``meeting``, the number of query rows, is large, in one piece of memory, a head after another: on strided
+        rows the op takes 4 to 9 % longer. For few query rows, as in decoding, the copy would take longer than that.
+        """
+        x = x_BsHX[:, rows].transpose(1, 2)
+        missing = max(self.sizes) - x.shape[-1]
+        x = functional.pad(x, (0, missing)) if missing else x
+        layout = torch.contiguous_format if meeting >= _PACKED_ROWS else torch.preserve_format
+        if x.dtype != self.dtype:
+            return x.to(self.dtype, memory_format=layout)
+        return x.contiguous() if layout == torch.contiguous_format else x
+
+    def _give(self, x: Tensor, size: int) -> Tensor:
+        """A partial result [B, rows, H, size] from what the op returned."""
+        return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
+
+    def _mask(self, block: RowBlock, tile: Tile) -> Tensor | None:
+        if _is_causal(tile) or tile.lo is tile.hi is None:
+            return None
+        return _band_mask(block.q.stop - block.q.start, tile.k.stop - tile.k.start, tile.lo, tile.hi, self.dtype)
+
+
+def _is_causal(tile: Tile) -> bool:
+    return tile.lo == 0 and tile.hi is None
+
+
+@lru_cache(maxsize=8)
+def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where lo ≤ i − j ≤ hi, −inf elsewhere, [rows, keys]: at most 2^20 elements, and the same for most blocks."""
+    apart = torch.arange(rows)[:, None] - torch.arange(keys)
+    outside = torch.zeros(rows, keys, dtype=torch.bool)
+    if lo is not None:
+        outside |= apart < lo
+    if hi is not None:
+        outside |= apart > hi
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(outside, -torch.inf)

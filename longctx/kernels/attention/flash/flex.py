@@ -1,0 +1,227 @@
+"""PyTorch's FlexAttention behind our kernel contract: soft cap, ALiBi and learned biases on CUDA.
+
+Written for ``torch.nn.attention.flex_attention`` of PyTorch 2.11 to 2.13 (``return_aux``). It is compiled when a
+combination of score rule, dtype and head size is first met, which takes seconds to a minute.
+
+It runs the same calls as the flash kernels, over packed rows whose visible keys are one range each, and so needs
+neither a window nor documents: a query row sees keys ``first <= k < stop``.
+
+**Backward.** FlexAttention's own backward knows only its own log-sum-exp, of this call's keys, not the global one. With
+o, l its output and log-sum-exp and O, L the global ones, p = exp(s − l) its weights and w = exp(l − L) <= 1, the global
+weights are w·p, and the score gradient that is wanted, w·p·(dO·v − dO·O), is what it computes for the output gradient
+w·dO and the log-sum-exp gradient w·(dO·o − dO·O). So backward runs its forward again, for o and l: 3.5 instead of 2.5
+times the forward's work, and exact.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from longctx.kernels.attention.bias import buckets
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import Sequences, VarlenKernel, padded
+from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
+
+_BLOCK = 128
+"""Rows and keys of a block of the mask."""
+_LEAST_HEAD = 16
+"""Its matrix products take no smaller head."""
+
+
+class FlexKernel(VarlenKernel):
+    """Any mask and any score rule; bfloat16, float16 and float32."""
+
+    base = "flex"
+
+    def __init__(self, ops: Any = None, *, capability: tuple[int, int] | None = None) -> None:
+        super().__init__(ops, capability=capability)
+        self._prepared: OrderedDict[int, tuple[Sequences, Prepared]] = OrderedDict()
+
+    def supports(self, request: KernelRequest) -> str | None:
+        if request.device_type != "cuda":
+            return f"it runs on CUDA devices, not on {request.device_type}"
+        if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"it has no {str(request.dtype).removeprefix('torch.')}"
+        largest = 128 if request.dtype == torch.float32 else 256  # what a block's shared memory holds
+        if (head := max(request.head_dim, request.value_dim or 0)) > largest:
+            return f"heads of {head} are too large for it; it takes up to {largest} in this dtype"
+        if request.num_heads % request.num_kv_heads:
+            return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
+        if request.deterministic and request.relative_bias:
+            return "the gradient of a bias table is added up in no fixed order"
+        capability = self.device_capability()
+        if capability is None or capability < (8, 0):
+            return "it needs a CUDA device of compute capability 8.0 or newer"
+        return None
+
+    def plan(self, slices: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
+        return translate(slices, distances=scores.needs_distances)
+
+    def call_forward(
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        out_nHV, lse_nH = self._attention(q_nHD, k_mKD, v_mKV, call, scores, _table(scores))
+        return out_nHV, lse_nH
+
+    def call_backward(
+        self,
+        dout_nHV: Tensor,
+        q_nHD: Tensor,
+        k_mKD: Tensor,
+        v_mKV: Tensor,
+        out_nHV: Tensor,
+        lse_nH: Tensor,
+        call: Sequences,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        table = _table(scores)
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (q_nHD, k_mKD, v_mKV)]
+        if table is not None:
+            table = table.detach().requires_grad_()
+            leaves.append(table)
+        with torch.enable_grad():
+            own_out, own_lse = self._attention(q, k, v, call, scores, table)
+        share_nH1 = torch.exp(own_lse.detach().double() - lse_nH).to(own_lse.dtype).unsqueeze(-1)
+        down_nHV = (share_nH1 * dout_nHV).to(own_out.dtype)
+        partial = own_lse.dtype
+        delta_own = (down_nHV.to(partial) * own_out.detach().to(partial)).sum(-1)  # as its backward will find it
+        delta = (dout_nHV.to(partial) * out_nHV.to(partial)).sum(-1)
+        down_lse_nH = delta_own - share_nH1.squeeze(-1) * delta
+        dq, dk, dv, *rest = torch.autograd.grad((own_out, own_lse), leaves, (down_nHV, down_lse_nH))
+        return dq, dk, dv, rest[0] if rest else None
+
+    def _attention(
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores, table: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
+        prepared = self._prepare(call)
+        V = v_mKV.shape[-1]
+        q, k = (padded(x, max(_LEAST_HEAD, x.shape[-1])) for x in (q_nHD, k_mKD))
+        v = padded(v_mKV, max(_LEAST_HEAD, V))
+        run = _compiled() if self.ops is None else self.ops
+        out, aux = run(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+            score_mod=score_rule(prepared, scores, table),
+            block_mask=prepared.mask,
+            scale=scores.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        return out[0].transpose(0, 1)[..., :V], aux.lse[0].transpose(0, 1)
+
+    def _prepare(self, call: Sequences) -> Prepared:
+        key = id(call)
+        if key not in self._prepared:
+            self._prepared[key] = (call, prepare(call))  # the call is kept alive, so its id stays its own
+            if len(self._prepared) > 256:
+                self._prepared.popitem(last=False)
+        return self._prepared[key][1]
+
+
+class Prepared(NamedTuple):
+    """What FlexAttention needs of a call, worked out once for all layers."""
+
+    mask: BlockMask
+    from_q: Tensor
+    """Int64 [n]: query row q and key row k stand from_q[q] − from_k[k] tokens apart, if one sees the other."""
+    from_k: Tensor
+
+
+def prepare(call: Sequences) -> Prepared:
+    """The block mask and the places of the rows."""
+    row_q, sequence_q = _rows_of(call.cu_seqlens_q)
+    row_k, sequence_k = _rows_of(call.cu_seqlens_k)
+    from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
+    return Prepared(block_mask(*visible_keys(call), call.num_keys), from_q, call.steps[sequence_k] * row_k)
+
+
+def visible_keys(call: Sequences) -> tuple[Tensor, Tensor]:
+    """Of each packed query row the keys first <= k < stop, int32 [n]: one range, since a sequence's window is one."""
+    row, sequence = _rows_of(call.cu_seqlens_q)
+    length_q, length_k = (cu.diff()[sequence] for cu in (call.cu_seqlens_q, call.cu_seqlens_k))
+    place = row + length_k - length_q  # the key on the kernel's diagonal
+    first = torch.zeros_like(place) if call.left == OPEN else (place - call.left).clamp_min(0)
+    stop = length_k if call.right == OPEN else torch.minimum(place + call.right + 1, length_k)
+    start = call.cu_seqlens_k[:-1][sequence]
+    return (start + first).int(), (start + stop).int()
+
+
+def _rows_of(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """(place within its sequence, sequence) of each packed row."""
+    lengths = cu_seqlens.diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
+    return torch.arange(len(sequence), device=cu_seqlens.device) - cu_seqlens[:-1][sequence], sequence
+
+
+def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
+    """Which blocks of keys a block of query rows meets: its rows' ranges and between; whole where all see all of it."""
+    rows = len(first)
+    num_q, num_k = -(-rows // _BLOCK), -(-num_keys // _BLOCK)
+    missing = num_q * _BLOCK - rows
+
+    def by_block(x: Tensor, value: int) -> Tensor:
+        return pad(x, (0, missing), value=value).view(num_q, _BLOCK)
+
+    hull_first = by_block(first, num_keys).amin(1) // _BLOCK
+    hull_stop = -(-by_block(stop, 0).amax(1) // _BLOCK)
+    whole_first = -(-by_block(first, num_keys).amax(1) // _BLOCK)  # a block with missing rows is whole nowhere
+    whole_stop = by_block(stop, 0).amin(1) // _BLOCK
+    k = torch.arange(num_k, device=first.device)
+    whole = (whole_first[:, None] <= k) & (k < whole_stop[:, None])
+    partial = (hull_first[:, None] <= k) & (k < hull_stop[:, None]) & ~whole
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (first[q] <= kv) & (kv < stop[q])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(rows, num_keys)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many blocks of keys, which ones first) for each block of rows, [1, 1, rows] and [1, 1, rows, keys]."""
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
+    """What becomes of a scaled dot product: soft cap, then ALiBi, then the learned bias. None where nothing does."""
+    if scores.is_plain:
+        return None
+    cap, slopes, bias = scores.softcap, scores.alibi_slopes_H, scores.relative_bias
+    from_q, from_k = prepared.from_q, prepared.from_k
+    last = 0 if bias is None else bias.max_distance
+    bucket = None
+    if bias is not None:
+        bucket = buckets(torch.arange(-last, last + 1, device=from_q.device), bias)
+
+    def rule(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if slopes is None and bucket is None:
+            return score
+        distance = from_q[q] - from_k[kv]
+        if slopes is not None:
+            score = score - slopes[h] * distance.abs()
+        if bucket is not None and table_NH is not None:
+            score = score + table_NH[bucket[distance.clamp(-last, last) + last], h]
+        return score
+
+    return rule
+
+
+def _table(scores: Scores) -> Tensor | None:
+    return None if scores.relative_bias is None else scores.relative_bias.table_NH
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    return torch.compile(flex_attention)

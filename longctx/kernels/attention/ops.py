@@ -1,0 +1,133 @@
+"""The kernels as PyTorch operators: ``longctx::attention_forward`` and ``longctx::attention_backward``.
+
+An operator is opaque to ``torch.compile``, which needs no more than the shapes of its results. Operators take plain
+values: the slices as their table (as data: other documents are no reason to compile again), the kernel by name and the
+scores field by field.
+
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
+N buckets of a bias table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
+from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.dtypes import accumulate_dtype
+
+_SCORES = (
+    "str kernel, float scale, float? softcap, Tensor? alibi_slopes, Tensor? bias_table, int max_distance, "
+    "bool bidirectional"
+)
+_library = torch.library.Library("longctx", "DEF")
+_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor slices, {_SCORES}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slices, {_SCORES}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def forward(
+    kernel: str,
+    q_BtHD: Tensor,
+    k_BsKD: Tensor,
+    v_BsKV: Tensor,
+    slices: Tensor,
+    *,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """What the ``forward`` of the kernel of that name returns, through the operator.
+
+    Autograd sees nothing of this: call it inside an ``autograd.Function``.
+    """
+    return torch.ops.longctx.attention_forward.default(q_BtHD, k_BsKD, v_BsKV, *_plain(slices, kernel, scores))
+
+
+def backward(
+    kernel: str,
+    dout_BtHV: Tensor,
+    q_BtHD: Tensor,
+    k_BsKD: Tensor,
+    v_BsKV: Tensor,
+    out_BtHV: Tensor,
+    lse_BtH: Tensor,
+    slices: Tensor,
+    *,
+    scores: Scores,
+) -> Gradients:
+    """What the ``backward`` of the kernel of that name returns, through the operator."""
+    tensors = (dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH)
+    grads = torch.ops.longctx.attention_backward.default(*tensors, *_plain(slices, kernel, scores))
+    return Gradients(*grads) if scores.relative_bias is not None else Gradients(*grads[:3])
+
+
+def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
+    """The arguments that follow the operators' tensors."""
+    bias = scores.relative_bias
+    return (
+        slices,
+        kernel,
+        scores.scale,
+        scores.softcap,
+        scores.alibi_slopes_H,
+        None if bias is None else bias.table_NH,
+        0 if bias is None else bias.max_distance,
+        False if bias is None else bias.bidirectional,
+    )
+
+
+def _scores(
+    scale: float,
+    softcap: float | None,
+    slopes_H: Tensor | None,
+    table_NH: Tensor | None,
+    max_distance: int,
+    bidirectional: bool,
+) -> Scores:
+    bias = None if table_NH is None else RelativeBias(table_NH, max_distance, bidirectional)
+    return Scores(scale=scale, softcap=softcap, alibi_slopes_H=slopes_H, relative_bias=bias)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str, *scores: Any) -> tuple[Tensor, Tensor]:
+    out, lse = KERNELS[kernel].forward(q, k, v, slices, scores=_scores(*scores))
+    return out.contiguous(), lse.contiguous()  # the strides that the fake implementation promises
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slices: Tensor,
+    kernel: str,
+    *scores: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, slices, scores=_scores(*scores))
+    dtable = q.new_empty(0) if grads.dtable_NH is None else grads.dtable_NH.to(accumulate_dtype(q.dtype))
+    return grads.dq_BtHD.contiguous(), grads.dk_BsKD.contiguous(), grads.dv_BsKV.contiguous(), dtable.contiguous()
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=accumulate_dtype(q.dtype))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float64)
+
+
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype)) for x in (q, k, v))
+    table = rest[-3]
+    dtable = q.new_empty(0) if table is None else table.new_empty(table.shape, dtype=dq.dtype)
+    return dq, dk, dv, dtable
+
+
+for _name, _kernel_call, _fake in (
+    ("attention_forward", _forward, _fake_forward),
+    ("attention_backward", _backward, _fake_backward),
+):
+    _library.impl(_name, _kernel_call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"longctx::{_name}", _fake, lib=_library)

@@ -1,0 +1,125 @@
+"""Attention by definition, in float64: slow, any device, any band, any score. The measure for every other kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.attention.bias import buckets, check_scores, distance_bias, soft_cap
+from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.slices import AttentionSlice, table_slices
+from longctx.kernels.dtypes import accumulate_dtype
+
+_ROWS = 512
+"""Query rows whose scores exist at once."""
+
+
+class ReferenceKernel:
+    """Plain softmax attention, scores formed in float64 for at most 512 query rows at a time."""
+
+    name = "reference"
+
+    def supports(self, request: KernelRequest) -> str | None:
+        if request.device_type == "mps":
+            return "it computes in float64, which mps lacks"
+        return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
+
+    def forward(
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        check_scores(scores, q_BtHD.shape[2])
+        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
+        out, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_full(q.shape[:-1], -torch.inf)
+        for attn_slice in _row_blocks(slices):
+            rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
+            values = _scores(_products(q[:, :, rows], k[:, :, keys], scores), attn_slice, scores)
+            block_lse = values.logsumexp(-1)
+            block_out = _weights(values, block_lse) @ v[:, :, keys]
+            merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+        return out.transpose(1, 2).to(accumulate_dtype(q_BtHD.dtype)), lse.transpose(1, 2)
+
+    def backward(
+        self,
+        dout_BtHV: Tensor,
+        q_BtHD: Tensor,
+        k_BsKD: Tensor,
+        v_BsKV: Tensor,
+        out_BtHV: Tensor,
+        lse_BtH: Tensor,
+        slices: Tensor,
+        *,
+        scores: Scores,
+    ) -> Gradients:
+        check_scores(scores, q_BtHD.shape[2])
+        q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
+        dout, out = (x.double().transpose(1, 2) for x in (dout_BtHV, out_BtHV))
+        lse, delta = lse_BtH.double().transpose(1, 2), (dout * out).sum(-1, keepdim=True)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        bias = scores.relative_bias
+        dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
+        for attn_slice in _row_blocks(slices):
+            rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
+            products = _products(q[:, :, rows], k[:, :, keys], scores)
+            weights = _weights(_scores(products, attn_slice, scores), lse[:, :, rows])
+            dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
+            if bias is not None and dtable is not None:
+                named = buckets(_distances(attn_slice, q.device), bias).flatten()
+                dtable.index_add_(0, named, dscores.sum(0).flatten(1).T)
+            if scores.softcap is not None:
+                dscores = dscores * (1 - (products / scores.softcap) ** 2)
+            dv[:, :, keys] += weights.mT @ dout[:, :, rows]
+            dq[:, :, rows] += dscores @ k[:, :, keys] * scores.scale
+            dk[:, :, keys] += dscores.mT @ q[:, :, rows] * scores.scale
+        dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))  # heads that shared a key head
+        partial = accumulate_dtype(q_BtHD.dtype)
+        dq, dk, dv = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
+        return Gradients(dq, dk, dv, None if dtable is None else dtable.to(partial))
+
+
+def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, rows, D] in float64, key heads repeated for the query heads that share them."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+
+def _row_blocks(slices: Tensor) -> Iterator[AttentionSlice]:
+    for whole in table_slices(slices):
+        for start in range(whole.q_start, whole.q_stop, _ROWS):
+            yield whole._replace(q_start=start, q_stop=min(start + _ROWS, whole.q_stop))
+
+
+def _apart(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
+    """i − j of every query row and key row of the slice."""
+    i = torch.arange(attn_slice.q_start, attn_slice.q_stop, device=device)[:, None]
+    return i - torch.arange(attn_slice.k_start, attn_slice.k_stop, device=device)
+
+
+def _distances(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
+    return attn_slice.step * _apart(attn_slice, device) + attn_slice.offset
+
+
+def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Scaled dot products after the soft cap."""
+    products = q @ k.mT * scores.scale
+    return products if scores.softcap is None else soft_cap(products, scores.softcap)
+
+
+def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Tensor:
+    """The products with their biases, −inf outside the slice's band."""
+    if scores.needs_distances:
+        products = products + distance_bias(scores, _distances(attn_slice, products.device))
+    apart = _apart(attn_slice, products.device)
+    if attn_slice.lo is not None:
+        products = products.masked_fill(apart < attn_slice.lo, -torch.inf)
+    if attn_slice.hi is not None:
+        products = products.masked_fill(apart > attn_slice.hi, -torch.inf)
+    return products
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores − lse), and 0 on rows that see no key."""
+    lse = lse.unsqueeze(-1)
+    return torch.exp(scores - lse).masked_fill(lse == -torch.inf, 0.0)

@@ -1,0 +1,285 @@
+"""Linear attention on one device: what a query needs of all its keys is one small matrix, the state.
+
+With the feature map φ(x) = elu(x) + 1 (arXiv 2006.16236), out_i = φ(q_i)·S_i / φ(q_i)·z_i, where S_i = Σ φ(k_j)ᵀ v_j
+and z_i = Σ φ(k_j) over the keys j of i's document up to i (all of them if not causal). A column of ones beside the
+values makes z the last column of S, so there is one sum to keep.
+
+Rows are cut into chunks of neighbours. Inside a chunk rows meet rows under a mask, as in softmax attention; what came
+before a chunk enters as a state. Whatever the number of documents, a pass is a few batched products.
+
+Axes: B batch, t rows, H query heads, K key/value heads, G = H/K, D query/key head size, V value head size, W = V + 1,
+N chunks, C rows of a chunk, s states; X, Y, R, S stand for whichever of these a product is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.errors import ConfigError
+from longctx.kernels.dtypes import accumulate_dtype
+
+CHUNK = 64
+"""Rows of a chunk: the work inside chunks grows with it, the work and memory of the states between them shrink."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The rows of one device cut into segments: neighbours of one document."""
+
+    cu_seqlens: tuple[int, ...]
+    """Where each segment ends, from 0 to the number of rows; a segment may be empty."""
+    takes: tuple[int, ...] = ()
+    """Segments whose document has keys elsewhere that they see: a state enters each of them."""
+    gives: tuple[int, ...] = ()
+    """Segments whose own state is asked for."""
+
+    def rows(self, segment: int) -> slice:
+        """The rows of a segment."""
+        return slice(self.cu_seqlens[segment], self.cu_seqlens[segment + 1])
+
+
+class StateExchange(Protocol):
+    """How states reach other segments of their document on other devices. Both begin at once and end when called."""
+
+    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """From the states that segments give to the states that enter those that take."""
+        ...
+
+    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """The transposed map: from gradients of what was taken to gradients of what was given."""
+        ...
+
+
+def linear_attention(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    *,
+    segments: Segments,
+    causal: bool = True,
+    carried_sBKDW: Tensor | None = None,
+    exchange: StateExchange | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] of each segment in ``segments.gives``.
+
+    A query meets the keys of its own segment and, in a segment of ``segments.takes``, the state that enters it:
+    ``carried_sBKDW``, or what ``exchange`` makes of the given states. A given state counts its segment's own keys
+    alone: add what was carried into the segment to have the state after it. Sums and states are float32 (float64 for
+    float64 inputs). A query whose weights all underflow to 0 gives 0. Everything is differentiable. ConfigError when
+    sizes do not fit.
+    """
+    check_tensors(q_BtHD, k_BtKD, v_BtKV)
+    _check_segments(segments, q_BtHD.shape[1], chunk)
+    wanted = (len(segments.takes), q_BtHD.shape[0], *k_BtKD.shape[2:], v_BtKV.shape[3] + 1)
+    if carried_sBKDW is not None and (exchange is not None or tuple(carried_sBKDW.shape) != wanted):
+        raise ConfigError(
+            f"carried states have shape {tuple(carried_sBKDW.shape)}; the {len(segments.takes)} segments that take one "
+            f"need {wanted} (segments, B, key heads, D, V+1), and no exchange beside it."
+        )
+    return _LinearAttention.apply(q_BtHD, k_BtKD, v_BtKV, carried_sBKDW, segments, causal, exchange, chunk)
+
+
+def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
+    """ConfigError unless shapes and dtypes fit one another."""
+    q, k, v = q_BtHD, k_BtKD, v_BtKV
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ConfigError(f"linear attention takes q [B,t,H,D], k [B,t,K,D] and v [B,t,K,V]; got {shapes}.")
+    if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"linear attention takes one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ConfigError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads ({shapes}).")
+
+
+def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
+    """ConfigError unless the segments are these rows and chunks have some."""
+    cu, count = segments.cu_seqlens, len(segments.cu_seqlens) - 1
+    if cu[:1] != (0,) or cu[-1] != rows or any(b < a for a, b in itertools.pairwise(cu)):
+        raise ConfigError(f"segments must ascend from 0 to the {rows} rows; got {cu[:4]}…{cu[-2:]}.")
+    if any(not 0 <= s < count for s in (*segments.takes, *segments.gives)):
+        raise ConfigError(f"takes {segments.takes} and gives {segments.gives} must be among the {count} segments.")
+    if chunk < 1:
+        raise ConfigError(f"chunk={chunk} must be at least 1 row. Use {CHUNK}.")
+
+
+class _LinearAttention(torch.autograd.Function):
+    """Keeps q, k, v, out and one denominator a row; features and scores are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        carried: Tensor | None,
+        segments: Segments,
+        causal: bool,
+        exchange: StateExchange | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        f, g, u = _features(q, k, v)
+        given = _states(g, u, segments, segments.gives)
+        arriving = None if exchange is None else exchange.carry(given)
+        chunks = _chunks(segments.cu_seqlens, chunk, q.device)
+        sums = _scan(f, g, u, chunks, before=True, after=not causal)
+        taken = carried if arriving is None else arriving()
+        if taken is not None:
+            taken = taken.to(sums.dtype)
+            _add_product(sums, f, taken, segments, segments.takes)
+        weight = sums[..., -1:]
+        weight = weight.masked_fill(weight == 0, 1.0)
+        out = (sums[..., :-1] / weight).to(q.dtype).flatten(2, 3)
+        ctx.save_for_backward(q, k, v, out, weight, taken)
+        ctx.segments, ctx.causal, ctx.exchange, ctx.chunks = segments, causal, exchange, chunks
+        return out, given
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, weight, taken = ctx.saved_tensors
+        segments, causal, exchange, chunks = ctx.segments, ctx.causal, ctx.exchange, ctx.chunks
+        f, g, u = _features(q, k, v)
+        dsums = _sums_gradient(dout, out, weight)
+        dtaken = None if taken is None else _states(f, dsums, segments, segments.takes)
+        arriving = None if exchange is None else exchange.carry_back(dtaken)
+        df = _scan(dsums, u, g, chunks, before=True, after=not causal)
+        dg = _scan(u, dsums, f, chunks, before=not causal, after=True)
+        du = _scan(g, f, dsums, chunks, before=not causal, after=True)
+        if taken is not None:
+            _add_product(df, dsums, taken.mT, segments, segments.takes)
+        if arriving is not None:
+            dgiven = dgiven + arriving()
+        _add_product(dg, u, dgiven.mT, segments, segments.gives)
+        _add_product(du, g, dgiven, segments, segments.gives)
+        dq, dk = df * f.clamp(max=1.0), dg * g.clamp(max=1.0)  # φ' is 1 above 0 and φ itself below
+        grads = (part.to(x.dtype).reshape(x.shape) for part, x in zip((dq, dk, du[..., :-1]), (q, k, v), strict=True))
+        return *grads, dtaken if exchange is None else None, None, None, None, None
+
+
+def _features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """φ(q) as [B, t, K, G, D], φ(k) as [B, t, K, 1, D], and values with a column of ones as [B, t, K, 1, W]."""
+    q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q, k, v))
+    f, g = _feature_map(q).unflatten(2, (k.shape[2], -1)), _feature_map(k).unsqueeze(3)
+    return f, g, functional.pad(v, (0, 1), value=1.0).unsqueeze(3)
+
+
+def _feature_map(x: Tensor) -> Tensor:
+    """elu(x) + 1, without the cancellation that rounds it to 0 below -17 in float32."""
+    return x.clamp(max=0).exp_().add_(x.clamp(min=0))
+
+
+def _sums_gradient(dout: Tensor, out: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of the unnormalised sums [B, t, K, G, W], whose quotient is the output."""
+    dout, out = (x.to(weight.dtype).unflatten(2, weight.shape[2:4]) for x in (dout, out))
+    return torch.cat((dout, -(dout * out).sum(-1, keepdim=True)), -1).div_(weight)
+
+
+def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[int, ...]) -> Tensor:
+    """Σ bᵀc over the rows (and the group's heads) of each of these segments, [s, B, K, X, Y]."""
+    B, _, K, _, X = b_BtKGX.shape
+    out = b_BtKGX.new_zeros(len(which), B, K, X, c_BtKGY.shape[-1])
+    for state, segment in zip(out, which, strict=True):
+        b, c = (x[:, segments.rows(segment)].transpose(1, 2).flatten(2, 3) for x in (b_BtKGX, c_BtKGY))
+        torch.matmul(b.mT, c, out=state)
+    return out
+
+
+def _add_product(
+    y_BtKGY: Tensor, a_BtKGX: Tensor, state_sBKXY: Tensor, segments: Segments, which: tuple[int, ...]
+) -> None:
+    """Add a·state to the rows of each of these segments, in place."""
+    for state_BKXY, segment in zip(state_sBKXY, which, strict=True):
+        a = a_BtKGX[:, segments.rows(segment)].transpose(1, 2)
+        product = a.flatten(2, 3) @ state_BKXY
+        y_BtKGY[:, segments.rows(segment)] += product.unflatten(2, a.shape[2:4]).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """Which rows of a chunk meet, and how states pass from chunk to chunk, from before (0) and from after (1)."""
+
+    size: int
+    count: int
+    same_NCC: Tensor
+    """Whether two rows of a chunk are of one segment; [1, C, C] when all are."""
+    passes: tuple[list[bool], list[bool]]
+    """Whether the state of the neighbouring chunk goes through this one."""
+    leaving_NC: tuple[Tensor | None, Tensor | None]
+    """Rows that the state which leaves a chunk counts: those of its last (first) row's segment; None for all."""
+    entering_NC: tuple[Tensor | None, Tensor | None]
+    """Rows that the state which enters a chunk concerns; None for all."""
+
+
+@lru_cache(maxsize=8)
+def _chunks(cu_seqlens: tuple[int, ...], size: int, device: torch.device) -> _Chunks:
+    """The chunks of these segments; the last one is filled up with rows that hold zeros."""
+    t = cu_seqlens[-1]
+    count = max(1, -(-t // size))
+    rows = torch.arange(count * size).clamp(max=max(t - 1, 0))
+    segment_NC = torch.bucketize(rows, torch.tensor(cu_seqlens[1:]), right=True).view(count, size)
+    first, last = segment_NC[:, 0], segment_NC[:, -1]
+    before, after = last.roll(1), first.roll(-1)
+    before[0], after[-1] = -1, -1
+    passes = ((last == before).tolist(), (first == after).tolist())
+    if first[0] == last[-1]:
+        everything = torch.ones(1, size, size, dtype=torch.bool, device=device)
+        return _Chunks(size, count, everything, passes, (None, None), (None, None))
+    same = segment_NC.unsqueeze(2) == segment_NC.unsqueeze(1)
+    last, first, before, after = ((segment_NC == of.unsqueeze(1)).to(device) for of in (last, first, before, after))
+    return _Chunks(size, count, same.to(device), passes, (last, first), (before, after))
+
+
+def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *, before: bool, after: bool) -> Tensor:
+    """y_i = Σ (a_i·b_j) c_j over the rows j of i's segment: i itself, those before it, those after it; [B, t, K, G, Y].
+
+    The heads of a group are more rows of one chunk, on either side. Forward and all gradients are this one sum.
+    """
+    groups, t = a_BtKGX.shape[3], a_BtKGX.shape[1]
+    a, b, c = (_fold(x, chunks) for x in (a_BtKGX, b_BtKGX, c_BtKGY))
+    scores = a @ b.mT
+    mask_NCC = chunks.same_NCC
+    if not (before and after):
+        mask_NCC = mask_NCC.tril() if before else mask_NCC.triu()
+    scores.unflatten(4, (-1, chunks.size)).unflatten(3, (-1, chunks.size)).mul_(mask_NCC[:, None, None, :, None])
+    y = scores @ c
+    del scores
+    for wanted, side in ((before, 0), (after, 1)):
+        if wanted and chunks.count > 1:
+            part = a @ _entering(b, c, chunks, side)
+            y += _only(part, chunks.entering_NC[side])
+    return y.unflatten(3, (groups, chunks.size)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :t]
+
+
+def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
+    """The rows in chunks, [B, N, K, G·C, X]; missing rows are 0."""
+    missing = chunks.size * chunks.count - x_BtKGX.shape[1]
+    x = functional.pad(x_BtKGX, (0, 0) * 3 + (0, missing)) if missing else x_BtKGX
+    return x.unflatten(1, (chunks.count, chunks.size)).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
+
+
+def _only(x_BNKRX: Tensor, rows_NC: Tensor | None) -> Tensor:
+    """The tensor with 0 in all other rows of a chunk."""
+    if rows_NC is None:
+        return x_BNKRX
+    return (x_BNKRX.unflatten(3, (-1, rows_NC.shape[1])) * rows_NC[:, None, None, :, None]).flatten(3, 4)
+
+
+def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
+    """The state that enters each chunk, [B, N, K, X, Y]: from the rows before it (side 0) or after it (side 1)."""
+    states = b_BNKSX.mT @ _only(c_BNKSY, chunks.leaving_NC[side])
+    order = range(1, chunks.count) if side == 0 else range(chunks.count - 2, -1, -1)
+    step = 1 if side == 0 else -1
+    for n in order:  # the running sum of one segment; a chunk that begins another starts anew
+        if chunks.passes[side][n]:
+            states[:, n] += states[:, n - step]
+    entering = states.roll(step, 1)
+    entering[:, 0 if side == 0 else -1] = 0
+    return entering

@@ -1,0 +1,114 @@
+"""The mixture-of-experts FFN: router, routed experts, and an expert that all tokens share.
+
+Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, k experts a token, S documents of the
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config import ModelConfig
+from longctx.model.experts.capacity import Capacity
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import Router, RouterStats, Routing, no_stats, route, router_stats
+from longctx.model.layers.dropout import Jitter
+from longctx.model.layers.linear import Linear
+from longctx.model.layers.mlp import FeedForward
+from longctx.model.recompute import RecomputeCache
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCall:
+    """What a forward pass tells all layers of experts."""
+
+    run: ExpertRun = field(default_factory=lambda: ExpertRun(LocalDispatcher()))
+    documents_Bt: Tensor | None = None
+    """Which document each token belongs to, negative for padding; None leaves statistics out."""
+    num_documents: int = 0
+    jitter: Jitter | None = None
+    capacity: Capacity | None = None
+    replay: RoutingReplay | None = None
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token visits its k experts, whatever the load, unless a capacity is set."""
+
+    def __init__(self, config: ModelConfig, share: slice = slice(None), *, layer: int = 0) -> None:
+        """The ``layer``-th expert layer of a model, with the weights of its ``share`` of the experts."""
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.gate = Router(config)
+        self.experts = Experts(config, share)
+        self.has_shared_expert = config.shared_ffn_size > 0
+        if self.has_shared_expert:
+            self.shared_expert = FeedForward(config, config.shared_ffn_size)
+        self.has_shared_gate = self.has_shared_expert and config.shared_gate
+        if self.has_shared_gate:
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def forward(
+        self, x_BtM: Tensor, call: ExpertCall | None = None, recompute_cache: RecomputeCache | None = None
+    ) -> tuple[Tensor, ...]:
+        """Output [B, t, M], and the fields of the layer's ``RouterStats`` (S = 0 where the call wants none).
+
+        A ``recompute_cache`` keeps the choices of a layer that backward will recompute; the second run weighs them
+        anew, chooses nothing and counts nothing."""
+        call = ExpertCall() if call is None else call
+        x_NM = x_BtM.flatten(0, 1)
+        logits_NE = self.gate(x_NM if call.jitter is None else call.jitter(x_BtM, self.layer).flatten(0, 1))
+        routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
+        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache)
+        if self.has_shared_expert:
+            shared_NM = self.shared_expert(x_NM)
+            if self.has_shared_gate:
+                shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
+            out_NM = out_NM + shared_NM
+        counting = recompute_cache is None or not recompute_cache.recomputing
+        return out_NM.to(x_BtM.dtype).view_as(x_BtM), *self._stats(logits_NE, routing, chosen_Nk, call, counting)
+
+    def _route(
+        self, logits_NE: Tensor, call: ExpertCall, recompute_cache: RecomputeCache | None
+    ) -> tuple[Routing, Tensor]:
+        """Where tokens go, and what was chosen, of which a capacity may have refused some. Decided once."""
+        known = None if recompute_cache is None else recompute_cache.load(of="routing")
+        if known is not None:
+            chosen_Nk, experts_Nk = known
+            routing = self._choose(logits_NE, chosen_Nk)
+        else:
+            given_Nk = None if call.replay is None else call.replay.given(self.layer, logits_NE.device)
+            routing = self._choose(logits_NE, given_Nk)
+            chosen_Nk = experts_Nk = routing.experts_Nk
+            if call.capacity is not None:
+                experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
+            if call.replay is not None:
+                call.replay.record(self.layer, chosen_Nk)
+            if recompute_cache is not None:
+                recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
+        if call.capacity is not None:  # the other gates stay as they are: what was refused is missing
+            gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
+            routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
+        return routing, chosen_Nk
+
+    def _choose(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
+        return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
+
+    def _stats(
+        self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: ExpertCall, counting: bool
+    ) -> RouterStats:
+        if call.documents_Bt is None:
+            return no_stats(logits_NE)
+        return router_stats(
+            logits_NE,
+            routing,
+            chosen_Nk,
+            call.documents_Bt.flatten(),
+            call.num_documents,
+            counting=counting,
+            z_gradient=self.config.router_z_loss_weight > 0,
+        )

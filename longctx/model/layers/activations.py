@@ -1,0 +1,99 @@
+"""Activations of the FFN, plain and gated, that keep their inputs for backward and nothing else.
+
+Axes: N tokens (any leading shape), F FFN width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.matmul import multiply, multiply_backward, sum_rows
+
+_gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": nn.functional.relu,
+    "relu2": lambda x: nn.functional.relu(x).square(),
+}
+
+_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
+"""GPT-OSS's steepness of the sigmoid and bound on both inputs."""
+
+
+def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
+    """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
+    product = _product(kind, gate_NF, up_NF)
+    return product if scale_N is None else (product * scale_N.unsqueeze(-1)).to(product.dtype)
+
+
+def gated_backward(
+    kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of ``gated`` for gate, up and scale."""
+    dscale = None
+    if scale_N is not None:
+        product = _product(kind, gate_NF, up_NF)
+        dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
+        dout_NF = (dout_NF * scale_N.unsqueeze(-1)).to(dout_NF.dtype)
+    return *_product_gradient(kind, dout_NF, gate_NF, up_NF), dscale
+
+
+def gated_linear(kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """Saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kind = kind
+        return multiply(gated(kind, gate, up), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        inner = gated(ctx.kind, gate, up)
+        dinner, dweight = multiply_backward(dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2])
+        assert dinner is not None
+        dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
+        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None
+
+
+def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    if kind == "swiglu":
+        return nn.functional.silu(gate).mul_(up)
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
+        return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
+    return nn.functional.gelu(gate, approximate=_approximation(kind)).mul_(up)
+
+
+def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    if kind == "swiglu":
+        return torch.ops.aten.silu_backward(dout * up, gate), nn.functional.silu(gate).mul_(dout)
+    if kind == "swiglu_oai":
+        with torch.enable_grad():
+            inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
+            bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
+            product = bounded * torch.sigmoid(_OAI_ALPHA * bounded) * (other + 1)
+        return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
+    approximate = _approximation(kind)
+    dup = nn.functional.gelu(gate, approximate=approximate).mul_(dout)
+    return torch.ops.aten.gelu_backward(dout * up, gate, approximate=approximate), dup
+
+
+def _approximation(kind: str) -> str:
+    return "tanh" if kind == "geglu_tanh" else "none"

@@ -1,0 +1,146 @@
+"""Dropout and jitter as functions of a seed and of where a value stands: the same on any number of ranks, and when
+recomputed.
+
+Axes: B rows, t tokens of this rank, N = B·t, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx.kernels.dtypes import accumulate_dtype
+
+_CHUNK_VALUES = 1 << 21
+"""Values whose random bits exist at a time: 8 MB of them, beside tensors that are hundreds of times as large."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """What decides in one forward pass which values are dropped; nothing is drawn from a generator."""
+
+    rate: float
+    """Probability that a value is dropped; what stays is scaled up by 1 / (1 − rate)."""
+    seed: int
+    """Of this micro-batch, any 64 bits."""
+    token_Bt: Tensor
+    """Each token's place in the whole micro-batch, on whatever rank; places 2^32 apart drop alike."""
+
+    def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
+        """x with values dropped; ``site``, at least −1, tells apart the places of the network that drop.
+
+        Backward forms the same bits again: all it keeps is one number a token.
+        """
+        return _Dropped.apply(x_BtM, _keys(self.seed, site, self.token_Bt), self.rate)
+
+
+@dataclass(frozen=True, eq=False)
+class Jitter:
+    """What decides in one forward pass by which factors a router's input is multiplied (arXiv 2101.03961 §2.4)."""
+
+    width: float
+    """Factors are spread evenly over 1 ± this."""
+    seed: int
+    """Of this micro-batch, any 64 bits."""
+    token_Bt: Tensor
+    """As ``Dropout``'s."""
+
+    def __call__(self, x_BtM: Tensor, layer: int) -> Tensor:
+        """x with a factor for each of its values, in float32 (float64 for float64): bfloat16 could not tell them apart.
+
+        Layers have factors of their own. Backward forms them again.
+        """
+        return _Jittered.apply(x_BtM, _keys(self.seed, -2 - layer, self.token_Bt), self.width)
+
+
+class _Dropped(torch.autograd.Function):
+    """A linear map that is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(token_Bt)
+        ctx.rate = rate
+        return _drop(x_BtM, token_Bt, rate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtM: Tensor):  # type: ignore[override]
+        (token_Bt,) = ctx.saved_tensors
+        return _drop(dy_BtM, token_Bt, ctx.rate), None, None
+
+
+class _Jittered(torch.autograd.Function):
+    """Likewise, but for the dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, width: float) -> Tensor:
+        ctx.save_for_backward(token_Bt)
+        ctx.width, ctx.dtype = width, x_BtM.dtype
+        return _jitter(x_BtM, token_Bt, width, accumulate_dtype(x_BtM.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtM: Tensor):  # type: ignore[override]
+        (token_Bt,) = ctx.saved_tensors
+        return _jitter(dy_BtM, token_Bt, ctx.width, ctx.dtype), None, None
+
+
+def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+    out_BtM = torch.empty_like(x_BtM, memory_format=torch.contiguous_format)
+    x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
+    dropped_below = int(rate * 2**32) - 2**31
+    for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
+        torch.mul(x_NM[rows], 1 / (1 - rate), out=out_NM[rows]).masked_fill_(bits < dropped_below, 0)
+    return out_BtM
+
+
+def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -> Tensor:
+    out_BtM = torch.empty(x_BtM.shape, dtype=dtype, device=x_BtM.device)
+    x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
+    for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
+        factors = bits.to(accumulate_dtype(dtype)).mul_(width / 2**31).add_(1)
+        torch.mul(x_NM[rows], factors, out=out_NM[rows])
+    return out_BtM
+
+
+def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
+    """32 bits for each token, int32."""
+    # One half of the key before the token is mixed and one after it: with the first alone, two places of the
+    # network would draw the same values for tokens some distance apart.
+    key = _mix64(_mix64(seed) + site)
+    return _mix32((token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
+
+
+def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """32 random bits for each of a token's values, int32, some rows at a time."""
+    token_N = token_Bt.flatten()
+    channel_M = torch.arange(width, device=token_N.device, dtype=torch.int32) * _signed(0x9E3779B1)
+    step = max(_CHUNK_VALUES // max(width, 1), 1)
+    for start in range(0, len(token_N), step):
+        rows = slice(start, start + step)
+        yield rows, _mix32(token_N[rows, None] ^ channel_M)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """32 well mixed bits of each int32 (the finaliser of MurmurHash3); products wrap, and shifts bring in zeros."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)
+    x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def _mix64(x: int) -> int:
+    """64 well mixed bits of 64 (the generator SplitMix64, one step)."""
+    x = x + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+def _signed(word: int) -> int:
+    """32 bits read as an int32."""
+    return word - (1 << 32) if word >= 1 << 31 else word

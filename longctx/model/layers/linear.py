@@ -1,0 +1,42 @@
+"""PyTorch's linear and embedding layers without their own initialisation, and a weight that is a layer by itself.
+
+``longctx.model.layers.initialize`` gives every tensor values that depend on its name and a seed alone; PyTorch's would
+cost time and draw from the process's global generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from longctx.kernels.matmul import linear
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill.
+
+    On CPUs without bfloat16 instructions bfloat16 is multiplied in float32.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+class Embedding(nn.Embedding):
+    """``nn.Embedding`` whose table is left for ``Decoder.initialize`` or a state dict to fill."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+class Weight(nn.Module):
+    """A parameter that others compute with. Calling it gives a copy: ZeRO-3 takes the parameter back after the call."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> Tensor:
+        return self.weight.clone()

@@ -1,0 +1,92 @@
+"""``RecomputeCache``: what a layer computed once, kept through recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from longctx.errors import ConfigError
+
+
+class RecomputeCache:
+    """What one layer computed or received, from its first run to its second: attention's output and log-sum-exp,
+    tokens' experts and what these gave.
+
+    Activation checkpointing runs a layer's forward a second time. Each part asks ``load`` first: in the second run it
+    returns what the first run kept, and neither kernel nor communication is needed again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Tensor, ...]] = {}
+        self.recomputing = False
+        """Whether the layer is being recomputed."""
+
+    def load(self, of: str = "attention") -> tuple[Tensor, ...] | None:
+        """What the first run kept of a part of the layer, then the caller's alone; None in the first run itself.
+
+        ConfigError when it was recalled before: the graph is differentiated a second time.
+        """
+        if not self.recomputing:
+            return None
+        if of not in self._kept:
+            raise ConfigError(
+                f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
+                "same graph. Run forward again, or set recompute=False to use retain_graph=True."
+            )
+        return self._kept.pop(of)
+
+    def save(self, *tensors: Tensor, of: str = "attention") -> None:
+        """Keep these of a part of the layer for the second run, without their history."""
+        self._kept[of] = tuple(x.detach() for x in tensors)
+
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
+        return nullcontext(), _Replaying(self)
+
+
+class _Replaying(AbstractContextManager):
+    """Marks a cache's second run. May be entered again, so that a second backward meets ``load``'s own message."""
+
+    def __init__(self, recompute_cache: RecomputeCache) -> None:
+        self._cache = recompute_cache
+
+    def __enter__(self) -> None:
+        self._cache.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
+
+
+@torch.compiler.disable(reason="a recompute_cache is filled and emptied outside of any graph")
+def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
+    until backward.
+
+    Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
+    """
+    recompute_cache = RecomputeCache()
+    # A layer draws no random numbers, so there is no generator state to carry to the second run.
+    return checkpoint(
+        function,
+        *args,
+        recompute_cache,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=recompute_cache.contexts,
+    )
+
+
+def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator, and experts' ids.
+
+    For cores whose work is that operator and nothing that a graph cannot hold.
+    """
+    kept = [torch.ops.longctx.attention_forward.default, torch.ops.aten.topk.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -1,0 +1,235 @@
+"""Linear attention over a sequence that is spread over ranks: one all-gather of states, whatever the length (LASP-2).
+
+A rank sends, for each document that goes on elsewhere, the sum over its own keys (arXiv 2502.07563): a matrix a key
+head, not rows. They travel while the rank works on its own rows. Backward is the mirror image: gradients of the states
+that were taken are gathered, and each segment adds those of its document's later segments.
+
+Axes: B batch, t this rank's tokens, H query heads, K key/value heads, D query/key head size, V value head size,
+W = V + 1, s states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.linear_attention import CHUNK, StateExchange, check_tensors, linear_attention
+from longctx.model.attention.core import KVCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.recompute import RecomputeCache
+from parallel.layout.cached import cached_layout
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.runtime.agreement import agree
+from parallel.runtime.communicate import named_collective
+from parallel.schedule.states import Open, StatePlan
+
+
+@outside_graphs
+def linear_attend(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    *,
+    layout: SequenceLayout,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    mesh: Mesh,
+    causal: bool = True,
+    chunk: int = CHUNK,
+    recompute_cache: RecomputeCache | None = None,
+    agree_again: bool = False,
+) -> Tensor:
+    """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
+
+    Inputs are this rank's share under ``layout``: [1, t, …] of it, the same tokens in B rows when the layout is over
+    flattened rows, or B stacked sequences of the same documents. ``cu_seqlens`` are global (default: one document).
+    Returns [B, t, H, V] in q's dtype, equal to one process's result but for rounding, the same bits every time. Every
+    rank of the context group must call it alike; with the first use of a layout and documents (or ``agree_again``) they
+    compare what they were given. A ``recompute_cache`` keeps the states that entered this rank's segments: recomputing
+    the layer sends nothing. ConfigError when the layout deals single tokens (striped) or shapes do not fit it;
+    ClusterError when a rank differs, dies or is too late."""
+    B, t = q_BtHD.shape[:2]
+    share = layout.num_local(mesh.context_rank)
+    plan = StatePlan.build(layout, cu_seqlens, causal=causal)
+    if t != share and B * t == share:  # rows of a flattened micro-batch
+        q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+    if recompute_cache is None or not recompute_cache.recomputing:  # a layer that is computed again has agreed already
+        words = (
+            f"linear attention, {q_BtHD.shape[0]} × {tuple(k_BtKD.shape[2:])} and {v_BtKV.shape[-1]}, {q_BtHD.dtype}"
+        )
+        agree(plan, mesh, words, _problem(q_BtHD, k_BtKD, v_BtKV, share, mesh), again=agree_again)
+    exchange: StateExchange | None = _AllGather(mesh, plan) if plan.num_given else None
+    if exchange is not None and recompute_cache is not None:
+        exchange = _Stashed(exchange, recompute_cache)
+    segments = plan.segments(mesh.context_rank)
+    out, _ = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, causal=causal, exchange=exchange, chunk=chunk)
+    return out.view(B, t, *out.shape[2:])
+
+
+@dataclass(frozen=True)
+class ContextParallelLinearAttention:
+    """The core of a linear layer whose sequence is shared by the mesh's context ranks.
+
+    Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do: states
+    are so small that trading rows for heads would only add to what travels.
+    """
+
+    mesh: Mesh
+    layout: str
+
+    @outside_graphs
+    def __call__(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        mask: AttentionMask,
+        layer: int,
+        cache: KVCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        recompute_cache: RecomputeCache | None = None,
+    ) -> Tensor:
+        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
+        if cache is not None:
+            raise ConfigError("decoding with a sequence spread over ranks is not built yet; generate in one process.")
+        return linear_attend(
+            q_BtHD,
+            k_BtKD,
+            v_BtKV,
+            layout=cached_layout(self.layout, self.mesh.context, self.mesh.ulysses, mask.cu_seqlens),
+            cu_seqlens=mask.cu_seqlens,
+            mesh=self.mesh,
+            causal=mask.causal,
+            recompute_cache=recompute_cache,
+            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
+        )
+
+
+def check_linear_layout(layout: str, ring_degree: int) -> None:
+    """ConfigError when linear layers cannot sum over what a rank holds of the sequence."""
+    if layout == "striped" and ring_degree > 1:
+        raise ConfigError(
+            "parallel.layout='striped' deals single tokens to ranks, and linear layers (model.layers) sum over runs of "
+            "neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
+        )
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, share: int, mesh: Mesh) -> str | None:
+    """What is wrong with this rank's tensors."""
+    if q.shape[1] != share:
+        return (
+            f"rank {mesh.rank} was given {q.shape[1]} queries; its share of the layout is {share} tokens. "
+            "Give it SequenceLayout.split of each."
+        )
+    try:
+        check_tensors(q, k, v)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class _AllGather:
+    """The exchange of states among a context group; each rank adds what it needs in the order of the sequence."""
+
+    mesh: Mesh
+    plan: StatePlan
+
+    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
+        return self._exchange(given_sBKDW, self.plan.given, self.plan.taken, before=True, after=not self.plan.causal)
+
+    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """A state that was given has the gradients of all segments that took it."""
+        return self._exchange(dtaken_sBKDW, self.plan.taken, self.plan.given, before=not self.plan.causal, after=True)
+
+    def _exchange(
+        self,
+        mine_sBKDW: Tensor,
+        sent: tuple[tuple[Open, ...], ...],
+        wanted: tuple[tuple[Open, ...], ...],
+        *,
+        before: bool,
+        after: bool,
+    ) -> Callable[[], Tensor]:
+        """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
+        slots, state = max(map(len, sent)), mine_sBKDW.shape[1:]
+        padded = torch.cat((mine_sBKDW, mine_sBKDW.new_zeros(slots - len(mine_sBKDW), *state)))
+        everything = padded.new_empty(self.mesh.context * slots, *state)
+        group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
+        work = named_collective(
+            lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described
+        )
+        own = wanted[self.mesh.context_rank]
+
+        def finish() -> Tensor:
+            named_collective(work.wait, described)
+            by_rank = everything.view(self.mesh.context, slots, *state)
+            sums = padded.new_zeros(len(own), *state)  # which also kept the outgoing states alive until here
+            if before:
+                _add_running(sums, own, sent, by_rank, backwards=False)
+            if after:
+                _add_running(sums, own, sent, by_rank, backwards=True)
+            return sums
+
+        return finish
+
+
+@dataclass(frozen=True)
+class _Stashed:
+    """An exchange whose first result is kept, and is the result when the layer is computed again."""
+
+    exchange: StateExchange
+    recompute_cache: RecomputeCache
+
+    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+        known = self.recompute_cache.load()
+        if known is not None:
+            return lambda: known[0]
+        arriving = self.exchange.carry(given_sBKDW)
+
+        def finish() -> Tensor:
+            taken = arriving()
+            self.recompute_cache.save(taken)
+            return taken
+
+        return finish
+
+    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+        return self.exchange.carry_back(dtaken_sBKDW)
+
+
+def _add_running(
+    sums_sBKDW: Tensor,
+    wanted: Sequence[Open],
+    sent: Sequence[Sequence[Open]],
+    states_PsBKDW: Tensor,
+    *,
+    backwards: bool,
+) -> None:
+    """Add to each wanted segment's sum the states of its document before it (after it), nearest last."""
+    sign = -1 if backwards else 1
+    sources: dict[int, list[tuple[int, int, int]]] = {x.document: [] for x in wanted}
+    for rank, of_rank in enumerate(sent):
+        for slot, x in enumerate(of_rank):
+            if x.document in sources:
+                sources[x.document].append((sign * x.start, rank, slot))
+    totals: dict[int, Tensor] = {}
+    for document, found in sources.items():
+        found.sort(reverse=True)  # popped from the end
+        totals[document] = torch.zeros_like(sums_sBKDW[0])
+    for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
+        document, start = wanted[n].document, sign * wanted[n].start
+        while sources[document] and sources[document][-1][0] < start:
+            _, rank, slot = sources[document].pop()
+            totals[document] += states_PsBKDW[rank, slot]
+        sums_sBKDW[n] += totals[document]

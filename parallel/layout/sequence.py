@@ -1,0 +1,190 @@
+"""``SequenceLayout``: which token of a sequence lives on which rank. Pure index arithmetic.
+
+The ranks that share a sequence are ``degree`` = ring degree × Ulysses degree, and rank = ring index · ulysses + Ulysses
+rank. Tokens are dealt to ring indices; the rows of a ring index are then cut into ``ulysses`` equal consecutive parts,
+so that an all-to-all over heads gives each of its ranks all of those rows, in order, with a share of the heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from parallel.layout.balanced import deal
+from parallel.layout.zigzag import head_and_tail
+
+KINDS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+class Run(NamedTuple):
+    """A piece of the sequence that lies together on one rank: tokens start, start + step, … (``count`` of them)."""
+
+    start: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: int
+    """Distance in tokens between neighbours: 1, except in striped layouts, where it is the ring degree."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + (self.count - 1) * self.step + 1
+
+
+Runs = tuple[Run, ...]
+"""Ascending and disjoint runs."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Every token of a sequence dealt to one of ``degree`` ranks, equally many to each.
+
+    A ring index's local rows are its runs one after another, so local order is global order.
+    """
+
+    kind: str
+    num_tokens: int
+    degree: int
+    """Ranks that share the sequence, ring × Ulysses."""
+    ulysses: int
+    """Consecutive ranks that share the rows of one ring index."""
+    runs: tuple[Runs, ...]
+    """For each ring index its runs."""
+
+    @classmethod
+    def build(
+        cls,
+        kind: str,
+        num_tokens: int,
+        degree: int,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        ulysses: int = 1,
+    ) -> SequenceLayout:
+        """The layout of ``num_tokens`` tokens over ``degree`` ranks.
+
+        With R = degree / ulysses ring indices: ``contiguous`` gives ring index r the r-th of R equal parts. ``zigzag``
+        cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
+        ``striped`` gives it every R-th token, from token r. ``balanced`` deals chunks so that causal attention within
+        the documents that end at ``cu_seqlens`` (default: one document) is even and few rows travel
+        (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
+        divide, or when the documents do not ascend from 0 to ``num_tokens``.
+        """
+        check_layout(kind, num_tokens, degree, ulysses)
+        bounds = check_documents(cu_seqlens, num_tokens)
+        ring = degree // ulysses
+        share = num_tokens // ring
+        if kind == "striped":
+            runs = [[Run(r, share, ring)] for r in range(ring)]
+        elif kind == "contiguous" or ring == 1:
+            runs = [[Run(r * share, share, 1)] for r in range(ring)]
+        else:
+            dealt = head_and_tail(num_tokens, ring) if kind == "zigzag" else deal(num_tokens, ring, bounds)
+            runs = [[Run(start, count, 1) for start, count in pieces] for pieces in dealt]
+        return cls(kind, num_tokens, degree, ulysses, tuple(tuple(r) for r in runs))
+
+    @property
+    def ring_degree(self) -> int:
+        """Ring indices: parts that the sequence itself is cut into."""
+        return self.degree // self.ulysses
+
+    def num_ring(self, ring_index: int) -> int:
+        """Tokens of a ring index, over all its Ulysses ranks."""
+        return sum(run.count for run in self.runs[ring_index])
+
+    def num_local(self, rank: int) -> int:
+        """Tokens on a rank."""
+        return self.num_ring(rank // self.ulysses) // self.ulysses
+
+    def rank_runs(self, rank: int) -> Runs:
+        """The runs of one rank: those of its ring index, cut to the rank's part of the rows."""
+        ring_index, part = divmod(rank, self.ulysses)
+        if self.ulysses == 1:
+            return self.runs[ring_index]
+        share = self.num_local(rank)
+        return _cut_rows(self.runs[ring_index], part * share, (part + 1) * share)
+
+    def indices(self, rank: int) -> Tensor:
+        """The global tokens (int64) of a rank in local order."""
+        return torch.cat([torch.arange(run.start, run.stop, run.step) for run in self.rank_runs(rank)])
+
+    def split(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """The rank's share of a per-token tensor, cut along ``dim``: a copy."""
+        if x.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
+                "flatten the rows of a batch before splitting"
+            )
+        before = (slice(None),) * (dim % x.dim())
+        return torch.cat([x[(*before, slice(r.start, r.stop, r.step))] for r in self.rank_runs(rank)], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole tensor from every rank's share: the inverse of ``split``."""
+        assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
+        dim %= parts[0].dim()
+        if self.kind == "striped":
+            u = self.ulysses
+            rings = [torch.cat(list(parts[first : first + u]), dim) for first in range(0, self.degree, u)]
+            return torch.stack(rings, dim + 1).flatten(dim, dim + 1)
+        pieces: list[tuple[int, Tensor]] = []
+        for rank, part in enumerate(parts):
+            runs = self.rank_runs(rank)
+            cuts = part.split([run.count for run in runs], dim)
+            pieces += [(run.start, cut) for run, cut in zip(runs, cuts, strict=True)]
+        return torch.cat([cut for _, cut in sorted(pieces, key=lambda p: p[0])], dim)
+
+
+def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
+    """The runs of local rows [start, stop)."""
+    cut, row = [], 0
+    for run in runs:
+        first, last = max(start - row, 0), min(stop - row, run.count)
+        if first < last:
+            cut.append(Run(run.start + first * run.step, last - first, run.step))
+        row += run.count
+    return tuple(cut)
+
+
+def check_documents(cu_seqlens: Sequence[int] | Tensor | None, num_tokens: int) -> list[int]:
+    """The documents' bounds as a list (None: one document); ConfigError unless they ascend from 0 to the last token."""
+    if cu_seqlens is None:
+        return [0, num_tokens]
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    falls = any(b < a for a, b in pairwise(bounds))
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tokens or falls:
+        raise ConfigError(
+            f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; "
+            f"got {bounds[:4]}…{bounds[-2:]} ({len(bounds)} entries)."
+        )
+    return bounds
+
+
+def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
+    """ConfigError unless such a layout exists; says the nearest values that work."""
+    if kind not in KINDS:
+        raise ConfigError(f"parallel.layout={kind!r} is unknown. Try one of {list(KINDS)}.")
+    if degree < 1 or num_tokens < 1:
+        raise ConfigError(f"a layout needs tokens and ranks; got {num_tokens} tokens over {degree} ranks.")
+    if ulysses < 1 or degree % ulysses:
+        works = [u for u in range(1, degree + 1) if degree % u == 0]
+        nearest = min(works, key=lambda u: (abs(u - ulysses), u))
+        raise ConfigError(
+            f"parallel.ulysses={ulysses} does not divide parallel.context={degree}: the ranks that share a sequence "
+            f"are ring × Ulysses.\nTry parallel.ulysses={nearest}."
+        )
+    ring = degree // ulysses
+    parts = math.lcm(2 * ring, degree) if kind == "zigzag" and ring > 1 else degree
+    if num_tokens % parts:
+        below = num_tokens // parts * parts
+        nearest = [str(n) for n in (below, below + parts) if n]
+        split = f", parallel.ulysses={ulysses}" if ulysses > 1 else ""
+        raise ConfigError(
+            f"{num_tokens} tokens do not split into {parts} equal parts "
+            f"(parallel.context={degree}, parallel.layout={kind}{split}).\n"
+            f"Try {' or '.join(nearest)} tokens (data.seq_len × train.micro_batch_rows)."
+        )

@@ -1,0 +1,18 @@
+"""A collective that fails says what was under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from longctx.errors import ClusterError
+
+
+def named_collective(action: Callable, described: str):
+    """What ``action`` returns; a ClusterError that says what was under way where communication fails."""
+    try:
+        return action()
+    except RuntimeError as error:
+        raise ClusterError(
+            f"{described}: {str(error).splitlines()[0]}\n"
+            "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
+        ) from error

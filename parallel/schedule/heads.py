@@ -1,0 +1,75 @@
+"""HeadSplit, AttentionShape: which heads a rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longctx.errors import ConfigError
+
+HeadRange = tuple[int, int]
+"""Heads [start, stop)."""
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each of ``ulysses`` ranks computes."""
+
+    queries: tuple[HeadRange, ...]
+    """Query heads of each rank: disjoint, all of them."""
+    keys: tuple[HeadRange, ...]
+    """Key/value heads that each rank's query heads use; the same one may serve several ranks."""
+    group_size: int
+    """Query heads that share a key head."""
+
+    @classmethod
+    def build(cls, num_heads: int, num_kv_heads: int, ulysses: int) -> HeadSplit:
+        """The split; ConfigError when there are fewer query heads than ranks, or key heads do not divide them."""
+        check_heads(num_heads, num_kv_heads, ulysses)
+        group = num_heads // num_kv_heads
+        queries = [(num_heads * r // ulysses, num_heads * (r + 1) // ulysses) for r in range(ulysses)]
+        keys = [(start // group, (stop - 1) // group + 1) for start, stop in queries]
+        return cls(tuple(queries), tuple(keys), group)
+
+    def key_of_query(self, rank: int) -> list[int] | None:
+        """For each query head of the rank its key head, counted in the rank's own; None when they group evenly."""
+        (start, stop), (first, last) = self.queries[rank], self.keys[rank]
+        wanted = [head // self.group_size - first for head in range(start, stop)]
+        even, rest = divmod(stop - start, last - first)
+        return None if not rest and wanted == [h // even for h in range(stop - start)] else wanted
+
+    def bytes_received(self, rank: int, num_local: int, bytes_per_value: int, shape: AttentionShape) -> int:
+        """Bytes that trading brings a rank in a forward pass: its heads of the others' rows, its rows' other heads."""
+        (start, stop), (first, last) = self.queries[rank], self.keys[rank]
+        value_dim = shape.key_and_value_dim - shape.head_dim
+        row = (stop - start) * shape.head_dim + (last - first) * shape.key_and_value_dim
+        others = num_local * (len(self.queries) - 1) * row
+        back = num_local * (shape.num_heads - (stop - start)) * value_dim
+        return (others + back) * bytes_per_value
+
+
+def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
+    """ConfigError unless so many ranks can share the heads."""
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{num_kv_heads} key heads do not divide {num_heads} query heads.")
+    if ulysses > num_heads:
+        raise ConfigError(
+            f"parallel.ulysses={ulysses} is more than the {num_heads} query heads that it spreads.\n"
+            f"Try parallel.ulysses={num_heads} or less; parallel.context may stay, the rest becomes the ring."
+        )
+
+
+class AttentionShape(NamedTuple):
+    """What turns rows into bytes and pairs into floating-point operations."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bytes_per_value: int
+    value_dim: int | None = None
+    """Head size of the values; None when it is ``head_dim``."""
+
+    @property
+    def key_and_value_dim(self) -> int:
+        """Both head sizes together."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)

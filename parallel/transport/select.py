@@ -1,0 +1,51 @@
+"""How keys and values reach the queries that need them, and how their gradients come home.
+
+A transport shows one rank's keys and values to its computation, visit by visit, and returns in backward the sum of all
+gradients of the rank's own rows, added in a fixed order: equal bits on every run. While a visit is computed the next
+one's rows are in flight. Axes: B batch, n key rows of a ring index, s rows of a visit, K key/value heads, D and V head
+sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from longctx.errors import ConfigError
+from parallel.mesh import Mesh
+from parallel.schedule.schedule import Schedule
+from parallel.transport.all_gather import AllGather
+from parallel.transport.hops import Hops
+from parallel.transport.visit import Transport
+
+TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
+
+
+def build_transport(
+    name: str, schedule: Schedule, mesh: Mesh, *, communication_dtype: torch.dtype | None = None
+) -> Transport:
+    """The transport called ``name``, or the one that ``auto`` stands for; gradients travel in ``communication_dtype``.
+
+    Without ``communication_dtype`` that is float32, float64 for float64 inputs. ConfigError for an unknown name.
+    """
+    name = resolve_transport(name, mesh)
+    if name == "all_gather":
+        return AllGather(schedule, mesh, communication_dtype)
+    return Hops(schedule, mesh, mesh.ring_degree if name == "p2p" else mesh.ring_places, communication_dtype)
+
+
+def resolve_transport(name: str, mesh: Mesh) -> str:
+    """What ``auto`` stands for: two_level where a ring spans nodes that hold several of its ranks, else p2p.
+
+    ConfigError for an unknown name, and for two_level where nodes do not hold equally many ranks.
+    """
+    if name not in TRANSPORTS:
+        raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
+    ring, places = mesh.ring_degree, mesh.ring_places
+    if name == "auto":
+        return "two_level" if 1 < places < ring else "p2p"
+    if name == "two_level" and places == 1 and mesh.ranks_per_node > 1 and ring > 1:
+        raise ConfigError(
+            f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "
+            f"{mesh.ranks_per_node} ranks a node they do not.\nTry parallel.transport=p2p."
+        )
+    return name

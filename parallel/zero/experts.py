@@ -1,0 +1,51 @@
+"""What DeepSpeed is told of experts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import nn
+
+from longctx.model.experts.experts import is_expert_weight
+from longctx.objectives.causal_lm import CausalLM
+
+
+class _ExpertsAcrossRanks(AutoEPMoELayer):
+    """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
+
+    DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
+    hold the same ones (a rank's place among its neighbours) average and partition them.
+    """
+
+    def __init__(self, num_experts: int, degree: int) -> None:
+        nn.Module.__init__(self)  # router, weights and dispatch are ours
+        self.num_experts, self.num_local_experts = num_experts, num_experts // degree
+        self.ep_size, self.ep_rank = degree, dist.get_rank() % degree
+        self.ep_group_name = f"ep_size_{degree}"
+        self.ep_group = None
+
+    def mark(self, weight: nn.Parameter) -> None:
+        """Have DeepSpeed treat this weight as one of the experts."""
+        marks = {
+            "allreduce": False,
+            "group_name": self.ep_group_name,
+            "ds_zero_placement_family": "autoep_expert",
+            "ds_zero_partition_group_name": self.ep_group_name,
+        }
+        for name, value in marks.items():
+            setattr(weight, name, value)
+
+
+def share_out_experts(model: CausalLM) -> _ExpertsAcrossRanks | None:
+    """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
+    num_experts = model.decoder.config.num_experts
+    own = range(num_experts)[model.decoder.dispatcher.share]
+    if len(own) == num_experts:
+        return None
+    experts = _ExpertsAcrossRanks(num_experts, num_experts // len(own))
+    assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
+    for name, p in model.decoder.named_parameters():
+        if is_expert_weight(name):
+            experts.mark(p)
+    model.add_module("experts_across_ranks", experts)
+    return experts

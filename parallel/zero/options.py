@@ -1,0 +1,70 @@
+"""Optimiser groups and DeepSpeed's config."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+
+from longctx.errors import ConfigError
+from longctx.objectives.causal_lm import CausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with decoupled weight decay on matrices alone."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 never."""
+
+
+def check_zero(stage: int, dtype: torch.dtype) -> None:
+    """ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero.stage={stage} must be 0, 1, 2 or 3.")
+    if stage == 0 and dtype == torch.bfloat16:
+        raise ConfigError(
+            "zero.stage=0 with train.dtype=bfloat16 would add gradients up in bfloat16: DeepSpeed refuses fp32 "
+            "accumulation there.\nTry zero.stage=1."
+        )
+
+
+def optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not. Experts that ranks share out are groups apart, as DeepSpeed wants."""
+    groups = []
+    for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
+        of_experts = {} if name is None else {"moe": True, "name": name}
+        parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
+        matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
+        for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
+            groups += [{"params": params, "weight_decay": decay, **of_experts}] if params else []
+    return groups
+
+
+def deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip_norm,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**62,
+    }
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed from compiling an operator that training never calls, and from talking over our log."""
+    # Without this every start on a CPU runs g++ and ninja for deepspeed_shm_comm, which only inference uses.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed_logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

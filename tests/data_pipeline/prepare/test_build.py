@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.inspect import verify
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.tokenizer import Tokenizer
+from longctx.errors import DataError
+
+
+def texts(folder: Path) -> dict[str, str]:
+    shards = ShardSet.open(folder)
+    tokenizer = shards.tokenizer()
+    return {shards.name(i): tokenizer.decode(shards.document(i)) for i in range(shards.num_documents)}
+
+
+def test_both_splits_together_hold_every_document(built: Path, source: Source):
+    training, validation = texts(built), texts(built / "validation")
+    assert training | validation == {document.name: document.text for document in source}
+    assert not set(training) & set(validation)
+    assert validation
+    assert ShardSet.open(built).manifest.split == "training"
+    assert ShardSet.open(built / "validation").manifest.split == "validation"
+
+
+def test_documents_are_framed(built: Path, tokenizer: Tokenizer):
+    shards = ShardSet.open(built)
+    for index in range(shards.num_documents):
+        tokens = shards.document(index)
+        assert (tokens[0], tokens[-1]) == (tokenizer.document_begin, tokenizer.document_end)
+
+
+def test_equal_documents_fall_on_one_side(built: Path, corpus: Path):
+    original = sorted(corpus.glob("*.py"))[1].name
+    sides = [side for side in (built, built / "validation") if {"again.py", original} & set(texts(side))]
+    assert len(sides) == 1
+
+
+def test_a_document_keeps_its_side_when_others_come_and_go(
+    built: Path, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+):
+    part = tmp_path / "part"
+    part.mkdir()
+    for path in sorted(corpus.iterdir())[::2]:
+        shutil.copy(path, part / f"renamed_{path.name}")
+    build_shards(open_source(part), tokenizer, tmp_path / "out", validation_fraction=0.2)
+    held_out = set(texts(built / "validation").values())
+    assert set(texts(tmp_path / "out" / "validation").values()) <= held_out
+    assert not set(texts(tmp_path / "out").values()) & held_out
+
+
+def test_the_fraction_is_about_right():
+    from data_pipeline.shuffle import falls_below
+
+    values = np.random.default_rng(0).integers(0, 2**63, 4000).tolist()
+    assert 0.08 < np.mean([falls_below(value, 0.1, 7) for value in values]) < 0.12
+    assert not any(falls_below(value, 0.0, 7) for value in values)
+
+
+def test_the_report_counts(built: Path, source: Source, tokenizer: Tokenizer, tmp_path: Path):
+    calls: list[tuple[int, int]] = []
+    report = build_shards(source, tokenizer, tmp_path / "out", progress=lambda *numbers: calls.append(numbers))
+    assert not report.up_to_date
+    splits = [split for split in (report.training, report.validation) if split]
+    assert sum(split.documents for split in splits) == 41 == len(calls)
+    assert sum(split.text_bytes for split in splits) == source.num_bytes == calls[-1][1]
+    assert report.training.tokens == ShardSet.open(tmp_path / "out").num_tokens
+    assert 1 < report.training.bytes_per_token < 5
+
+
+def test_the_same_build_gives_the_same_bytes(built: Path, source: Source, tokenizer: Tokenizer, tmp_path: Path):
+    build_shards(source, tokenizer, tmp_path / "out", validation_fraction=0.2, shard_tokens=20_000)
+    for path in built.rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "out" / path.relative_to(built)).read_bytes() == path.read_bytes()
+
+
+class TestExistingOutput:
+    def test_the_same_recipe_is_up_to_date(self, built: Path, source: Source, tokenizer: Tokenizer):
+        before = (built / "manifest.json").stat().st_mtime_ns
+        report = build_shards(source, tokenizer, built, validation_fraction=0.2, shard_tokens=20_000)
+        assert report.up_to_date
+        assert report.validation
+        assert (built / "manifest.json").stat().st_mtime_ns == before
+
+    def test_another_recipe_is_an_error_that_says_what_differs(
+        self, damaged: Path, corpus: Path, source: Source, tokenizer: Tokenizer, tmp_path: Path
+    ):
+        with pytest.raises(DataError, match="built from another options"):
+            build_shards(source, tokenizer, damaged, validation_fraction=0.1)
+        other = open_source(corpus, exclude=["a*"])
+        with pytest.raises(DataError, match="another source and options"):
+            build_shards(other, tokenizer, damaged)
+        fewer = train_tokenizer(source, tmp_path / "fewer.model", vocab_size=500)
+        with pytest.raises(DataError, match=r"another tokenizer.\n.*overwrite"):
+            build_shards(source, fewer, damaged, validation_fraction=0.2, shard_tokens=20_000)
+        report = build_shards(source, fewer, damaged, overwrite=True)
+        assert not report.up_to_date
+        assert ShardSet.open(damaged).manifest.vocab_size == 500
+        assert verify(damaged) == []
+
+    def test_a_damaged_folder_is_not_up_to_date(self, damaged: Path, source: Source, tokenizer: Tokenizer):
+        (damaged / "validation" / "00000.arrow").unlink()
+        with pytest.raises(DataError, match=r"00000.arrow is missing"):
+            build_shards(source, tokenizer, damaged, validation_fraction=0.2, shard_tokens=20_000)
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_a_folder_of_other_things_is_never_touched(
+        self, source: Source, tokenizer: Tokenizer, tmp_path: Path, overwrite: bool
+    ):
+        (tmp_path / "thesis.txt").write_text("precious")
+        with pytest.raises(DataError, match="not a shard folder"):
+            build_shards(source, tokenizer, tmp_path, overwrite=overwrite)
+        assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+    def test_an_empty_folder_may_be_used(self, source: Source, tokenizer: Tokenizer, tmp_path: Path):
+        (tmp_path / "out").mkdir()
+        assert build_shards(source, tokenizer, tmp_path / "out").training.documents
+
+
+def test_one_document_needs_no_validation(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "a.txt").write_text("one document " * 30)
+    source = open_source(tmp_path / "a.txt")
+    report = build_shards(source, tokenizer, tmp_path / "none", validation_fraction=0)
+    assert report.validation is None
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert build_shards(source, tokenizer, tmp_path / "out", validation_fraction=1e-9).validation is None
+    assert "no document fell into the validation split" in caplog.text
+    assert not (tmp_path / "out" / "validation").exists()
+    with pytest.raises(DataError, match="Try validation_fraction=0"):
+        build_shards(source, tokenizer, tmp_path / "all", validation_fraction=0.999999999)
+    with pytest.raises(DataError, match="validation_fraction=1 must be"):
+        build_shards(source, tokenizer, tmp_path / "all", validation_fraction=1)
+
+
+def test_a_lossy_tokenizer_is_an_error(source: Source, tmp_path: Path):
+    """A model trained elsewhere, with SentencePiece's usual clean-up of spaces, would change the text."""
+    import sentencepiece as spm
+
+    path = tmp_path / "lossy.model"
+    with path.open("wb") as file:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=(d.text for d in source),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=600,
+            byte_fallback=True,
+            max_sentence_length=1 << 30,
+            minloglevel=3,
+        )
+    with pytest.raises(DataError, match=r"does not survive encoding and decoding .* character \d+"):
+        build_shards(source, Tokenizer.load(path), tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["lossy.model"]
+
+
+def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokenizer: Tokenizer, tmp_path: Path):
+    script = (
+        "import sys, time\n"
+        "from data_pipeline.prepare.build import build_shards\n"
+        "from data_pipeline.prepare.sources import open_source\n"
+        "from data_pipeline.tokenizer import Tokenizer\n"
+        "def stall(documents, _):\n"
+        "    if documents == 20: sys.stdout.write('half\\n'); sys.stdout.flush(); time.sleep(60)\n"
+        "corpus, model, output = sys.argv[1:]\n"
+        "build_shards(open_source(corpus), Tokenizer.load(model), output, shard_tokens=9000, progress=stall)"
+    )
+    output = tmp_path / "out"
+    command = [sys.executable, "-c", script, str(corpus), str(tokenizer.path), str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    time.sleep(0.05)
+    assert not output.exists()
+    assert len(list(tmp_path.iterdir())) == 1  # the partial folder of the dead process
+    build_shards(open_source(corpus), tokenizer, output)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_standard_library_comes_back(tmp_path: Path):
+    source = open_source("stdlib")
+    tokenizer = train_tokenizer(source, tmp_path / "a.model", vocab_size=4096)
+    build_shards(source, tokenizer, tmp_path / "out")
+    found = texts(tmp_path / "out") | texts(tmp_path / "out" / "validation")
+    assert found == {document.name: document.text for document in source}
+    assert verify(tmp_path / "out") == []

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data_pipeline.prepare.sources import open_source
+from longctx.errors import DataError
+
+TEXTS = ["one\n", "two\r\n\ttabs", "\ufeffthree \u2581 \U0001f600", "NUL \0 inside"]
+
+
+def read(source) -> list[tuple[str, str]]:
+    return [(document.name, document.text) for document in source]
+
+
+def jsonl(field: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": i, field: text}).encode() + b"\n" for i, text in enumerate(TEXTS))
+
+
+def write_parquet(path: Path, **columns) -> None:
+    pq.write_table(pa.table(columns), path)
+
+
+class TestFolders:
+    def test_reads_recursively_in_order_of_relative_path(self, tmp_path: Path):
+        for name in ("b/2.txt", "b/1.md", "a.txt", "c.py"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(name)
+        assert read(open_source(tmp_path)) == [(n, n) for n in ("a.txt", "b/1.md", "b/2.txt", "c.py")]
+
+    def test_keeps_bytes_as_they_are(self, tmp_path: Path):
+        content = "\ufeffa\r\nb\rc\n\n".encode()
+        (tmp_path / "a.txt").write_bytes(content)
+        assert next(iter(open_source(tmp_path))).text.encode() == content
+
+    def test_counts_what_is_left_out_by_reason(self, tmp_path: Path):
+        (tmp_path / "good.txt").write_text("good")
+        (tmp_path / "empty.txt").touch()
+        (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+        (tmp_path / "picture.bin").write_bytes(b"\x00\x01")
+        (tmp_path / ".hidden").write_text("secret")
+        (tmp_path / ".git").mkdir()
+        (tmp_path / ".git" / "config").write_text("secret")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        source = open_source(tmp_path)
+        assert read(source) == [("good.txt", "good")]
+        expected = {"binary": 1, "empty": 1, "hidden": 2, "not UTF-8": 1, "not a regular file": 1}
+        assert source.skipped == expected
+        assert read(source) == [("good.txt", "good")]
+        assert source.skipped == expected  # a second reading counts the same, not twice
+
+    def test_exclude_crosses_folders_and_takes_whole_folders(self, tmp_path: Path):
+        for name in ("test/a/x.py", "lib/tests/y.py", "lib/z.py", "test_keep.py"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("pass")
+        source = open_source(tmp_path, exclude=["test/*", "lib/tests"])
+        assert [name for name, _ in read(source)] == ["lib/z.py", "test_keep.py"]
+        assert source.skipped == {"excluded": 2}
+
+    def test_says_when_an_exclude_pattern_has_no_effect(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        (tmp_path / "a.txt").write_text("a")
+        with caplog.at_level(logging.WARNING):
+            open_source(tmp_path, exclude=["nothing/*"])
+        assert "'nothing/*' matches no file" in caplog.text
+
+    def test_mixes_kinds(self, tmp_path: Path):
+        (tmp_path / "a.txt").write_text("plain")
+        (tmp_path / "b.jsonl").write_bytes(jsonl())
+        write_parquet(tmp_path / "c.parquet", text=TEXTS)
+        names = [name for name, _ in read(open_source(tmp_path))]
+        assert names == ["a.txt", *(f"b.jsonl:{n}" for n in (1, 2, 3, 4)), *(f"c.parquet:{n}" for n in range(4))]
+
+    @pytest.mark.parametrize("content", [None, b"", b"\x00binary"])
+    def test_a_folder_without_text_is_an_error(self, tmp_path: Path, content: bytes | None):
+        if content is not None:
+            (tmp_path / "file").write_bytes(content)
+        with pytest.raises(DataError, match=r"no text that can be used .*\n.*stdlib"):
+            read(open_source(tmp_path))
+
+    def test_a_missing_path_names_what_is_there(self, tmp_path: Path):
+        (tmp_path / "corpus").mkdir()
+        with pytest.raises(DataError, match=r"does not exist.\n.*holds corpus"):
+            open_source(tmp_path / "korpus")
+
+
+class TestStructuredFiles:
+    def test_jsonl_plain_and_compressed_hold_the_same(self, tmp_path: Path):
+        (tmp_path / "a.jsonl").write_bytes(jsonl())
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl()))
+        (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl()))
+        for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+            assert [text for _, text in read(open_source(tmp_path / name))] == TEXTS
+
+    def test_jsonl_lines_longer_than_a_read_and_without_final_newline(self, tmp_path: Path):
+        texts = ["x" * 3_000_000, "\u2028 is no end of line", "last"]
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts))
+        assert read(open_source(path)) == [("a.jsonl:1", texts[0]), ("a.jsonl:3", texts[1]), ("a.jsonl:5", texts[2])]
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b"{broken", "line 2: not JSON"),
+            (b'"text"', "line 2: a str where an object is wanted"),
+            (b'{"body": "x"}', "line 2: no text in field 'text'.\nFields with text: 'body'"),
+            (b'{"text": 3}', "line 2: no text in field 'text'"),
+            (b'{"text": "\xff"}', "line 2: not JSON"),
+        ],
+    )
+    def test_a_bad_jsonl_line_is_named(self, tmp_path: Path, line: bytes, message: str):
+        (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+        with pytest.raises(DataError) as caught:
+            read(open_source(tmp_path / "a.jsonl"))
+        assert message in str(caught.value)
+
+    @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+    def test_a_cut_off_compressed_file_is_an_error(self, tmp_path: Path, compress):
+        ending = ".gz" if compress is gzip.compress else ".zst"
+        path = tmp_path / f"a.jsonl{ending}"
+        path.write_bytes(compress(jsonl() * 50)[:-12])
+        with pytest.raises(DataError, match=r"a.jsonl.* cannot be read"):
+            read(open_source(path))
+
+    def test_text_field_is_used(self, tmp_path: Path):
+        (tmp_path / "a.jsonl").write_bytes(jsonl("body"))
+        write_parquet(tmp_path / "b.parquet", body=TEXTS)
+        assert [text for _, text in read(open_source(tmp_path, text_field="body"))] == TEXTS * 2
+
+    def test_parquet_nulls_are_counted_and_a_missing_column_lists_those_there_are(self, tmp_path: Path):
+        path = tmp_path / "a.parquet"
+        write_parquet(path, body=["x", None], number=[1, 2])
+        source = open_source(path, text_field="body")
+        assert read(source) == [("a.parquet:0", "x")]
+        assert source.skipped == {"null": 1}
+        with pytest.raises(DataError, match=r"no text column 'text'. .*'body', 'number'.\nColumns with text: 'body'"):
+            read(open_source(path))
+        with pytest.raises(DataError, match="no text column 'number'"):
+            read(open_source(path, text_field="number"))
+
+    def test_a_damaged_parquet_file_is_an_error(self, tmp_path: Path):
+        (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+        with pytest.raises(DataError, match=r"a.parquet cannot be read"):
+            read(open_source(tmp_path))
+
+    def test_lone_surrogates_are_left_out(self, tmp_path: Path):
+        (tmp_path / "a.jsonl").write_text('{"text": "half \\ud800"}\n{"text": "whole"}\n')
+        source = open_source(tmp_path / "a.jsonl")
+        assert read(source) == [("a.jsonl:2", "whole")]
+        assert source.skipped == {"lone surrogate": 1}
+
+
+class TestStdlib:
+    def test_holds_python_files_and_no_packages_of_others(self):
+        source = open_source("stdlib", exclude=["test", "idlelib", "*/tests", "*/test"])
+        names = [file.name for file in source._files]
+        assert names == sorted(names)
+        assert "argparse.py" in names
+        assert "json/decoder.py" in names
+        assert all(name.endswith(".py") for name in names)
+        assert not any("site-packages" in n or "__pycache__" in n or n.startswith("test/") for n in names)
+        assert source.fingerprint()["interpreter"].startswith("CPython 3.")
+
+
+class TestFingerprint:
+    def test_depends_on_content_and_names_but_not_on_the_place(self, tmp_path: Path):
+        def fingerprint(folder: str, name: str, text: str):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / name).write_text(text)
+            return open_source(tmp_path / folder).fingerprint()
+
+        first = fingerprint("a", "x.txt", "hello")
+        assert first == fingerprint("b", "x.txt", "hello")
+        assert (first["files"], first["bytes"], first["kind"]) == (1, 5, "folder")
+        assert first != fingerprint("c", "y.txt", "hello")
+        assert first != fingerprint("d", "x.txt", "jello")  # same size
+        json.dumps(first)

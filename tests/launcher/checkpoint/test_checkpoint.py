@@ -1,0 +1,318 @@
+"""Checkpoints: any stage and world writes and reads them, damage is found, and no accident costs the last good one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.checkpoint.folder import find_resume
+from launcher.metrics.record import DISCARDED_FILE, decode, read_metrics
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, canonical_hash, list_checkpoints
+from longctx.errors import CheckpointError
+from tests.launcher.runs import STEPS
+from tests.launcher.workers import (
+    end_guarded,
+    refuse_each,
+    rows,
+    run,
+    train,
+    train_each,
+    train_until_killed_in_a_resume,
+    train_until_killed_in_a_save,
+    train_until_killed_in_a_step,
+)
+
+pytestmark = pytest.mark.timeout(300)
+DENSE = {"model.num_experts": 0, "model.shared_ffn_size": 0, "model.ffn_size": 48}
+SHORT = {"train.steps": 4, "validation.rows": 0}
+
+Written = tuple[str, str, int, int]
+"""What a checkpoint was written with: kind of model, dtype, ZeRO stage, ranks."""
+
+PLAIN: Written = ("moe", "float32", 1, 2)
+PAIRS: list[tuple[Written, tuple[int, int]]] = [
+    (PLAIN, (1, 2)),
+    (PLAIN, (3, 1)),
+    (("moe", "float32", 3, 2), (3, 2)),
+    (("moe", "float32", 3, 2), (2, 4)),
+    (("dense", "float32", 0, 1), (1, 2)),
+    (("dense", "float32", 2, 2), (0, 2)),
+    (("moe", "bfloat16", 2, 2), (2, 2)),
+    (("moe", "bfloat16", 2, 2), (3, 2)),
+]
+"""What wrote, and the stage and ranks that read."""
+
+KILLS: dict[str, tuple[Any, ...]] = {
+    "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
+    "while a rank writes its pieces": (train_until_killed_in_a_save, 1, "rank_00001.safetensors"),
+    "before the rename": (train_until_killed_in_a_save, 0, MANIFEST),
+    "after the rename": (train_until_killed_in_a_save, 0, CHECKPOINTS),
+    "in the middle of a resume": (train_until_killed_in_a_resume, 4),
+}
+"""Accidents: what is run, and where it is killed."""
+
+
+def settings(kind: str, dtype: str, stage: int, world: int) -> dict[str, Any]:
+    model = DENSE if kind == "dense" else {}
+    return {**SHORT, **model, "train.dtype": dtype, "zero.stage": stage, "parallel.context": min(world, 2)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """Where this module's runs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def written(shards, base) -> dict[Written, Path]:
+    """Runs with checkpoints at steps 2 and 4, one for each way of writing, and in ``unbroken`` a longer one."""
+    folders = {source: base / "_".join(map(str, source)) for source, _ in PAIRS}
+    for world in {source[3] for source in folders}:
+        runs = {folder: settings(*source) for source, folder in folders.items() if source[3] == world}
+        run(train_each, world, shards, {**runs, **({base / "unbroken": {}} if world == 2 else {})})
+    return folders
+
+
+@pytest.fixture(scope="module")
+def unbroken(written, base) -> Path:
+    """A run of all steps over two ranks that nothing befell."""
+    return base / "unbroken"
+
+
+@pytest.fixture(scope="module")
+def killed(shards, base) -> dict[str, Path]:
+    """What each accident left behind."""
+    folders = {name: base / name.replace(" ", "_") for name in KILLS}
+    for name, (function, *where) in KILLS.items():
+        with pytest.raises(AssertionError):
+            run(function, 2, shards, folders[name], {}, *where)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def resumed(shards, base, written, killed) -> dict[Any, Path]:
+    """Runs that went on: one for each pair, one for each accident (in a copy), one past a damaged checkpoint."""
+    starts: dict[int, dict[Path, dict[str, Any]]] = {1: {}, 2: {}, 4: {}}
+    folders: dict[Any, Path] = {}
+    for number, (source, target) in enumerate(PAIRS):
+        folders[source, target] = base / f"pair_{number}"
+        checkpoint = written[source] / CHECKPOINTS / "step_000002"
+        starts[target[1]][folders[source, target]] = {**settings(*source[:2], *target), "run.resume": checkpoint}
+    for name, folder in killed.items():
+        folders[name] = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}_resumed")))
+        starts[2][folders[name]] = {"run.resume": "latest"}
+    folders["damaged"] = Path(shutil.copytree(written[PLAIN], base / "damaged"))
+    flip_a_byte(folders["damaged"] / CHECKPOINTS / "step_000004")
+    starts[2][folders["damaged"]] = {**settings(*PLAIN), "run.resume": "newest-good"}
+    for world, runs in starts.items():
+        run(train_each, world, shards, runs)
+    return folders
+
+
+@pytest.fixture
+def copied(written, tmp_path) -> Path:
+    """A copy of a finished run, to damage and to go on in."""
+    return Path(shutil.copytree(written[PLAIN], tmp_path / "run"))
+
+
+# Written here, read there.
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_any_stage_and_world_goes_on_from_what_another_wrote(written, resumed, source, target):
+    wanted, got = rows(written[source]), rows(resumed[source, target])
+    assert [r["step"] for r in got] == [3, 4]
+    if source[2:] == target:
+        assert got == wanted[2:]
+        return
+    # The first loss shows the weights, the second the moments: its update was computed in another order of sums.
+    # Stage 3 has linear layers of its own, which round once more in bfloat16.
+    bounds = (1e-6, 1e-5) if source[1] == "float32" else (1e-4, 1e-3)
+    for mine, theirs, bound in zip(got, wanted[2:], bounds, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=bound)
+        assert mine["tokens"] == theirs["tokens"]
+
+
+def test_what_a_checkpoint_says_of_itself(written):
+    folder = written[PLAIN] / CHECKPOINTS / "step_000004"
+    reader = CheckpointReader(folder)
+    assert (reader.step, str(reader.dtype), reader.verify()) == (4, "torch.float32", [])
+    training = reader.manifest["training"]
+    assert (training["world_size"], training["zero_stage"], training["loader"]["rows_consumed"]) == (2, 1, 8)
+    assert {p.name for p in folder.iterdir()} == {MANIFEST, *reader.manifest["files"]}
+    assert (folder / "tokenizer.model").read_bytes()
+
+
+# Damage.
+
+
+def flip_a_byte(checkpoint: Path) -> str:
+    path = checkpoint / "rank_00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
+def truncate(checkpoint: Path) -> str:
+    path = checkpoint / "rank_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return path.name
+
+
+def lose_a_piece(checkpoint: Path) -> str:
+    (checkpoint / "rank_00001.safetensors").unlink()
+    return "rank_00001.safetensors is missing"
+
+
+def edit_the_manifest(checkpoint: Path) -> str:
+    path = checkpoint / MANIFEST
+    path.write_text(path.read_text().replace('"step": 4', '"step": 3', 1))
+    return f"{MANIFEST} is damaged"
+
+
+def empty_the_manifest(checkpoint: Path) -> str:
+    (checkpoint / MANIFEST).write_text("")
+    return f"{MANIFEST} cannot be read"
+
+
+def forget_a_piece(checkpoint: Path) -> str:
+    """A manifest that is in itself right, but does not cover a tensor."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["tensors"]["model.norm.weight"]["roles"]["exp_avg"] = []
+    manifest["hash"] = canonical_hash(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    return "model.norm.weight (exp_avg) ends at value 0"
+
+
+DAMAGES = [flip_a_byte, truncate, lose_a_piece, edit_the_manifest, empty_the_manifest, forget_a_piece]
+
+
+def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_path):
+    good = copied / CHECKPOINTS / "step_000004"
+    cases = []
+    for damage in DAMAGES:
+        folder = Path(shutil.copytree(good, tmp_path / damage.__name__))
+        cases.append(({**SHORT, "run.resume": folder}, [str(folder), damage(folder)]))
+    other = {"model.hidden_size": 64, "model.tie_embeddings": False}
+    said = ["another model", "model.hidden_size: checkpoint 32, run 64", "model.tie_embeddings"]
+    cases.append(({**SHORT, **other, "run.resume": good}, said))
+    cases.append(({**SHORT, "run.resume": tmp_path / "nowhere"}, ["is no checkpoint", str(tmp_path / "nowhere")]))
+    run(refuse_each, 2, shards, copied, cases)
+    assert rows(copied) == rows(written[PLAIN]), "a refused start leaves the run as it was"
+    assert [p.name for p in list_checkpoints(copied)] == ["step_000002", "step_000004"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
+    said = damage(copied / CHECKPOINTS / "step_000004")
+    assert find_resume(copied, "newest-good") == copied / CHECKPOINTS / "step_000002"
+    assert "step_000004 is passed over" in caplog.text
+    assert said in caplog.text
+    assert find_resume(copied, "latest") == copied / CHECKPOINTS / "step_000004", (
+        "latest is the newest, checked on loading"
+    )
+
+
+def test_resume_from_newest_good_rewrites_the_history_after_it(written, resumed):
+    folder = resumed["damaged"]
+    assert rows(folder) == rows(written[PLAIN])
+    assert CheckpointReader(folder / CHECKPOINTS / "step_000004").verify() == []
+    assert (folder / CHECKPOINTS / "step_000004.discarded").is_dir()
+
+
+def test_there_is_nothing_to_resume_from(tmp_path, copied):
+    for resume in ("latest", "newest-good"):
+        with pytest.raises(CheckpointError, match=r"holds no committed checkpoint"):
+            find_resume(tmp_path, resume)
+    for path in list_checkpoints(copied):
+        (path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"holds no committed checkpoint"):
+        find_resume(copied, "latest")
+    assert find_resume(copied, "no") is None
+
+
+def test_a_folder_that_is_no_checkpoint_is_answered_with_those_there_are(copied, tmp_path):
+    with pytest.raises(CheckpointError, match="step_000002, step_000004"):
+        find_resume(copied, str(tmp_path / "nowhere"))
+
+
+# Killed.
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_is_left_with_a_good_checkpoint(killed, name):
+    folder = killed[name]
+    saving = KILLS[name][0] is train_until_killed_in_a_save and name != "after the rename"
+    assert [p.name for p in (folder / CHECKPOINTS).glob(".*")] == ([".step_000004.partial"] if saving else [])
+    newest = folder / CHECKPOINTS / ("step_000002" if saving else "step_000004")
+    assert find_resume(folder, "newest-good") == find_resume(folder, "latest") == newest
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(resumed, unbroken, killed, name):
+    folder = resumed[name]
+    assert rows(folder) == rows(unbroken)
+    for mine, theirs in zip(list_checkpoints(folder), list_checkpoints(unbroken), strict=True):
+        files = [CheckpointReader(path).manifest["files"] for path in (mine, theirs)]
+        assert files[0] == files[1], f"{mine.name} holds other bytes"
+    assert not list((folder / CHECKPOINTS).glob(".*")), "what the killed save left is cleaned up"
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_rows_that_were_done_again_are_kept_aside(resumed, killed, name):
+    discarded = resumed[name] / DISCARDED_FILE
+    aside = [decode(line) for line in discarded.read_text().splitlines()] if discarded.exists() else []
+    newest = int(list_checkpoints(killed[name])[-1].name.removeprefix("step_"))
+    assert aside == [r for r in read_metrics(killed[name]) if r["step"] > newest]
+    assert bool(aside) == (name != "after the rename")
+
+
+# No room.
+
+
+@pytest.fixture
+def small_disk(written, tmp_path) -> Iterator[Path]:
+    """A file system with room for one checkpoint and not for two."""
+    one = sum(path.stat().st_size for path in list_checkpoints(written[PLAIN])[0].iterdir())
+    size = int(1.6 * one) + 100_000  # a little for metrics and logs
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def check_older_one_is_good(folder: Path) -> None:
+    assert [p.name for p in (folder / CHECKPOINTS).iterdir()] == ["step_000002"], "nothing half-written"
+    assert CheckpointReader(folder / CHECKPOINTS / "step_000002").verify() == []
+
+
+def test_a_full_disk(shards, small_disk):
+    folder = small_disk / "run"
+    said = ["CheckpointError", "No space left on device", "checkpoint.keep_last", "--run.resume latest"]
+    run(end_guarded, 2, shards, folder, settings(*PLAIN), 1, said)
+    check_older_one_is_good(folder)
+
+
+def test_one_rank_that_cannot_write_ends_all_and_the_older_checkpoint_serves(shards, written, copied, tmp_path):
+    """Its files may not grow: the kernel's EFBIG stands for whatever befalls one host of many."""
+    shutil.rmtree(copied / CHECKPOINTS / "step_000004")
+    changed = {**settings(*PLAIN), "run.resume": "latest"}
+    run(end_guarded, 2, shards, copied, changed, 1, ["CheckpointError", "rank 1", "File too large"], 100_000)
+    check_older_one_is_good(copied)
+    run(train, 2, shards, copied, changed)
+    assert rows(copied) == rows(written[PLAIN])
+
+
+def test_only_the_newest_are_kept(shards, tmp_path):
+    run(train, 1, shards, tmp_path, {"parallel.context": 1, "validation.rows": 0, "checkpoint.keep_last": 2})
+    assert [p.name for p in list_checkpoints(tmp_path)] == [f"step_{n:06d}" for n in (STEPS - 2, STEPS)]

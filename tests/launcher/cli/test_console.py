@@ -1,0 +1,40 @@
+"""Tables, sizes and progress of the command line."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launcher.cli import console as cli_console
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
+    monkeypatch.setattr(cli_console, "_SECONDS_BETWEEN_LINES", 0.0)
+    with cli_console.progress("reading", total=200) as update:
+        update(50, note="5 files")
+        update(300, note="6 files")  # more than the guess: no share
+    assert capsys.readouterr().err == "reading …\nreading: 25% 5 files\nreading: 6 files\n"
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with cli_console.progress("reading", total=200) as update:
+        update(50, note="5 files")
+        time.sleep(0.15)
+        update(300, note="6 files")
+    shown = capsys.readouterr().err
+    assert "25%" in shown
+    assert "100%" not in shown
+
+
+class TestTable:
+    def test_numbers_stand_to_the_right_and_nothing_is_cut(self):
+        text = cli_console.table(["name", "count"], [["a" * 200, "1"], ["b", "1,000"]])
+        assert text.splitlines() == ["name" + " " * 198 + "count", "a" * 200 + "      1", "b" + " " * 201 + "1,000"]
+
+    @pytest.mark.parametrize(
+        ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB")]
+    )
+    def test_bytes_for_people(self, count, text):
+        assert cli_console.human_bytes(count) == text

@@ -1,0 +1,129 @@
+"""How a command ends: exit code, one screen, said once."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+
+import pytest
+
+from launcher.cluster import exit as guard
+from launcher.cluster.exit import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.run_folder import LOGS, start_logging
+from longctx.errors import CheckpointError, ClusterError, ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def _no_wait(monkeypatch):
+    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 0.0)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """A run's log folder that the log is written to; undone afterwards."""
+    names = ["launcher", "parallel", "data_pipeline", "longctx", "__main__"]
+    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
+    said = logging.raiseExceptions
+    (tmp_path / LOGS).mkdir()
+    yield tmp_path / LOGS
+    logging.raiseExceptions = said
+    for name, (handlers, propagate) in before.items():
+        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
+
+
+def raising(error: BaseException):
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def test_done(capfd):
+    assert run_guarded(lambda: None) == DONE
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x=1 must be 2."), WRONG_USAGE),
+        (DataError("no data"), FAILED),
+        (ClusterError("no host"), FAILED),
+        (CheckpointError("no checkpoint"), FAILED),
+    ],
+)
+def test_what_a_user_can_mend_is_said_once_without_a_traceback(error, code, capfd):
+    assert run_guarded(raising(error)) == code
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"\n{type(error).__name__}: {error}\n\n")
+
+
+def test_only_rank_0_speaks_of_what_all_ranks_raise(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run_guarded(raising(ConfigError("x"))) == WRONG_USAGE
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_silent_rank_leaves_rank_0_the_time_to_speak(monkeypatch):
+    """The launcher ends every rank once one has ended badly: a silent rank that ends first would gag rank 0."""
+    waited = []
+    monkeypatch.setattr(guard.time, "sleep", waited.append)
+    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 7.0)
+    for rank, expected in (("0", []), ("1", [7.0, 7.0])):
+        monkeypatch.setenv("RANK", rank)
+        run_guarded(raising(ConfigError("x")))
+        run_guarded(lambda: sys.exit(2))
+        assert waited == expected
+
+
+def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_it(capfd, logs, monkeypatch):
+    for rank in (0, 1):
+        start_logging(logs.parent, rank)
+        monkeypatch.setenv("RANK", str(rank))
+        run_guarded(raising(DataError("the shard is damaged")))
+    out, err = capfd.readouterr()
+    assert (out + err).count("the shard is damaged") == 1
+    for rank in (0, 1):
+        assert "the shard is damaged" in (logs / f"rank_{rank}.log").read_text()
+
+
+def test_help_and_wrong_flags_keep_their_codes():
+    assert run_guarded(lambda: sys.exit(0)) == DONE
+    assert run_guarded(lambda: sys.exit()) == DONE
+    assert run_guarded(lambda: sys.exit(2)) == WRONG_USAGE
+    assert run_guarded(lambda: sys.exit("why")) == FAILED
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_lost_peer_is_one_line_on_the_rank_that_lost_it(rank, capfd, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.1]:1234\nmore")
+    assert run_guarded(raising(error)) == FAILED
+    said = capfd.readouterr().err
+    assert f"rank {rank} lost contact with another rank and stops" in said
+    assert "Traceback" not in said
+    assert "more" not in said
+
+
+def test_a_full_disk_is_no_fault_of_ours(capfd):
+    assert run_guarded(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"))) == FAILED
+    said = capfd.readouterr().err
+    assert "rank 0 could not write: [Errno 28] No space left on device: 'metrics.jsonl'" in said
+    assert "--run.resume latest" in said
+    assert "Traceback" not in said
+
+
+def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert run_guarded(raising(KeyError("oops"))) == FAILED
+    said = capfd.readouterr().err
+    assert "rank 3 met an unexpected error; this is a fault of longctx" in said
+    assert "Traceback" in said
+    assert "KeyError: 'oops'" in said
+
+
+def test_an_interrupt(capfd):
+    assert run_guarded(raising(KeyboardInterrupt())) == INTERRUPTED
+    assert "--run.resume latest" in capfd.readouterr().err

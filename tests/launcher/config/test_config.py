@@ -1,0 +1,260 @@
+"""The run's config: what wins, what is refused and how it is said, recipes, and that every key means something."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster import exit as guard
+from launcher.cluster.exit import DONE, WRONG_USAGE, run_guarded
+from launcher.config.check import check_run
+from launcher.config.load import QUICKSTART, from_values, load_run_config, read_toml
+from launcher.config.sections import RunConfig
+from launcher.pretrain import main
+from longctx.architecture.rope import Rope
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.presets import PRESETS
+from tests.helpers import REPOSITORY
+from tests.launcher.runs import SCREEN
+
+RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
+NOT_BUILT = {
+    "zero.offload": "cpu",
+}
+"""Keys that only their default is built for, and a value that must be refused."""
+
+
+DENSE = ["--model.num_experts", "0", "--model.shared_ffn_size", "0"]
+OF_EXPERTS = [
+    (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),
+    (["--parallel.expert", "3"], ["parallel.expert=3 does not divide the 2 ranks", "parallel.expert=2"]),
+    (
+        ["--parallel.expert", "2", "--model.num_experts", "5"],
+        ["parallel.expert=2 does not divide model.num_experts=5", "parallel.expert=1"],
+    ),
+    (["--parallel.expert", "2", *DENSE], ["parallel.expert=2", "no experts", "parallel.expert=1"]),
+    (["--parallel.expert_tile_tokens", "-1"], ["parallel.expert_tile_tokens=-1 must be at least 0"]),
+    (["--parallel.expert_tile_tokens", "8", *DENSE], ["expert_tile_tokens=8 means nothing", "model.num_experts=0"]),
+    (["--train.recompute_experts", "some"], ["some", "activation"]),
+    (["--train.recompute_experts", "all", *DENSE], ["train.recompute_experts=all means nothing", "=activation"]),
+    (["--train.record_routing", "x", *DENSE], ["train.record_routing=x means nothing", "record_routing=no"]),
+    (["--model.capacity_factor", "2", *DENSE], ["model.capacity_factor=2.0 means nothing"]),
+    (["--train.record_routing", "a/../b", "--train.replay_routing", "b"], ["the same folder"]),
+    (["--train.replay_routing", ""], ["must name a folder", "replay_routing=no"]),
+    (["--model.experts_per_token", "9"], ["model.experts_per_token=9", "model.num_experts=8"]),
+    (
+        ["--model.expert_groups", "4", "--model.experts_per_token", "3"],
+        ["model.experts_per_token=3", "the 2 experts of 1 of 4 groups"],
+    ),
+    (["--model.balance_scope", "batch"], ["model.balance_scope='batch' is unknown", "global_batch"]),
+    (["--model.selection_bias_rate", "1e-3"], ["model.selection_bias_rate=0.001", "model.selection_bias=true"]),
+]
+"""What may not be asked of experts on two ranks, and what the answer holds."""
+
+
+def recipe(folder: Path, text: str | bytes) -> Path:
+    path = folder / "run.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# What wins.
+
+
+def test_defaults_then_file_then_flags(tmp_path):
+    path = recipe(tmp_path, '[train]\nlr = 1e-4\nsteps = 7\n[model]\npreset = "quickstart-dense"\nnum_layers = 3\n')
+    config = load_run_config([f"--config={path}", "--train.steps", "9", "--local_rank=1"])
+    assert (config.train.steps, config.train.lr, config.train.beta2) == (9, 1e-4, RunConfig().train.beta2)
+    assert config.model.config() == dataclasses.replace(PRESETS["quickstart-dense"], num_layers=3)
+    assert config.parallel.context == 1, "a file of one's own starts from the defaults, not from the quickstart"
+
+
+def test_the_quickstart_is_the_file_when_none_is_named():
+    assert load_run_config([]) == from_values(read_toml(QUICKSTART))
+
+
+def test_a_preset_from_the_command_line_lies_under_the_fields(tmp_path):
+    path = recipe(tmp_path, "[model]\nnum_layers = 3\n")
+    argv = ["--config", str(path), "--model.preset", "quickstart-dense", "--model.head_dim", "16"]
+    wanted = dataclasses.replace(PRESETS["quickstart-dense"], num_layers=3, head_dim=16)
+    assert load_run_config(argv).model.config() == wanted
+
+
+def test_booleans_are_written_as_in_toml_or_as_in_python():
+    for word in ("true", "True"):
+        assert load_run_config(["--train.recompute", word]).train.recompute is True
+
+
+def test_the_resolved_config_reads_back_as_itself():
+    config = load_run_config(["--train.lr", "3e-4", "--parallel.context", "4", "--data.validation", "a b"])
+    assert from_values(tomllib.loads(config.to_toml())) == config
+
+
+def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
+    assert load_run_config(["--config", str(recipe(tmp_path, "[train]\nlr = 1\n"))]).train.lr == 1.0
+
+
+# What is refused, from a file.
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\nstep = 5\n", ["train.step is unknown", "train.steps"]),
+        ("[model]\nhiden_size = 5\n", ["model.hiden_size is unknown", "model.hidden_size"]),
+        ("[trian]\nsteps = 5\n", ["[trian] is unknown", "train"]),
+        ("steps = 5\n", ["'steps' stands outside a section"]),
+        ("[[train]]\nsteps = 5\n", ["'train' stands outside a section"]),
+        ("[train]\nsteps = 1.5\n", ["train.steps=1.5", "integer"]),
+        ('[train]\nsteps = "5"\n', ["train.steps='5'", "integer"]),
+        ("[train]\nsteps = true\n", ["train.steps=True", "integer"]),
+        ("[train]\nrecompute = 1\n", ["train.recompute=1", "boolean"]),
+        ("[train]\nrecompute = 'yes'\n", ["train.recompute='yes'", "boolean"]),
+        ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),
+        ("[train]\ndtype = 'float16'\n", ["train.dtype='float16'", "bfloat16"]),
+        ("[data]\ntrain = ['a', 'b']\n", ["data.train=['a', 'b']", "string"]),
+        ("[data]\ntrain = 2026-01-01\n", ["2026-01-01 is a date", "quotes"]),
+        ("[model]\npreset = 'huge'\n", ["model.preset='huge' is unknown", "quickstart-dense"]),
+        ("[model]\npreset = ['quickstart']\n", ["model.preset=['quickstart']"]),
+        ("[model]\nnum_heads = 3\nnum_kv_heads = 2\n", ["model.num_kv_heads=2", "[1, 3]"]),
+        ("[train\nsteps = 5\n", ["is not TOML", "line 1"]),
+        (b"\xff\xfe", ["cannot be read"]),
+    ],
+)
+def test_a_file_is_read_strictly(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(["--config", str(recipe(tmp_path, text))])
+    for words in said:
+        assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) < SCREEN
+
+
+def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing\.toml does not exist.*quickstart\.toml"):
+        load_run_config(["--config", str(tmp_path / "missing.toml")])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_run_config(["--config", str(tmp_path)])
+    with pytest.raises(ConfigError, match="--config needs a value"):
+        load_run_config(["--config"])
+
+
+# What is refused, by the whole command: exit code 2, one screen, rank 0 alone.
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--train.nonsense", "1"], ["--train.nonsense"]),
+        (["--train.steps", "many"], ["--train.steps", "many"]),
+        (["--run.device", "tpu"], ["tpu", "'cpu'"]),
+        (["stray"], ["stray"]),
+        (["--parallel.context", "3"], ["parallel.context=3 does not divide the 2 ranks", "parallel.context=2"]),
+        (["--parallel.context", "0"], ["parallel.context=0 must be at least 1"]),
+        (["--model.position", "learned", "--model.max_positions", "1024"], ["data.seq_len=2048", "1024"]),
+        (["--data.seq_len", "4098", "--train.tokens_per_step", "4098"], ["4098", "4 equal parts", "4096 or 4100"]),
+        (
+            ["--data.seq_len", "4096", "--train.tokens_per_step", "5000"],
+            ["train.tokens_per_step=5000", "multiple of 4096", "4096 or 8192"],
+        ),
+        (["--data.seq_len", "4096", "--train.tokens_per_step", "100"], ["train.tokens_per_step=100", "Try 4096."]),
+        (["--parallel.layout", "zagzig"], ["parallel.layout='zagzig' is unknown", "zigzag"]),
+        (["--zero.stage", "4"], ["zero.stage=4 must be 0, 1, 2 or 3"]),
+        (["--zero.stage", "0", "--train.dtype", "bfloat16"], ["zero.stage=0", "Try zero.stage=1"]),
+        (["--train.lr", "nan"], ["train.lr=nan"]),
+        (["--train.lr", "0"], ["train.lr=0.0"]),
+        (["--train.eps", "-1"], ["train.eps=-1.0 must be at least 0"]),
+        (["--train.eps", "nan"], ["train.eps=nan"]),
+        (["--train.steps", "0"], ["train.steps=0 must be at least 1"]),
+        (["--train.beta2", "1"], ["train.beta2=1.0 must lie between 0 and 1"]),
+        (["--train.z_loss", "-1e-4"], ["train.z_loss=-0.0001 must be at least 0"]),
+        (["--train.label_smoothing", "1"], ["train.label_smoothing=1.0 must lie between 0 and 1"]),
+        (["--run.seed", "-1"], ["run.seed=-1 must be at least 0"]),
+        (["--run.timeout_seconds", "inf"], ["run.timeout_seconds=inf"]),
+        *OF_EXPERTS,
+        *(([f"--{key}", str(value)], [key.split(".")[1]]) for key, value in NOT_BUILT.items()),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) and x[0].startswith("-") else None,
+)
+def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatch):
+    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert run_guarded(lambda: main(argv)) == WRONG_USAGE
+        out, err = capfd.readouterr()
+        assert out == "", out
+        if rank == "1":
+            assert err == "", err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) < SCREEN, err
+    for words in said:
+        assert words in err, err
+
+
+def test_help_is_said_once_and_ends_well(capfd, monkeypatch):
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert run_guarded(lambda: main(["--help"])) == DONE
+        out = "".join(capfd.readouterr())
+        assert bool(out) == (rank == "0")
+    for section in dataclasses.fields(RunConfig):
+        for key in dataclasses.fields(type(getattr(RunConfig(), section.name))):
+            assert f"--{section.name}.{key.name}" in out
+
+
+# Recipes and keys.
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_loads_and_fits_its_ranks(path):
+    config = load_run_config(["--config", str(path)])
+    for native in (True, False):
+        for copies in (1, 2):
+            unit = config.data.seq_len * config.train.micro_batch_rows * copies
+            if config.train.tokens_per_step % unit == 0:
+                resolved = config.resolve(native_bfloat16=native)
+                check_run(resolved, config.parallel.context * copies)
+                assert resolved.accumulation(config.parallel.context * copies) >= 1
+    check_run(config.resolve(native_bfloat16=True), config.parallel.context)
+
+
+def test_every_key_of_a_run_is_read_somewhere():
+    read = _reads(["launcher", "parallel"])
+    for section in dataclasses.fields(RunConfig):
+        if section.name == "model":
+            continue
+        for key in dataclasses.fields(type(getattr(RunConfig(), section.name))):
+            path = f"{section.name}.{key.name}"
+            assert (path in read) != (path in NOT_BUILT), f"{path}: {'read' if path in read else 'not read'}"
+
+
+def test_every_key_of_a_model_is_read_somewhere():
+    read = {path.split(".")[1] for path in _reads(["longctx", "launcher"])}
+    assert not {f.name for kind in (ModelConfig, Rope) for f in dataclasses.fields(kind)} - read
+
+
+def test_the_search_for_reads_would_find_a_key_that_nobody_reads():
+    assert "train.nonsense" not in _reads(["launcher", "parallel"])
+    assert "train.lr" in _reads(["launcher"])
+
+
+def _reads(packages: list[str]) -> set[str]:
+    """Every ``name.attribute`` that code reads, checks of a config's own ranges left out."""
+    found: set[str] = set()
+    for package in packages:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            if path.name in ("rules.py", "presets.py") and package == "longctx":
+                continue
+            tree = ast.parse(path.read_text())
+            checks = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.lstrip("_")[:5] == "check"]
+            skipped = {id(n) for check in checks for n in ast.walk(check)} if path.parent.name == "config" else set()
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and id(node) not in skipped:
+                    base = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                    found.add(f"{base}.{node.attr}")
+    return found

@@ -1,0 +1,319 @@
+"""The record of a run: what is written is read back, a kill leaves nothing unreadable, a resume cuts cleanly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from launcher.metrics.console import console_line, short_number
+from launcher.metrics.expert_load import (
+    idle_share,
+    layer_numbers,
+    load_entropy,
+    max_over_mean,
+    max_violation,
+    mean_violation,
+    worst_max_over_mean,
+)
+from launcher.metrics.record import read_metrics, truncate_after, without_timing
+from launcher.metrics.writer import MetricsWriter
+from longctx.errors import ConfigError, DataError
+
+TRAIN = {
+    "kind": "train",
+    "step": 12,
+    "loss": 5.10234,
+    "balance_loss": 1.01,
+    "lr": 4.9e-3,
+    "grad_norm": 0.834,
+    "tokens": 49152,
+    "tokens_per_second": 10132.0,
+    "step_seconds": 0.412,
+    "data_wait_seconds": 0.001,
+    "max_memory_bytes": 0,
+    "model_tflops": 0.02,
+    "mfu": None,
+    "expert_layers": [1, 3],
+    "expert_load": [[10, 10, 10, 10], [13, 9, 9, 9]],
+    "expert_max_violation": [0.0, 0.3],
+    "router_entropy": [1.2, 1.1],
+    "time": "2025-01-01T00:00:00.000+00:00",
+}
+VALIDATION = {
+    "kind": "validation",
+    "step": 12,
+    "loss": 4.8,
+    "unigram_entropy": 6.1,
+    "num_targets": 12288,
+    "loss_by_position": [
+        {"start": 0, "stop": 1, "loss": 6.5, "num_targets": 4},
+        {"start": 1, "stop": 2, "loss": 6.0, "num_targets": 4},
+    ],
+    "time": "2025-01-01T00:00:01.000+00:00",
+}
+
+
+def train(step: int, **changes: object) -> dict:
+    return {**TRAIN, "step": step, **changes}
+
+
+def write_all(folder: Path, records: list[dict]) -> None:
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        for record in records:
+            writer.write(record)
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines()
+
+
+def no_constants(name: str) -> float:
+    raise AssertionError(f"{name} in a file that should be strict JSON")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    event = {"kind": "event", "event": "resume", "step": 12, "time": "2025-01-01T00:00:02.000+00:00"}
+    write_all(tmp_path, [TRAIN, VALIDATION, event])
+    assert read_metrics(tmp_path) == [TRAIN, VALIDATION, event]
+
+
+def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(TRAIN)
+        assert read_metrics(tmp_path) == [TRAIN]
+
+
+def test_time_is_added(tmp_path: Path) -> None:
+    write_all(tmp_path, [{"kind": "event", "event": "resume", "step": 3}])
+    assert read_metrics(tmp_path)[0]["time"].endswith("+00:00")
+
+
+def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
+    bins = [{"start": 0, "stop": 1, "loss": -math.inf, "num_targets": 1}]
+    write_all(tmp_path, [train(1, loss=math.nan, grad_norm=math.inf), {**VALIDATION, "loss_by_position": bins}])
+    raw = [json.loads(line, parse_constant=no_constants) for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert raw[0]["loss"] is None
+    assert raw[0]["mfu"] is None
+    assert raw[0]["non_finite"] == {"loss": "nan", "grad_norm": "inf"}
+    assert raw[1]["non_finite"] == {"loss_by_position.0.loss": "-inf"}
+    first, second = read_metrics(tmp_path)
+    assert math.isnan(first["loss"])
+    assert first["grad_norm"] == math.inf
+    assert "non_finite" not in first
+    assert second["loss_by_position"] == bins
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"kind": "training", "step": 1}, {"kind": "train", "step": 1}, train(1.5), {"kind": "event", "step": 1}],  # type: ignore[arg-type]
+)
+def test_writer_refuses_a_record_no_reader_would_take(tmp_path: Path, record: dict) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
+        writer.write(record)
+    assert read_metrics(tmp_path) == []
+
+
+def test_reading_a_folder_without_metrics(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"metrics\.jsonl does not exist"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "bad", ["{", "[1]", '{"kind": "train", "step": 1}', '{"kind": "train", "step": 1, "loss": NaN}', "", '{"kind": []}']
+)
+def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([json.dumps(TRAIN), bad, json.dumps(train(13))]) + "\n")
+    for read in (read_metrics, lambda folder: truncate_after(folder, 0)):
+        with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics record"):
+            read(tmp_path)
+    assert len(lines_of(path)) == 3
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "tra', b"\0\0\0\0", b"{"])
+def test_a_torn_last_line_is_passed_over(tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(json.dumps(TRAIN).encode() + b"\n" + torn)
+    assert read_metrics(tmp_path) == [TRAIN]
+    assert "metrics.jsonl:2" in caplog.text
+
+
+def test_a_whole_last_line_without_its_end_counts(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(TRAIN))
+    assert read_metrics(tmp_path) == [TRAIN]
+    write_all(tmp_path, [train(13)])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [12, 13]
+
+
+def test_truncate_moves_later_rows_of_every_kind(tmp_path: Path) -> None:
+    event = {"kind": "event", "event": "resume", "step": 2, "time": "t"}
+    records = [train(1), train(2), {**VALIDATION, "step": 2}, event, train(3), {**VALIDATION, "step": 3}, train(4)]
+    write_all(tmp_path, records)
+    before = lines_of(tmp_path / "metrics.jsonl")
+    assert truncate_after(tmp_path, 2) == 3
+    assert lines_of(tmp_path / "metrics.jsonl") == before[:4]
+    assert lines_of(tmp_path / "metrics.discarded.jsonl") == before[4:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.discarded.jsonl", "metrics.jsonl"]
+
+
+def test_truncate_appends_to_what_was_discarded_before(tmp_path: Path) -> None:
+    write_all(tmp_path, [train(1), train(2)])
+    truncate_after(tmp_path, 1)
+    write_all(tmp_path, [train(2), train(3)])
+    truncate_after(tmp_path, 1)
+    discarded = [json.loads(line)["step"] for line in lines_of(tmp_path / "metrics.discarded.jsonl")]
+    assert discarded == [2, 2, 3]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
+def test_truncate_with_nothing_to_move_touches_nothing(tmp_path: Path) -> None:
+    assert truncate_after(tmp_path, 5) == 0
+    write_all(tmp_path, [train(1)])
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    assert truncate_after(tmp_path, 1) == 0
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+    assert not (tmp_path / "metrics.discarded.jsonl").exists()
+
+
+def test_truncate_everything(tmp_path: Path) -> None:
+    write_all(tmp_path, [{**VALIDATION, "step": 0}, train(1)])
+    assert truncate_after(tmp_path, -1) == 2
+    assert read_metrics(tmp_path) == []
+
+
+def test_torn_text_moves_as_it_is(tmp_path: Path) -> None:
+    write_all(tmp_path, [train(1), train(2)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train", "st')
+    assert truncate_after(tmp_path, 1) == 2
+    assert lines_of(tmp_path / "metrics.discarded.jsonl")[-1] == b'{"kind": "train", "st'
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
+def test_a_record_never_joins_a_torn_line(tmp_path: Path) -> None:
+    write_all(tmp_path, [train(1)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train", "st')
+    write_all(tmp_path, [train(2)])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, [train(1), train(2)])
+
+    def die(*_: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr("launcher.metrics.record._replace", die)
+    with pytest.raises(OSError, match="killed"):
+        truncate_after(tmp_path, 1)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    assert json.loads((tmp_path / "metrics.discarded.jsonl").read_text())["step"] == 2
+
+
+def test_timing_keys_are_all_that_may_differ() -> None:
+    slower = train(12, tokens_per_second=1.0, step_seconds=9.0, data_wait_seconds=8.0, mfu=0.1, time="later")
+    assert without_timing(slower) == without_timing(TRAIN)
+    assert "loss" in without_timing(TRAIN)
+
+
+def test_expert_figures_by_hand() -> None:
+    assert max_over_mean([6, 2, 0, 0]) == 3.0
+    assert idle_share([6, 2, 0, 0]) == 0.5
+    assert load_entropy([6, 2, 0, 0]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert load_entropy([5, 5, 5, 5]) == pytest.approx(math.log(4))
+    assert str(load_entropy([7, 0])) == "0.0"
+    assert worst_max_over_mean([[1, 1], [3, 1], [0, 0]]) == 1.5
+    assert worst_max_over_mean([]) is None
+
+
+def test_violations_by_hand() -> None:
+    assert max_violation([6, 2, 0, 0]) == 2.0
+    assert mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
+    assert max_violation([5, 5]) == mean_violation([5, 5]) == 0.0
+
+
+def test_a_record_of_an_earlier_release_counts_its_layers() -> None:
+    assert layer_numbers(TRAIN) == [1, 3]
+    assert layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
+    assert layer_numbers({"expert_layers": [], "expert_load": []}) == []
+
+
+def test_expert_figures_of_a_layer_without_tokens() -> None:
+    assert math.isnan(max_over_mean([0, 0]))
+    assert math.isnan(max_violation([0, 0]))
+    assert math.isnan(mean_violation([0, 0]))
+    assert math.isnan(load_entropy([0, 0]))
+    assert idle_share([0, 0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (12, "12"),
+        (12.34, "12.3"),
+        (950, "950"),
+        (999.6, "1.0k"),
+        (10132, "10.1k"),
+        (123_456, "123k"),
+        (999_960, "1.0M"),
+        (2.5e9, "2.5G"),
+        (math.nan, "nan"),
+    ],
+)
+def test_short_number(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+def test_console_line_of_a_step() -> None:
+    assert console_line(TRAIN, 500) == (
+        "step  12/500  loss 5.1023  grad 0.83  lr 4.9e-03  10.1k tok/s  0.41 s  data 0.00 s  experts max/mean 1.30"
+    )
+
+
+def test_console_line_leaves_out_what_is_not_known() -> None:
+    assert console_line({"kind": "train", "step": 3, "loss": math.nan, "mfu": None}) == "step 3  loss nan"
+    line = console_line(train(3, mfu=0.412, max_memory_bytes=3 * 2**30, expert_load=[]))
+    assert line.endswith("data 0.00 s  mem 3.0 GiB  mfu 41.2%")
+    assert console_line(train(3, expert_dropped_share=[0.0, 0.021])).endswith("max/mean 1.30  dropped 2.1%")
+    assert "dropped" not in console_line(train(3, expert_dropped_share=[0.0, 0.0]))
+
+
+def test_console_line_of_validation_and_event() -> None:
+    assert console_line(VALIDATION, 500) == (
+        "step  12/500  validation loss 4.8000  unigram entropy 6.1000  (-1.3000 nats)  12.3k targets"
+    )
+    assert console_line({"kind": "event", "event": "resume", "step": 7}) == "step 7  resume"
+
+
+def test_tensorboard_shows_the_same_numbers_and_hides_what_came_again(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(train(step, loss=float(step)))
+        writer.write({**VALIDATION, "step": 3})
+    truncate_after(tmp_path, 2)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(train(3, loss=33.0))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in curves.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 33.0)]
+    assert curves.Scalars("expert_max_over_mean/layer_3")[0].value == pytest.approx(1.3)
+    assert curves.Scalars("router_entropy/layer_1")[0].value == pytest.approx(1.2)
+    assert "expert_max_over_mean/layer_0" not in curves.Tags()["scalars"]
+    assert "train/mfu" not in curves.Tags()["scalars"]
+
+
+def test_missing_tensorboard_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        MetricsWriter(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    MetricsWriter(tmp_path / "run", tensorboard=False).close()

@@ -1,0 +1,189 @@
+"""Throughput formulas against cases small enough to count by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from launcher.metrics import throughput
+from longctx.config import ModelConfig
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.decoder import Decoder
+from longctx.presets import PRESETS
+
+DENSE = ModelConfig(
+    vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=6, ffn_size=5, qkv_bias=False
+)
+MOE = ModelConfig(
+    vocab_size=10,
+    hidden_size=4,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=2,
+    num_experts=8,
+    experts_per_token=2,
+    expert_ffn_size=3,
+    shared_ffn_size=7,
+)
+
+
+def test_matmul_parameters_dense() -> None:
+    # q 4·12, k 4·6, v 4·6, o 12·4 = 144; SwiGLU 3·4·5 = 60; head 10·4.
+    assert throughput.matmul_parameters(DENSE) == 2 * (144 + 60) + 40
+
+
+def test_matmul_parameters_count_active_experts_only() -> None:
+    # q k v o 4·16 = 64; router 4·8 = 32; two experts 2·3·4·3 = 72; shared 3·4·7 and its gate 4 = 88; head 40.
+    assert throughput.matmul_parameters(MOE) == 3 * (64 + 32 + 72 + 88) + 40
+
+
+def test_matmul_parameters_without_shared_expert() -> None:
+    config = ModelConfig(vocab_size=10, hidden_size=4, num_layers=1, head_dim=2, num_experts=4, expert_ffn_size=3)
+    # heads 2, key/value heads 1: 2·4·2·3 = 48; router 16; two experts 72; head 40.
+    assert throughput.matmul_parameters(config) == 48 + 16 + 72 + 40
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_head_counts_once_tied_or_not(tied: bool) -> None:
+    config = ModelConfig(tie_embeddings=tied)
+    assert throughput.matmul_parameters(config) == throughput.matmul_parameters(ModelConfig())
+
+
+def test_pairs_by_counting() -> None:
+    lengths = throughput.document_lengths(torch.tensor([0, 3, 4, 8]).tolist())
+    assert lengths == [3, 1, 4]
+    counted = sum(1 for n in lengths for i in range(n) for j in range(n) if j <= i)
+    assert throughput.attended_pairs(lengths) == counted == 17
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 50])
+@pytest.mark.parametrize("stride", [0, 1, 2, 3, 7, 11])
+def test_pairs_of_a_window_and_a_stride_by_counting(window: int, stride: int) -> None:
+    lengths = [0, 1, 2, 7, 20, 31]
+
+    def sees(distance: int) -> bool:
+        return distance < window or (stride > 0 and distance % stride == 0)
+
+    counted = sum(1 for n in lengths for i in range(n) for j in range(i + 1) if sees(i - j))
+    assert throughput.attended_pairs(lengths, window=window, stride=stride) == counted
+
+
+def test_training_flops_by_hand() -> None:
+    # One document of 3 tokens, 6 pairs. Forward: 2·448·3 in matmuls; layers · heads · pairs · (2·2·6) in attention.
+    forward = 2 * 448 * 3 + 2 * 2 * 6 * (2 * 2 * 6)
+    assert throughput.training_flops(DENSE, [3]) == 3 * forward
+
+
+def test_packing_costs_less_attention_than_one_document() -> None:
+    assert throughput.training_flops(DENSE, [4, 4]) < throughput.training_flops(DENSE, [8])
+
+
+class Plain:
+    """Attention, one query after the other, over the keys that it sees and no others; linear attention as a state."""
+
+    def __init__(self, *, linear: bool) -> None:
+        self.linear = linear
+
+    def __call__(
+        self, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, *, mask: AttentionMask, layer: int, **_: Any
+    ) -> Tensor:
+        (q, k, v), out = (x.flatten(0, 1) for x in (q_BtHD, k_BtKD, v_BtKV)), []
+        group = q.shape[1] // k.shape[1]
+        for start, stop in pairwise(mask.cu_seqlens):
+            state = 0.0
+            for i in range(start, stop):
+                if self.linear:
+                    state = state + torch.bmm(k[i].unsqueeze(-1), v[i].unsqueeze(-2))  # [K, D, V]
+                    out.append(torch.bmm(q[i].unsqueeze(-2), state.repeat_interleave(group, 0)).squeeze(-2))
+                    continue
+                seen = [j for j in range(start, i + 1) if _sees(mask, i - j)]
+                keys, values = (x[seen].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))  # [H, S, D]
+                out.append(torch.bmm(torch.bmm(q[i].unsqueeze(-2), keys.mT), values).squeeze(-2))
+        return torch.stack(out).view(*q_BtHD.shape[:3], -1)
+
+
+def _sees(mask: AttentionMask, distance: int) -> bool:
+    near = mask.window is None or distance < mask.window
+    return near or (mask.stride > 0 and distance % mask.stride == 0)
+
+
+LATENT = {"num_kv_heads": 2, "head_dim": 6, "kv_lora_rank": 5, "rope_head_dim": 2, "value_head_dim": 3}
+COUNTED: dict[str, dict[str, Any]] = {
+    "dense": {"num_experts": 0},
+    "no gate": {"num_experts": 0, "activation": "gelu", "ffn_bias": True, "o_bias": True},
+    "experts": {},
+    "experts alone": {"shared_ffn_size": 0, "qk_norm": "full"},
+    "dense layers among experts": {"dense_layers": (1,), "shared_gate": False},
+    "groups, sigmoid": {
+        "score_function": "sigmoid", "selection_bias": True, "expert_groups": 2, "groups_per_token": 1,
+        "router_bias": True, "expert_bias": True,
+    },
+    "window and full": {"layers": ("window", "full"), "window": 4},
+    "window alone": {"layers": ("window",), "window": 1},
+    "linear and full": {"layers": ("linear", "full"), "num_layers": 3},
+    "sparse": {"layers": ("sparse", "full"), "window": 3, "sparse_stride": 2},
+    "latent": LATENT,
+    "latent, queries too": {**LATENT, "q_lora_rank": 3},
+    "latent, values as wide as keys": {**LATENT, "value_head_dim": 0},
+    "learned positions, untied": {"position": "learned", "tie_embeddings": False},
+    "relative": {"position": "relative", "hidden_size": 6},  # as wide as a head: see attention_flops
+    "relative, window": {"position": "relative", "hidden_size": 6, "layers": ("window",), "window": 3},
+    "sandwich": {"norm_order": "sandwich", "norm": "layernorm"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
+    """Every product of a real forward and backward pass, with attention that multiplies nothing it does not need."""
+    sizes = {"vocab_size": 13, "hidden_size": 10, "num_layers": 2, "num_heads": 2, "head_dim": 6, "ffn_size": 7}
+    experts = {"num_experts": 4, "expert_ffn_size": 3, "shared_ffn_size": 5}
+    config = ModelConfig(**{**sizes, **experts, **COUNTED[name]})
+    lengths, total = [6, 1, 8], 15
+    decoder = Decoder(config)
+    decoder.core, decoder.linear_core = Plain(linear=False), Plain(linear=True)
+    tokens = torch.randint(config.vocab_size, (1, total), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(1, total)
+    with FlopCounterMode(display=False) as counter:
+        decoder.logits(decoder(tokens, positions, [0, 6, 7, 15])).sum().backward()
+    assert throughput.training_flops(config, lengths) == counter.get_total_flops()
+
+
+def test_flops_of_deepseek_v3_by_hand() -> None:
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    ffn = 3 * (3 * 7168 * 18_432) + 58 * (256 * 7168 + (8 + 1) * 3 * 7168 * 2048)
+    weights = 61 * attention + ffn + 129_280 * 7168
+    pairs = 4096 * 4097 // 2
+    forward = 2 * weights * 4096 + 61 * 2 * 128 * (192 + 128) * pairs
+    assert throughput.training_flops(PRESETS["deepseek-v3"], [4096]) == 3 * forward
+
+
+def test_rates() -> None:
+    assert throughput.tokens_per_second(1000, 0.5) == 2000.0
+    assert throughput.tokens_per_second(1000, 0.0) == 0.0
+    assert throughput.model_tflops(8e12, 2.0, num_devices=4) == 1.0
+    assert throughput.mfu(4e12, 2.0, 8e12) == 0.25
+    assert throughput.mfu(4e12, 2.0, None) is None
+    assert throughput.mfu(4e12, 0.0, 8e12) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tflops"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
+        ("NVIDIA GB200", "bfloat16", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA H200", "float32", None),
+        ("cpu", "bfloat16", None),
+    ],
+)
+def test_peak_device_flops(device: str, dtype: str, tflops: float | None) -> None:
+    peak = throughput.peak_device_flops(device, dtype)
+    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))

@@ -1,0 +1,343 @@
+"""The report: one self-contained page from whatever a run folder holds, with words where there is nothing to draw."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from launcher.metrics.writer import MetricsWriter
+from launcher.report import experts as report_experts
+from launcher.report import figures as report_figures
+from launcher.report import page as report
+from launcher.report.page import write_report
+from longctx.errors import ConfigError, DataError
+
+CONFIG = '[run]\nseed = 1\n\n[train]\nsteps = 20\n\n[data]\ntrain = "a <b> & c"\n'
+ENVIRONMENT = {
+    "model": {"num_parameters": 2_412_544},
+    "packages": {"torch": "2.13.0"},
+    "hosts": ["a", "b"],
+    "git": None,
+}
+
+
+def train(step: int, **changes: object) -> dict:
+    record = {
+        "kind": "train",
+        "step": step,
+        "loss": 8.0 - step / 10,
+        "lr": 1e-3 / step,
+        "grad_norm": 1.0 + 1 / step,
+        "tokens": 4096 * step,
+        "tokens_per_second": 10_000.0,
+        "step_seconds": 0.5,
+        "data_wait_seconds": 0.05,
+        "max_memory_bytes": 0,
+        "mfu": None,
+        "expert_layers": [1, 3],
+        "expert_load": [[10 + step, 10, 10, 10], [0, 20, 10, 10]],
+        "expert_max_violation": [0.1, 1.0],
+        "expert_mean_violation": [0.05, 0.5],
+        "expert_dropped_share": [0.0, 0.0],
+        "router_entropy": [1.3, 1.2],
+        "router_logit_rms": [0.5 + step, 0.5],
+        "time": f"2025-01-01T00:00:{step:02d}+00:00",
+    }
+    return {**record, **changes}
+
+
+def dense(step: int, **changes: object) -> dict:
+    """A step of a model without experts, whose report has fewer pictures to draw."""
+    return train(step, **{"expert_load": [], "expert_layers": [], **changes})
+
+
+def validation(step: int, **changes: object) -> dict:
+    bins = [(0, 1), (1, 2), (2, 4), (4, 8)]
+    record = {
+        "kind": "validation",
+        "step": step,
+        "loss": 7.0 - step / 10,
+        "unigram_entropy": 6.5,
+        "num_targets": 100,
+        "loss_by_position": [{"start": a, "stop": b, "loss": 7 - a / 4, "num_targets": b - a} for a, b in bins],
+        "time": f"2025-01-01T00:00:{step:02d}+00:00",
+    }
+    return {**record, **changes}
+
+
+def make_run(folder: Path, records: list[dict], *, environment: object = ENVIRONMENT) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(CONFIG)
+    if environment is not None:
+        (folder / "environment.json").write_text(json.dumps(environment))
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        for record in records:
+            writer.write(record)
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def section_of(page: str, title: str) -> str:
+    return next(part for part in page.split("<section>") if f"<h2>{title}</h2>" in part)
+
+
+@pytest.fixture(scope="module")
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    resume = {"kind": "event", "event": "resume", "step": 10, "time": "2025-01-01T00:00:10+00:00"}
+    steps = [train(step) for step in range(1, 21)]
+    records = [validation(0), *steps[:10], validation(10), resume, *steps[10:], validation(20)]
+    folder = make_run(tmp_path_factory.mktemp("runs") / "my-run", records)
+    (folder / "metrics.discarded.jsonl").write_text("{}\n{}\n")
+    return page_of(folder)
+
+
+def test_the_page_has_every_part(full_page: str) -> None:
+    titles = re.findall(r"<h2>(.*?)</h2>", full_page)
+    assert titles == [
+        "Loss",
+        "Loss by position",
+        "Speed",
+        "Learning rate and gradient norm",
+        "Expert load",
+        "Expert load by layer",
+        "Routing",
+        "Configuration",
+        "Environment",
+    ]
+    assert full_page.count("<svg") == 7
+    assert "finished: 20 steps" in full_page
+
+
+def test_key_figures(full_page: str) -> None:
+    found = dict(re.findall(r'class="label">(.*?)</div><div class="value">(.*?)</div>', full_page))
+    assert found == {
+        "Training loss": "6.0000",
+        "Validation loss": "5.0000",
+        "Unigram entropy": "6.5000",
+        "Learned from context": "1.5000",
+        "Tokens": "81.9k",
+        "Parameters": "2.4M",
+        "Tokens a second": "10.0k",
+        "Wall time": "20 s",
+    }
+    assert "of it 10 s in steps" in full_page
+
+
+def test_remarks_tell_of_resumes_and_discarded_rows(full_page: str) -> None:
+    assert "Resumed at step 10;" in full_page
+    assert "2 rows of steps that were run again" in full_page
+    assert ">resumed</text>" in section_of(full_page, "Loss")
+
+
+def test_the_page_needs_nothing_but_itself(full_page: str) -> None:
+    assert not re.search(r"<(script|link|iframe|img|object)\b", full_page)
+    assert all(ref.startswith(("#", "data:image/png")) for ref in re.findall(r'(?:href|src)="([^"]*)"', full_page))
+    assert "@import" not in full_page
+
+
+def test_pictures_are_well_formed_and_share_no_ids(full_page: str) -> None:
+    for svg in re.findall(r"<svg.*?</svg>", full_page, flags=re.DOTALL):
+        root = ElementTree.fromstring(svg)
+        assert "viewBox" in root.attrib
+        assert "width" not in root.attrib
+    ids = re.findall(r'\bid="([^"]+)"', full_page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', full_page)) <= set(ids)
+
+
+def test_pictures_follow_the_page_colours(full_page: str) -> None:
+    assert report_figures.INK not in full_page
+    assert report_figures.GRID not in full_page
+    assert "currentColor" in full_page
+    assert "var(--grid)" in full_page
+
+
+def test_text_of_the_run_is_escaped(full_page: str) -> None:
+    assert "a &lt;b&gt; &amp; c" in section_of(full_page, "Configuration")
+    assert "<b>" not in full_page
+
+
+def test_expert_table_by_hand(full_page: str) -> None:
+    rows = re.findall(r"<tr>(.*?)</tr>", section_of(full_page, "Expert load"))
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows][1:]
+    # The last tenth is steps 19 and 20: expert 0 of layer 0 got 29 + 30 of 59 + 3·20 tokens.
+    assert cells[0][:3] == ["1", f"{59 * 4 / 119:.2f}", f"{(11 + 12) * 4 / 83:.2f}"]
+    assert cells[0][3] == f"{30 * 4 / 60:.2f} (step 20)"
+    assert (cells[1][0], cells[1][4]) == ("3", "25%")
+
+
+def test_experts_are_shown_under_their_layers_numbers(full_page: str) -> None:
+    for title in ("Expert load", "Routing"):
+        part = section_of(full_page, title).lower()
+        assert ">layer 1</text>" in part
+        assert ">layer 3</text>" in part
+        assert ">layer 0</text>" not in part
+    by_layer = section_of(full_page, "Expert load by layer")
+    assert "No expert was without a token for 50 steps in a row." in by_layer
+    assert "dropped by capacity" not in section_of(full_page, "Routing"), "nothing was dropped"
+
+
+def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
+    loads = [[[1, 1, step % 7], [0 if 20 < step <= 80 or step > 140 else 1, 1, 1]] for step in range(1, 201)]
+    moment = "2025-01-01T00:00:00+00:00"
+    records = [train(step, expert_load=load, time=moment) for step, load in enumerate(loads, start=1)]
+    run = report.load_run(make_run(tmp_path / "run", records))
+    said = report_experts.dead_experts(run.train)
+    assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
+    assert report.dead_words(said) == f"Without a token for 50 steps or more: {said[0]}."
+    assert report.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
+
+
+def test_dropped_choices_have_a_curve() -> None:
+    records = [train(step, expert_dropped_share=[0.0, 0.1]) for step in range(1, 4)]
+    assert "dropped by capacity" in (report_experts.balance_figure(records) or "")
+
+
+def test_a_run_of_an_earlier_release_is_still_shown() -> None:
+    old = {"kind": "train", "step": 1, "loss": 7.0, "expert_load": [[1, 2], [3, 4]]}
+    assert ">Layer 1</text>" in report_experts.load_figure([old])
+    assert report_experts.balance_figure([old]) is None
+
+
+def test_environment_is_flattened(full_page: str) -> None:
+    part = section_of(full_page, "Environment")
+    for key, value in [("packages.torch", "2.13.0"), ("hosts", "a, b"), ("git", "null")]:
+        assert f"<tr><td>{key}</td><td>{value}</td></tr>" in part
+
+
+def test_a_report_of_the_same_files_is_the_same_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [train(1), validation(2)])
+    assert page_of(folder) == page_of(folder)
+
+
+def test_a_dense_run_without_validation_says_so(tmp_path: Path) -> None:
+    records = [dense(step) for step in range(1, 6)]
+    page = page_of(make_run(tmp_path / "run", records, environment=None))
+    assert "at step 5 of 20" in page
+    assert "The model is dense" in section_of(page, "Expert load")
+    assert "No validation has been run yet" in section_of(page, "Loss by position")
+    assert "has not been validated yet" in section_of(page, "Loss")
+    assert "holds no environment.json" in section_of(page, "Environment")
+    assert page.count("<svg") == 3
+    assert "Parameters" not in page
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", []))
+    assert "no step yet" in page
+    assert "<svg" not in page
+    assert section_of(page, "Loss").count("No step has been logged yet.") == 1
+
+
+def test_only_the_validation_before_the_first_step(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", [validation(0)]))
+    assert page.count("<svg") == 2
+    assert "not better than frequency alone yet" in page
+
+
+def test_one_step(tmp_path: Path) -> None:
+    assert page_of(make_run(tmp_path / "run", [train(1)])).count("<svg") == 6
+
+
+def test_a_loss_that_is_not_finite_is_said_and_drawn(tmp_path: Path) -> None:
+    records = [dense(1), dense(2), dense(3, loss=math.nan, grad_norm=math.inf), dense(4, loss=math.inf)]
+    page = page_of(make_run(tmp_path / "run", [*records, validation(4, loss=math.nan)]))
+    assert "The loss was not finite in 2 steps, first at step 3." in page
+    assert ">not finite</text>" in section_of(page, "Loss")
+
+
+def test_every_loss_not_finite(tmp_path: Path) -> None:
+    records = [dense(step, loss=math.nan, grad_norm=math.nan) for step in (1, 2)]
+    assert "not finite in 2 steps" in page_of(make_run(tmp_path / "run", records))
+
+
+def test_a_torn_last_line_does_not_stop_the_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [dense(1)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')
+    assert "at step 1 of 20" in page_of(folder)
+
+
+def test_output_may_be_a_file_or_a_folder(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [])
+    assert write_report(folder) == folder / "report.html"
+    assert write_report(folder, tmp_path / "new" / "page.html").is_file()
+    assert write_report(folder, tmp_path) == tmp_path / "report.html"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_failed_report_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", [])
+    before = page_of(folder)
+
+    def fail(run: report.Run) -> str:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(report, "render", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(folder)
+    assert (folder / "report.html").read_text() == before
+    assert not list(folder.glob(".*"))
+
+
+def test_what_is_no_run_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere is not a run folder: it does not exist"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"holds no config\.toml and no metrics\.jsonl"):
+        write_report(tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [train(1)])
+    (folder / "environment.json").write_text("{")
+    with pytest.raises(DataError, match=r"environment\.json: not JSON"):
+        write_report(folder)
+    (folder / "config.toml").write_text("steps =")
+    with pytest.raises(ConfigError, match=r"config\.toml: not TOML"):
+        write_report(folder)
+    other = make_run(tmp_path / "other", [train(1, time="yesterday")])
+    with pytest.raises(DataError, match="time='yesterday' is no ISO time"):
+        write_report(other)
+
+
+def test_smoothing_keeps_a_line_and_skips_what_is_not_finite() -> None:
+    values = np.arange(100.0)
+    series = report_figures.Series(steps=np.arange(100.0), values=values.copy())
+    np.testing.assert_allclose(series.smoothed().values, values)
+    series.values[50] = np.nan
+    smooth = series.smoothed().values
+    assert np.isfinite(smooth).all()
+    np.testing.assert_allclose(smooth[40:61], values[40:61], atol=0.6)
+
+
+def test_thinning_is_the_mean_of_equal_groups() -> None:
+    series = report_figures.Series(steps=np.arange(5.0), values=np.array([1.0, 3.0, np.nan, 5.0, 7.0]))
+    thin = series.thinned(limit=3)
+    np.testing.assert_allclose(thin.steps, [0.5, 2.5, 4.0])
+    np.testing.assert_allclose(thin.values, [2.0, 5.0, 7.0])
+    assert series.thinned(limit=5) is series
+
+
+def test_the_least_even_layers_are_drawn_when_there_are_many() -> None:
+    loads = [[10, 10, 10, 10 + layer] for layer in range(9)]
+    assert report_experts.uneven_rows([{"expert_load": loads}]) == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.44, "0.4 s"), (42, "42 s"), (200, "3 min 20 s"), (18_720, "5 h 12 min"), (187_200, "2 d 4 h")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text

@@ -1,0 +1,169 @@
+"""A loss or a gradient that is not finite ends the run: before anything is changed, on all ranks, on one screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.metrics.record import Record
+from launcher.report.page import load_run, remarks
+from launcher.training.totals import StepSums
+from launcher.training.trainer import Trainer
+from longctx.batch import Batch
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import TrainingError
+from parallel.loss import StepCounts
+from parallel.runtime.process import gather_objects
+from tests.launcher.runs import SCREEN, STEPS, flags, pretrain, tiny_config
+from tests.launcher.workers import end_guarded_each, rows, run, train
+
+pytestmark = pytest.mark.timeout(240)
+
+EXPERT = "model.layers.1.mlp.experts.down_proj"
+LAST_NORM = "model.norm.weight"
+
+
+def break_a_weight(trainer: Trainer) -> None:
+    """The last norm is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
+    engine = trainer.engine
+    p = dict(engine.model.decoder.named_parameters())[LAST_NORM]
+    if engine.stage == 3 or trainer.mesh.rank == trainer.mesh.world_size - 1:
+        engine._set_working_weight(LAST_NORM, p, lambda name, role, start, count: torch.full((count,), torch.nan))
+
+
+def break_a_gradient(trainer: Trainer) -> None:
+    """The last rank's gradient of its experts is infinite from now on; the loss stays as it is."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, torch.inf)
+
+    p = dict(trainer.engine.model.decoder.named_parameters())[EXPERT]
+    if trainer.mesh.rank == trainer.mesh.world_size - 1:
+        p.register_hook(hook)
+
+
+BREAKS: dict[str, tuple[Callable[[Trainer], None], list[str]]] = {
+    "loss": (
+        break_a_weight,
+        ["the loss of step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
+    ),
+    "gradient": (
+        break_a_gradient,
+        ["the gradient of step 3 is not finite: norm inf, though loss ", f"finite: {EXPERT}."],
+    ),
+}
+
+
+def kept(trainer: Trainer) -> dict[tuple[str, str, int], Tensor]:
+    return {(r.name, r.role, r.start): r.values.clone() for r in trainer.engine.owned_ranges()}
+
+
+def bits(values: Tensor) -> Tensor:
+    """To compare also what is no number."""
+    return values.view(torch.int32)
+
+
+def break_each(shards: Path, output: Path, changed: dict[str, Any], kinds: list[str]) -> None:
+    for kind in kinds:
+        trainer = Trainer(tiny_config(shards, output / kind, changed), torch.device("cpu"))
+        trainer._train_step()
+        trainer._train_step()
+        act, words = BREAKS[kind]
+        act(trainer)
+        before = kept(trainer)
+        with pytest.raises(TrainingError) as caught:
+            trainer._train_step()
+        after = kept(trainer)
+        assert trainer.step == 2
+        changed_bits = [key for key in before if not torch.equal(bits(before[key]), bits(after[key]))]
+        assert not changed_bits, "masters, moments and bias"
+        said, record = str(caught.value), caught.value.record
+        assert len(set(gather_objects(said))) == 1, "the same on every rank"
+        assert all(word in said for word in words), said
+        assert "--row 4)" in said, "the first of its two rows"
+        assert len(said.splitlines()) < SCREEN
+        check_record(record, kind)
+
+
+def check_record(record: Any, kind: str) -> None:
+    assert (record["kind"], record["step"]) == ("train", 3)
+    assert math.isnan(record["loss"]) == (kind == "loss")
+    assert record["grad_norm"] is None if kind == "loss" else record["grad_norm"] == math.inf
+
+
+BIAS = {"model.selection_bias": True, "model.selection_bias_rate": 0.01}
+
+
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+def test_it_is_said_before_anything_is_changed(shards, tmp_path, stage):
+    changed = {**BIAS, "zero.stage": stage, "parallel.expert": 2}
+    run(break_each, 2, shards, tmp_path, changed, list(BREAKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_so_it_is_on_one_rank(shards, tmp_path, stage):
+    changed = {**BIAS, "zero.stage": stage, "parallel.context": 1}
+    run(break_each, 1, shards, tmp_path, changed, list(BREAKS))
+
+
+# To the end of a run, and on from there.
+
+
+def at_step(step: int, act: Callable[[Trainer], None]) -> None:
+    """From now on every trainer breaks in this step."""
+    plain = Trainer._forward_backward
+
+    def broken(self: Trainer, shares: list[Batch], counts: StepCounts) -> StepSums:
+        if self.step + 1 == step:
+            act(self)
+        return plain(self, shares, counts)
+
+    Trainer._forward_backward = broken
+
+
+def end_with(kind: str, shards: Path, output: Path) -> None:
+    act, _ = BREAKS[kind]
+    at_step(6, act)
+    words = [
+        "TrainingError: the",
+        "of step 6 is not finite",
+        "step_000004 (--run.resume latest)",
+        "The step was not taken",
+    ]
+    end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, words)])
+
+
+def trained(folder: Path) -> list[Record]:
+    return [row for row in rows(folder) if row["kind"] == "train"]
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_the_run_ends_and_goes_on_from_its_newest_checkpoint(shards, tmp_path, kind):
+    folder = tmp_path / "run"
+    run(end_with, 2, kind, shards, folder)
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000004"]
+    assert [row["step"] for row in trained(folder)] == [1, 2, 3, 4, 5, 6]
+    last = trained(folder)[-1]
+    assert math.isnan(last["loss"]) == (kind == "loss")
+    if kind == "loss":
+        assert "The loss was not finite in 1 step" in " ".join(remarks(load_run(folder)))
+    run(train, 2, shards, folder, {"parallel.expert": 2, "run.resume": "latest"})
+    assert [row["step"] for row in trained(folder)] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in trained(folder))
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_no_weight_survives_by_the_deepspeed_command(shards, tmp_path):
+    dense = {"model.num_experts": 0, "model.expert_ffn_size": 0, "model.shared_ffn_size": 0, "model.ffn_size": 32}
+    changed = {**dense, "train.lr": 1e30, "checkpoint.every_steps": 1, "validation.rows": 0}
+    ended = pretrain(flags(shards, tmp_path / "run", changed))
+    ended.check_one_screen(1, "TrainingError: the", "of step 2 is not finite", "step_000001 (--run.resume latest)")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000001"]
+    assert [row["step"] for row in trained(tmp_path / "run")] == [1, 2]

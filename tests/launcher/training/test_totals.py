@@ -1,0 +1,177 @@
+"""What a step adds up to and says of its experts: by hand, over ranks, and what must be said aloud."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.training.broken_step import BrokenStep
+from launcher.training.expert_record import DeadExpertWatch, expert_layers, expert_record
+from launcher.training.totals import StepSums, StepTotals
+from longctx.config import ModelConfig
+from longctx.errors import TrainingError
+from longctx.objectives.loss_sum import LossSum
+from tests.helpers import run_distributed
+
+MODEL = ModelConfig(num_layers=4, num_experts=4, experts_per_token=2, dense_layers=(0, 2))
+
+
+def totals(counts: list[list[int]], facts: list[list[float]], **changed: float) -> StepTotals:
+    numbers = {"nll": 30.0, "balance": 33.0, "router_z": 12.0, "flops": 1.0, **changed}
+    return StepTotals(counts_LE=torch.tensor(counts), facts_L4=torch.tensor(facts, dtype=torch.float64), **numbers)
+
+
+def test_the_rows_are_numbered_by_layer():
+    assert expert_layers(MODEL) == [1, 3]
+    assert expert_layers(ModelConfig()) == []
+
+
+def test_expert_figures_by_hand():
+    """Ten tokens, two choices each; in layer 3 expert 0 had no room for four of them."""
+    facts = [[40.0, 13.0, 0.0, 0.0], [2.5, 1.0, 4.0, 0.0]]
+    record = expert_record(totals([[5, 5, 5, 5], [10, 10, 0, 0]], facts), [1, 3], num_tokens=10)
+    assert record == {
+        "balance_loss": pytest.approx(33 / 10 / 2),
+        "router_z_loss": pytest.approx(1.2),
+        "expert_layers": [1, 3],
+        "expert_load": [[5, 5, 5, 5], [10, 10, 0, 0]],
+        "expert_max_violation": [0.0, 1.0],
+        "expert_mean_violation": [0.0, 1.0],
+        "expert_dropped_share": [0.0, pytest.approx(4 / 20)],
+        "router_entropy": [pytest.approx(1.3), pytest.approx(0.1)],
+        "router_logit_rms": [pytest.approx(2.0), pytest.approx(0.5)],
+    }
+
+
+def test_a_dense_model_has_empty_figures():
+    empty = StepTotals(
+        nll=1.0, balance=0.0, router_z=0.0, flops=1.0, counts_LE=torch.zeros(0, 0).long(), facts_L4=torch.zeros(0, 4)
+    )
+    record = expert_record(empty, [], num_tokens=10)
+    assert record.pop("balance_loss") is record.pop("router_z_loss") is None
+    assert set(map(str, record.values())) == {"[]"}
+
+
+def test_a_step_of_padding_alone_has_figures():
+    record = expert_record(totals([[0, 0, 0, 0]], [[0.0] * 4], balance=0.0), [1], num_tokens=0)
+    assert record["expert_dropped_share"] == record["router_logit_rms"] == [0.0]
+    assert math.isnan(record["expert_max_violation"][0])
+
+
+def test_logits_that_are_not_finite_are_named_by_layer_and_step():
+    totals([[5, 5, 5, 5]], [[1.0, 1.0, 0.0, 0.0]]).check_router_logits([1], step=7)
+    wrong = totals([[5, 5, 5, 5], [20, 0, 0, 0]], [[1.0, 1.0, 0.0, 0.0], [math.nan, math.nan, 0.0, 1234.0]])
+    with pytest.raises(TrainingError) as caught:
+        wrong.check_router_logits([1, 3], step=7)
+    said = str(caught.value)
+    for words in ("step 7: model.layers.3 (1,234 tokens)", "--run.resume latest", "model.router_z_loss_weight"):
+        assert words in said
+    assert "model.layers.1" not in said
+
+
+def test_many_wrong_layers_still_fit_a_screen():
+    wrong = totals([[1, 1, 1, 1]] * 60, [[0.0, 0.0, 0.0, 5.0]] * 60)
+    with pytest.raises(TrainingError, match="and 52 more layers"):
+        wrong.check_router_logits(range(60), step=1)
+
+
+@pytest.mark.parametrize("part", ["nll", "balance", "router_z"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_each_part_of_the_loss_must_be_finite(part, value):
+    assert totals([[1] * 4], [[0.0] * 4]).finite
+    assert not totals([[1] * 4], [[0.0] * 4], **{part: value}).finite
+
+
+def broken(**changed: Any) -> str:
+    """What is said of step 7, whose gradient is not finite."""
+    facts = {"step": 7, "loss": 3.5, "grad_norm": math.inf, "rows": "2 rows of DATA from row 12 of epoch 0 on"}
+    return BrokenStep(**{**facts, "lr": 3e-4, "checkpoint": Path("run/step_000006"), **changed}).message()
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_the_way_out():
+    assert broken(gradients=["model.norm.weight"]).splitlines() == [
+        "the gradient of step 7 is not finite: norm inf, though loss 3.5.",
+        "Gradients that are not finite: model.norm.weight.",
+        "The step was not taken: weights, moments and checkpoints are those of the step before.",
+        "Go on from the newest checkpoint, run/step_000006 (--run.resume latest), with a lower train.lr (now 0.0003) "
+        "or a longer train.warmup_steps.",
+        "Its data, to look at: 2 rows of DATA from row 12 of epoch 0 on.",
+    ]
+    assert "finite: a0, a1, a2, a3, a4, a5, a6, a7 and 92 more." in broken(gradients=[f"a{n}" for n in range(100)])
+    assert "in no single tensor" in broken()
+
+
+def test_a_loss_that_is_not_finite_is_named_with_the_weights_that_were_not_either():
+    said = broken(loss=math.nan, grad_norm=None, weights=["model.norm.weight"])
+    assert said.startswith("the loss of step 7 is not finite: nan, over all ranks.\n")
+    assert "before this step: model.norm.weight." in said
+    assert "or from an older one should it hold such weights too" in said
+    assert "the balance loss or z-loss of step 7 is not finite (loss 3.5)." in broken(grad_norm=None)
+    assert "There is no checkpoint yet: start again with a lower train.lr" in broken(checkpoint=None)
+
+
+def loss_of(rank: int, micro_batch: int) -> LossSum:
+    g = torch.Generator().manual_seed(10 * rank + micro_batch)
+
+    def drawn() -> Tensor:
+        return torch.rand((), generator=g, requires_grad=True)
+
+    counts_LE = torch.randint(0, 2**40, (2, 4), generator=g)  # beyond what float32 holds
+    facts_L4 = torch.rand(2, 4, generator=g, dtype=torch.float64)
+    return LossSum(drawn(), drawn(), drawn(), counts_LE, facts_L4, drawn())
+
+
+def add_up() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sums = StepSums()
+    for micro_batch in range(3):
+        sums.add(loss_of(rank, micro_batch))
+    got = sums.over_ranks(flops=0.5 + rank)
+    everyone = [loss_of(r, m) for r in range(world_size) for m in range(3)]
+    for name, field in (("nll", "nll_sum"), ("balance", "balance_sum"), ("router_z", "z_sum")):
+        wanted = sum(float(getattr(loss, field)) for loss in everyone)
+        assert getattr(got, name) == pytest.approx(wanted, rel=1e-14)
+    assert torch.equal(got.counts_LE, torch.stack([loss.counts_LE for loss in everyone]).sum(0))
+    facts_L4 = torch.stack([loss.facts_L4 for loss in everyone]).sum(0)
+    torch.testing.assert_close(got.facts_L4, facts_L4, rtol=1e-14, atol=0)
+    assert got.flops == sum(0.5 + r for r in range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_micro_batches_and_ranks_add_up(world_size):
+    run_distributed(add_up, world_size)
+
+
+def counts(*idle: tuple[int, int]) -> Tensor:
+    """Two layers of three experts with a token each, but for the idle ones."""
+    counts_LE = torch.ones(2, 3, dtype=torch.int64)
+    for row, expert in idle:
+        counts_LE[row, expert] = 0
+    return counts_LE
+
+
+def test_a_dead_expert_is_named_once_after_a_whole_window():
+    watch = DeadExpertWatch([1, 3], 3, window=4)
+    said = [watch.find(counts((1, 2)) if step >= 2 else counts()) for step in range(1, 12)]
+    assert said == [[], [], [], [], ["model.layers.3.mlp.experts.2"], [], [], [], [], [], []]
+    text = watch.warning(said[4], 5, MODEL)
+    for words in ("model.layers.3.mlp.experts.2 is a dead expert", "in steps 2 to 5", "model.selection_bias_rate"):
+        assert words in text
+
+
+def test_one_token_keeps_an_expert_alive():
+    watch = DeadExpertWatch([1, 3], 3, window=4)
+    assert all(not watch.find(counts((0, 0)) if step % 4 else counts()) for step in range(40))
+
+
+def test_many_dead_experts_fit_a_line():
+    watch = DeadExpertWatch(range(60), 64, window=1)
+    names = watch.find(torch.zeros(60, 64, dtype=torch.int64))
+    assert len(names) == 60 * 64
+    assert "model.layers.0.mlp.experts.7 and 3832 more are dead experts" in watch.warning(names, 1, MODEL)

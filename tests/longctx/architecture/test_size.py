@@ -1,0 +1,200 @@
+"""Parameter counts by arithmetic: those of the real module for any config, and those that are published."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from launcher.config.load import QUICKSTART, load_run_config
+from longctx.architecture.rope import Rope
+from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.model.decoder import Decoder
+from longctx.presets import PRESETS
+from tests.longctx.samples import dense_config, tiny_config
+
+RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
+
+PUBLISHED = {
+    "gpt-1": 116_534_784,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_404_352,
+}
+
+WHERE = {
+    "embed_tokens": "embedding",
+    "embed_positions": "positions",
+    "relative": "positions",
+    "norm": "norms",
+    "self_attn": "attention",
+    "shared_expert": "shared_expert",
+    "mlp.experts": "routed_experts",
+    "mlp.gate.": "router",
+    "mlp": "dense_ffn",
+    "lm_head": "head",
+}
+"""Part of a parameter's name -> its component; the first that is in the name counts."""
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config, seed=None)
+
+
+def counted(decoder: Decoder) -> Counter[str]:
+    """Parameters of a real module by component."""
+    found: Counter[str] = Counter()
+    for name, parameter in decoder.named_parameters():
+        found[next(component for part, component in WHERE.items() if part in name)] += parameter.numel()
+    return found
+
+
+def check_against_the_module(config: ModelConfig) -> None:
+    decoder = on_meta(config)
+    assert all(p.is_meta for p in decoder.parameters())
+    counts = count_parameters(config)
+    assert list(counts) == list(COMPONENTS)
+    assert counts == {name: counted(decoder)[name] for name in COMPONENTS}
+    names_2d = (".weight", "experts.gate_up_proj", "experts.down_proj")
+    matrices = sum(
+        p.numel()
+        for name, p in decoder.named_parameters()
+        if p.dim() > 1 and name.endswith(names_2d) and "embed_positions" not in name and "relative_bias" not in name
+    )
+    assert sum(count_matrices(config).values()) == matrices
+
+
+@st.composite
+def configs(draw) -> ModelConfig:
+    """Any config that the rules accept."""
+    kv_heads, groups, layers = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    kinds = tuple(draw(st.lists(st.sampled_from(LAYER_KINDS), min_size=1, max_size=layers)))
+    latent, position = draw(st.booleans()), draw(st.sampled_from(CHOICES["position"]))
+    values = {
+        "vocab_size": draw(st.integers(1, 11)),
+        "hidden_size": 2 * draw(st.integers(1, 7)),
+        "num_layers": layers,
+        "num_kv_heads": kv_heads,
+        "num_heads": kv_heads * (1 if latent else draw(st.integers(1, 3))),
+        "head_dim": 2 * draw(st.integers(2, 5)),
+        "max_positions": draw(st.integers(1, 9)),
+        "layers": kinds,
+        "window": 3 if {"window", "sparse"} & set(kinds) else 0,
+        "sparse_stride": 2 if "sparse" in kinds else 0,
+        "position": "rope" if latent else position,
+        "relative_buckets": draw(st.integers(1, 6)),
+        "ffn_size": draw(st.integers(1, 9)),
+        "num_experts": draw(st.sampled_from([0, 4, 6])),
+        "experts_per_token": draw(st.integers(1, 2)),
+        "expert_groups": groups,
+        "groups_per_token": draw(st.integers(1, groups)),
+        "expert_ffn_size": draw(st.integers(1, 5)),
+        "shared_ffn_size": draw(st.integers(0, 5)),
+        **{name: draw(st.sampled_from(CHOICES[name])) for name in ("norm", "norm_order", "activation", "qk_norm")},
+        **{name: draw(st.booleans()) for name in (
+            "qkv_bias", "o_bias", "sinks", "ffn_bias", "expert_bias", "shared_gate", "router_bias", "selection_bias",
+            "tie_embeddings", "norm_offset",
+        )},
+    }  # fmt: skip
+    if latent:
+        values |= {
+            "qk_norm": "none",
+            "kv_lora_rank": draw(st.integers(1, 5)),
+            "q_lora_rank": draw(st.integers(0, 5)),
+            "rope_head_dim": 2,
+            "value_head_dim": draw(st.integers(0, 6)),
+        }
+    if values["num_experts"]:
+        values["dense_layers"] = tuple(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1)))
+    try:
+        return ModelConfig(**values)
+    except ConfigError:
+        # the few pairs that exclude one another: take what they all go with
+        return ModelConfig(
+            **{**values, "activation": "geglu", "sinks": False, "position": "rope", "norm_offset": False}
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs())
+def test_the_count_is_the_modules_for_any_config(config):
+    check_against_the_module(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shared_ffn_size": 0},
+        {"dense_layers": (1,), "selection_bias": True, "router_bias": True, "expert_bias": True, "ffn_bias": True},
+        {"position": "relative", "sinks": True, "norm": "layernorm", "qk_norm": "full"},
+        {"position": "t5", "norm_order": "sandwich"},
+    ],
+    ids=str,
+)
+def test_the_count_is_the_modules_for_some_that_always_run(changes):
+    check_against_the_module(tiny_config(**changes))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_count_is_the_modules_for_every_preset(name):
+    check_against_the_module(PRESETS[name])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_the_count_is_the_modules_for_every_recipe(path):
+    check_against_the_module(load_run_config(["--config", str(path)]).model.config())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_totals(name):
+    assert sum(count_parameters(PRESETS[name]).values()) == PUBLISHED[name]
+
+
+def test_the_175_billion_of_gpt_3():
+    config = PRESETS["gpt-3"]
+    counts = count_matrices(config)
+    assert 4 * config.hidden_size * config.head_dim == 6_291_456, "one head's query, key, value and output"
+    assert counts["attention"] == 6_291_456 * config.num_heads * config.num_layers == 57_982_058_496
+    assert counts["dense_ffn"] == 115_964_116_992
+    assert counts["embedding"] == counts["head"] == 617_558_016
+    assert sum(counts.values()) == 175_181_291_520
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704), ("deepseek-v3", 37_552_282_624)],
+)
+def test_parameters_that_one_token_visits(name, active):
+    """12.9, 3.3 and 37 billion, as their authors round them."""
+    config = PRESETS[name]
+    assert sum(count_parameters(config, active=True).values()) == active
+    alone = dataclasses.replace(
+        config, num_experts=config.experts_per_token, expert_groups=1, groups_per_token=1, router_bias=False
+    )
+    fewer_rows = (
+        config.hidden_size * (config.num_experts - alone.num_experts) * (config.num_layers - len(config.dense_layers))
+    )
+    assert sum(count_parameters(alone).values()) == active - fewer_rows, "the rest of the experts, and of the router"
+
+
+def test_all_parameters_of_a_dense_model_are_active():
+    config = dense_config()
+    assert count_parameters(config, active=True) == count_parameters(config)
+    assert count_matrices(config, active=True) == count_matrices(config)
+
+
+def test_a_stretched_rope_adds_nothing():
+    rope = Rope(kind="yarn", factor=4.0, original_max_positions=64)
+    assert count_parameters(tiny_config(rope=rope, max_positions=256)) == count_parameters(tiny_config())

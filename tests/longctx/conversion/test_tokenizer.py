@@ -1,0 +1,196 @@
+"""The exported fast tokenizer gives SentencePiece's ids, on text that nobody would write on purpose."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longctx.conversion import check_tokenizer, export_checkpoint, export_tokenizer, import_hf, save_hf
+from longctx.conversion.tokenizer import NASTY_TEXTS, SPACE_MARK, sentencepiece_ids
+from longctx.errors import ConfigError, DataError
+from longctx.model.decoder import Decoder
+from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
+from tests.longctx.samples import dense_config
+
+transformers = pytest.importorskip("transformers")
+
+SPECIALS = ["<|document_begin|>", "<|document_end|>", "<|padding|>", "<unk>", "<s>", "</s>", "<0x41>", "<0xFF>"]
+FRAGMENTS = [
+    *SPECIALS,
+    "\t",
+    "\r\n",
+    "\x00",
+    " ",
+    "  ",
+    "    ",
+    "self",
+    "return ",
+    "(",
+    "🙂",
+    "é",
+    "e\u0301",
+    SPACE_MARK,
+]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    model = train_tokenizer(folder / "source.model", vocab_size=700)
+    (folder / "hf").mkdir()
+    ids = export_tokenizer(model, folder / "hf", max_vocab_size=700, max_positions=64)
+    fast = transformers.AutoTokenizer.from_pretrained(str(folder / "hf"), local_files_only=True)
+    return model, folder / "hf", ids, sentencepiece.SentencePieceProcessor(model_file=str(model)), fast
+
+
+def assert_equal_ids(exported, text: str) -> None:
+    _, _, _, slow, fast = exported
+    ids = fast(text)["input_ids"]
+    assert ids == sentencepiece_ids(slow, text)
+    assert fast.decode(ids) == text
+    if SPACE_MARK not in text:
+        assert ids == slow.encode(text)
+
+
+@pytest.mark.parametrize("text", NASTY_TEXTS)
+def test_nasty_texts(exported, text):
+    assert_equal_ids(exported, text)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+        st.text("aeonrst ()=_\n", max_size=200),  # many merges to choose from
+        st.text("a =-\t", max_size=120),  # runs
+        st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
+    )
+)
+def test_any_text(exported, text):
+    assert_equal_ids(exported, text)
+
+
+def test_code_cut_anywhere(exported):
+    rng = random.Random(0)
+    text = "".join(corpus())
+    for _ in range(300):
+        start = rng.randrange(len(text))
+        assert_equal_ids(exported, text[start : start + rng.randrange(400)])
+    assert_equal_ids(exported, text)
+
+
+@pytest.mark.parametrize("options", [{"vocab_size": 360}, {"vocab_size": 1400}, {"split_by_whitespace": False}])
+def test_other_vocabularies(tmp_path, options):
+    model = train_tokenizer(tmp_path / "source.model", **options)
+    export_tokenizer(model, tmp_path, max_vocab_size=2000, max_positions=64)
+    texts = "".join(corpus())
+    check_tokenizer(model, tmp_path, [*NASTY_TEXTS, texts, " " * 37, "a" * 53, "=" * 71, texts[::-1]])
+
+
+def test_ambiguous_merges_follow_sentencepiece(tmp_path):
+    """A vocabulary from a two-letter corpus is full of pieces that can be made in several, overlapping ways."""
+    rng = random.Random(1)
+    words = ["".join(rng.choice("ab") for _ in range(400)) for _ in range(200)]
+    words += ["a b " * 20] * 60
+    model = train_tokenizer(tmp_path / "source.model", texts=words, vocab_size=420)
+    export_tokenizer(model, tmp_path, max_vocab_size=420, max_positions=64)
+    texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(300))) for _ in range(300)]
+    check_tokenizer(model, tmp_path, [*texts, "a" * 99, "ab" * 99, "aba" * 99, "aabaa" * 50])
+
+
+def test_special_tokens(exported):
+    _, folder, ids, slow, fast = exported
+    assert ids == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    assert (fast.bos_token_id, fast.eos_token_id, fast.pad_token_id) == (1, 2, 3)
+    assert fast.model_max_length == 64
+    text = "a<|document_end|>b"
+    assert 2 not in fast(text)["input_ids"]
+    assert fast(text, split_special_tokens=False)["input_ids"] == [*slow.encode("a"), 2, *slow.encode("b")]
+    assert fast.decode([1, *slow.encode("x y"), 2], skip_special_tokens=True) == "x y"
+    assert (folder / "tokenizer.model").is_file()
+
+
+def test_an_hf_only_tokenizer_survives_both_ways(tmp_path):
+    """A byte-level BPE as Llama 3 and Qwen have it: no SentencePiece model anywhere, the same files at the end."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    config = dense_config(num_layers=1, vocab_size=600, qkv_bias=False)
+    save_hf(config, Decoder(config).state_dict(), tmp_path / "hf")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(corpus(), vocab_size=600, special_tokens=["<|begin|>", "<|end|>"], show_progress=False)
+    source = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<|begin|>", eos_token="<|end|>", chat_template="{{ messages }}"
+    )
+    source.save_pretrained(tmp_path / "hf")
+    written = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= written
+    import_hf(tmp_path / "hf", tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == written
+    for name in written - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    back = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "back"), local_files_only=True)
+    assert back.chat_template == source.chat_template
+    for text in (*NASTY_TEXTS, *corpus()):
+        assert back(text)["input_ids"] == source(text)["input_ids"]
+
+
+def test_a_difference_is_found(exported, tmp_path):
+    model, folder, *_ = exported
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    check_tokenizer(model, tmp_path, NASTY_TEXTS)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][1:]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="from token"):
+        check_tokenizer(model, tmp_path, corpus())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model_type": "unigram"}, "not a BPE"),
+        ({"byte_fallback": False}, "no byte fallback"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
+        ({"add_dummy_prefix": True}, "normalises"),
+        ({"remove_extra_whitespaces": True}, "normalises"),
+        ({"user_defined_symbols": ["<|call|>"]}, "user-defined"),
+    ],
+)
+def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path, options, said):
+    model = train_tokenizer(tmp_path / "source.model", **options)
+    with pytest.raises(DataError, match=said):
+        export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+
+
+def test_a_vocabulary_without_a_space_is_refused(tmp_path):
+    """SentencePiece would spell a space with the bytes of U+2581 then."""
+    model = train_tokenizer(tmp_path / "source.model", texts=["abab" * 9, "ba" * 7], vocab_size=265)
+    with pytest.raises(DataError, match="no piece for a space"):
+        export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+
+
+def test_more_ids_than_the_model_are_refused(exported, tmp_path):
+    with pytest.raises(DataError, match="700 ids"):
+        export_tokenizer(exported[0], tmp_path, max_vocab_size=699, max_positions=64)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "bad.model").write_bytes(b"no model")
+    for path in ("bad.model", "absent.model"):
+        with pytest.raises(DataError, match="not a readable SentencePiece model"):
+            export_tokenizer(tmp_path / path, tmp_path, max_vocab_size=1000, max_positions=64)
+
+
+def test_without_transformers_the_extra_is_named(exported, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"longctx\[hf\]"):
+        check_tokenizer(exported[0], Path(exported[1]), [])

@@ -1,0 +1,155 @@
+"""Generation: with and without a cache, greedy and sampled, the same tokens as transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.conversion import save_hf
+from longctx.errors import ConfigError
+from longctx.generation.loop import generate
+from longctx.generation.sampling import Greedy, Sample
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.decoder import Decoder
+from tests.longctx.samples import dense_config, randomize, tiny_config
+
+PROMPT = [5, 17, 3, 96, 41, 0, 8]
+CONFIGS = {"moe": tiny_config(tie_embeddings=False), "dense": dense_config(qkv_bias=False, tie_embeddings=False)}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request) -> Decoder:
+    model = Decoder(CONFIGS[request.param], seed=None)
+    randomize(model, std=0.3, seed=2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder: Path = save_hf(model.config, model.state_dict(), tmp_path_factory.mktemp("generation") / "hf")
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
+
+
+def theirs(reference, prompt: list[int], num_tokens: int, **options) -> list[int]:
+    torch.manual_seed(11)
+    ids = torch.tensor([prompt])
+    # min_new_tokens would stop early tokens from being the end id; these models have none
+    out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_greedy_is_transformers_greedy(model, reference):
+    generator, seen = torch.Generator().manual_seed(4), set()
+    for length in (1, 2, 5, 8, 13, 33, 64, 100):
+        prompt = torch.randint(97, (length,), generator=generator).tolist()
+        found = generate(model, prompt, 24)
+        assert found == theirs(reference, prompt, 24, do_sample=False)
+        seen |= set(found)
+    assert len(seen) > 10, "models that repeat one token prove little"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 10},
+        {"top_p": 0.8},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"top_p": 1e-9},
+        {"top_k": 10_000},
+    ],
+)
+def test_sampling_is_transformers_sampling_token_for_token(model, reference, options):
+    found = generate(model, PROMPT, 30, Sample(seed=11, **options))
+    assert found == theirs(reference, PROMPT, 30, do_sample=True, **({"top_k": 0} | options))
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), Sample(seed=3, temperature=0.9, top_p=0.95)])
+def test_the_cache_changes_nothing(model, strategy):
+    assert generate(model, PROMPT, 40, strategy) == generate(model, PROMPT, 40, strategy, use_cache=False)
+    assert generate(model, PROMPT, 40, strategy, cache=LocalKVCache()) == generate(model, PROMPT, 40, strategy)
+
+
+def test_each_step_sees_the_logits_of_a_whole_forward(model):
+    """The prompt is read once, one token a step follows, and every logit is that of reading all of it at once."""
+    seen, lengths = [], []
+
+    class Spy(Greedy):
+        def start(self):
+            return lambda logits_V: (seen.append(logits_V), super(Spy, self).start()(logits_V))[1]
+
+    handle = model.model.embed_tokens.register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
+    ids = PROMPT + generate(model, PROMPT, 12, Spy())
+    handle.remove()
+    assert lengths == [len(PROMPT)] + [1] * 11
+    with torch.no_grad():
+        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None])
+        whole = model.logits(hidden)[0, len(PROMPT) - 1 : -1]
+    assert torch.allclose(torch.stack(seen), whole, atol=1e-5)
+
+
+def test_seeds(model):
+    def draw(seed: int) -> list[int]:
+        return generate(model, PROMPT, 20, Sample(seed=seed))
+
+    torch.manual_seed(0)
+    first = draw(1)
+    torch.manual_seed(99)  # nobody else's generator matters
+    assert draw(1) == first
+    assert draw(2) != first
+    strategy = Sample(seed=1)
+    assert generate(model, PROMPT, 20, strategy) == generate(model, PROMPT, 20, strategy) == first
+
+
+def test_stopping(model):
+    whole = generate(model, PROMPT, 30)
+    stop = whole[4]
+    end = whole.index(stop) + 1
+    assert generate(model, PROMPT, 30, stop_ids=[stop]) == whole[:end]
+    assert generate(model, PROMPT, 0) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30),
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, 40),
+    top_p=st.floats(0.01, 1),
+)
+def test_the_sampled_distribution(logits, temperature, top_k, top_p):
+    scores = torch.tensor(logits)
+    found = Sample(temperature=temperature, top_k=top_k, top_p=top_p).probabilities(scores)
+    assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+    full = (scores / temperature).softmax(0)
+    kept = found > 0
+    assert kept[full.argmax()] or full[kept].max() == full.max()
+    if kept.any() and (~kept).any():  # whatever is kept is at least as likely as whatever is not
+        assert full[kept].min() >= full[~kept].max() - 1e-6
+    if top_k == 0 and top_p == 1:
+        assert torch.allclose(found, full)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (lambda m: generate(m, [], 3), "empty"),
+        (lambda m: generate(m, PROMPT, -1), "max_new_tokens=-1"),
+        (lambda m: generate(m, [97], 3), "97 .*0 to 96"),
+        (lambda m: generate(m, [-1], 3), "-1"),
+        (lambda m: Sample(temperature=0), r"temperature=0.*Greedy"),
+        (lambda m: Sample(temperature=-1), "temperature=-1"),
+        (lambda m: Sample(temperature=float("nan")), "temperature=nan"),
+        (lambda m: Sample(top_p=0), "top_p=0"),
+        (lambda m: Sample(top_p=1.1), "top_p=1.1"),
+        (lambda m: Sample(top_k=-1), "top_k=-1"),
+    ],
+)
+def test_refusals(model, request_, said):
+    with pytest.raises(ConfigError, match=said):
+        request_(model)

@@ -1,0 +1,329 @@
+"""Adapters of CUDA kernels against attention by definition, on stand-ins that have the libraries' signatures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention import ops, select
+from longctx.kernels.attention.bias import distance_bias
+from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
+from longctx.kernels.attention.flash.adapter import VarlenKernel
+from longctx.kernels.attention.flash.calls import translate
+from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
+from longctx.kernels.attention.flash.flash2 import Flash2Kernel
+from longctx.kernels.attention.flash.flash3 import Flash3Kernel
+from longctx.kernels.attention.flash.flash3 import head_sizes as head_sizes3
+from longctx.kernels.attention.flash.flash4 import Flash4Kernel
+from longctx.kernels.attention.flash.flash4 import head_sizes as head_sizes4
+from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from tests.longctx.kernels.attention import flash_stand_in
+
+HOPPER = (9, 0)
+T, S, H, SCALE = 30, 30, 4, 0.3
+
+KERNELS = {
+    "flash2": lambda: Flash2Kernel(flash_stand_in.Flash2(), capability=HOPPER),
+    "flash3": lambda: Flash3Kernel(flash_stand_in.Flash3(), capability=HOPPER),
+    "flash4": lambda: Flash4Kernel(flash_stand_in.Flash4(), capability=HOPPER),
+    "cuda_flash": lambda: CudaFlashKernel(flash_stand_in.Aten(), capability=HOPPER),
+    "flex": lambda: FlexKernel(flash_stand_in.flex, capability=HOPPER),
+}
+
+
+def packed(*lengths, hi=None):
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    return [AttentionSlice(a, b, a, b, 0, hi) for a, b in pairwise(starts)]
+
+
+STAIRCASE = [AttentionSlice(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)]
+SLICES = {
+    "causal": packed(30),
+    "full": [AttentionSlice(0, 30, 0, 30)],
+    "window": packed(30, hi=4),
+    "packed": packed(1, 11, 7, 1, 10),
+    "packed window": packed(1, 11, 7, 1, 10, hi=5),
+    "both sides": [AttentionSlice(0, 30, 0, 30, -3, 6)],
+    "later queries": [AttentionSlice(5, 30, 0, 13, -3, None, 1, 7)],
+    "tall triangle": [AttentionSlice(0, 30, 0, 4, 0)],
+    "tall upper triangle": [AttentionSlice(0, 30, 2, 6, None, 1)],
+    "corner of a window": [AttentionSlice(0, 12, 3, 30, None, -10, 1, 27)],
+    "blind rows": [AttentionSlice(3, 9, 0, 5), AttentionSlice(12, 15, 5, 8, 6)],
+    "same rows twice": [AttentionSlice(0, 20, 0, 6, None, None, 1, 14), AttentionSlice(4, 20, 6, 20, 0)],
+    "staircase": STAIRCASE,
+    "striped": [AttentionSlice(0, 30, 0, 30, 1, None, 4, -2)],
+    "striped window": [AttentionSlice(0, 30, 0, 30, 0, 3, 4, 2)],
+    "window over chunks": [
+        AttentionSlice(q, q + 5, k, k + 5, -o, 6 - o, 1, o)
+        for q in range(0, 30, 5)
+        for k in range(0, q + 1, 5)
+        for o in [2 * (q - k) + 5 - (q - k)]
+    ],
+    "none": [],
+}
+
+
+def definition(q, k, v, slices, scores):
+    """(out, lse) of softmax attention in float64 with autograd, one slice's cells after the other's."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    raw = torch.einsum("bihd,bjhd->bhij", q, k) * scores.scale
+    if scores.softcap is not None:
+        raw = scores.softcap * torch.tanh(raw / scores.softcap)
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    seen, bias = torch.zeros(len(i), len(j), dtype=torch.bool), torch.zeros(q.shape[2], len(i), len(j))
+    bias = bias.double()
+    for p in slices:
+        here = (p.q_start <= i) & (i < p.q_stop) & (p.k_start <= j) & (j < p.k_stop)
+        here = here & (i - j >= (-99 if p.lo is None else p.lo)) & (i - j <= (99 if p.hi is None else p.hi))
+        seen = seen | here
+        if scores.needs_distances:
+            bias = bias + here * distance_bias(scores, p.step * (i - j) + p.offset)
+    raw = (raw + bias).masked_fill(~seen, -torch.inf)
+    lse = raw.logsumexp(-1)
+    weights = torch.where(seen, torch.exp(raw - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse.transpose(1, 2)
+
+
+def check(kernel, slices, scores=None, *, K=2, D=8, V=None, B=2):
+    """Forward, and backward in two visits with the global output and log-sum-exp, against the definition."""
+    scores = scores or Scores(scale=SCALE)
+    V = V or D
+    g = torch.Generator().manual_seed(0)
+    shapes = ((B, T, H, D), (B, S, K, D), (B, S, K, V), (B, T, H, V))
+    q, k, v, dout = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = scores
+    if scores.relative_bias is not None:
+        leaves.append(scores.relative_bias.table_NH.double().requires_grad_())
+        exact = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=leaves[3]))
+    wanted = definition(*leaves[:3], slices, exact)
+    visits = (
+        [tuple(slices)] if len(slices) < 2 else [tuple(slices[: len(slices) // 2]), tuple(slices[len(slices) // 2 :])]
+    )
+    out, lse = torch.zeros(B, T, H, V, dtype=torch.float64), torch.full((B, T, H), -torch.inf, dtype=torch.float64)
+    for visit in visits:
+        merge_(out, lse, *kernel.forward(q, k, v, slice_table(visit), scores=scores))
+    whole = kernel.forward(q, k, v, slice_table(slices), scores=scores)
+    for got in (whole, (out, lse)):
+        assert got[0].dtype == got[1].dtype == torch.float64
+        torch.testing.assert_close(got, tuple(x.detach() for x in wanted), atol=2e-6, rtol=2e-6)
+    parts = [kernel.backward(dout, q, k, v, *whole, slice_table(visit), scores=scores) for visit in visits]
+    if not slices:
+        assert all(not x.any() for x in parts[0][:3])
+        return
+    grads = torch.autograd.grad(wanted[0], leaves, dout)
+    for n, want in enumerate(grads):
+        got = sum(part[n] for part in parts)
+        torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("case", SLICES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_masks(name, case):
+    check(KERNELS[name](), SLICES[case])
+
+
+@pytest.mark.parametrize("name", ["flash2", "flex"])
+@pytest.mark.parametrize("case", SLICES)
+def test_alibi(name, case):
+    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
+    check(KERNELS[name](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("case", ["causal", "both sides", "packed", "staircase", "striped", "blind rows"])
+def test_relative_bias(case, bidirectional):
+    table = torch.randn(8, H, generator=torch.Generator().manual_seed(1))
+    bias = RelativeBias(table, max_distance=12, bidirectional=bidirectional)
+    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, relative_bias=bias, softcap=2.0))
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "flex"])
+def test_softcap(name):
+    check(KERNELS[name](), SLICES["packed window"], Scores(scale=2.0, softcap=1.5))
+
+
+def test_softcap_before_alibi():
+    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
+    for name in ("flash2", "flex"):
+        check(KERNELS[name](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_heads_and_sizes(name):
+    """Multi-query and multi-head attention; heads that are no multiple of 8; values smaller and larger than keys."""
+    for K, D, V, B in ((1, 8, 8, 1), (4, 5, 5, 1), (2, 24, 16, 3), (2, 8, 13, 1)):
+        check(KERNELS[name](), SLICES["packed"], K=K, D=D, V=V, B=B)
+    check(KERNELS[name](), SLICES["causal"], D=192, V=128, B=1)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_half_precision_comes_back_in_float32(name):
+    kernel, g = KERNELS[name](), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, h, 8, generator=g).bfloat16() for h in (4, 2, 2))
+    out, lse = kernel.forward(q, k, v, slice_table((AttentionSlice(0, 12, 0, 12, 0),)), scores=Scores(scale=SCALE))
+    grads = kernel.backward(
+        out, q, k, v, out, lse, slice_table((AttentionSlice(0, 12, 0, 12, 0),)), scores=Scores(scale=SCALE)
+    )
+    assert {x.dtype for x in (out, *grads[:3])} == {torch.float32}
+    assert lse.dtype == torch.float64
+
+
+def test_one_call_for_all_documents():
+    library = flash_stand_in.Flash2()
+    q, k, v = torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)
+    Flash2Kernel(library).forward(q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=Scores(scale=1.0))
+    assert library.calls == 1
+
+
+def test_deterministic_is_passed_on():
+    for wanted in (False, True):
+        library = flash_stand_in.Flash2()
+        kernel = Flash2Kernel(library, deterministic=wanted)
+        q = torch.randn(1, 4, 1, 8)
+        kernel.backward(
+            q, q, q, q, q, torch.zeros(1, 4, 1), slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0)
+        )
+        assert library.deterministic == wanted
+        assert kernel.name == ("flash2_deterministic" if wanted else "flash2")
+
+
+def test_flex_mask_blocks_over_long_rows():
+    """Several 128-row blocks: whole ones inside, partial ones at the edges, none outside."""
+    slices, g = (*packed(300, 84, hi=150), AttentionSlice(384, 500, 384, 500)), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 500, 1, 16, generator=g, dtype=torch.float64) for _ in range(3))
+    kernel = KERNELS["flex"]()
+    out, _ = kernel.forward(q, k, v, slice_table(slices), scores=Scores(scale=SCALE))
+    i, j = torch.arange(500)[:, None], torch.arange(500)
+    document = torch.tensor([0] * 300 + [1] * 84 + [2] * 116)
+    seen = (document[:, None] == document) & ((i >= 384) | ((i >= j) & (i - j <= 150)))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, scale=SCALE
+    )
+    torch.testing.assert_close(out, wanted.transpose(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_itself_agrees():
+    """PyTorch's own FlexAttention, whose forward also runs on the CPU (its backward does not)."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 30, h, 16, generator=g) for h in (4, 2, 2))
+    bias = RelativeBias(torch.randn(8, H, generator=g), max_distance=12)
+    scores = Scores(scale=SCALE, softcap=2.0, relative_bias=bias, alibi_slopes_H=torch.tensor([0.5, 0.25, 0.1, 0.0]))
+    ours = [
+        FlexKernel(f).forward(q, k, v, slice_table(SLICES["packed window"]), scores=scores)
+        for f in (flex_attention, flash_stand_in.flex)
+    ]
+    torch.testing.assert_close(*ours, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_backward_runs_behind_an_operator(monkeypatch):
+    """Its backward uses autograd itself, inside an operator that autograd does not look into."""
+    monkeypatch.setitem(select.KERNELS, "flex", KERNELS["flex"]())
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 10, 2, 16, generator=g).requires_grad_() for _ in range(3)]
+    table, slices = torch.randn(8, 2, generator=g).requires_grad_(), (AttentionSlice(0, 10, 0, 10, 0),)
+    scores = Scores(scale=SCALE, relative_bias=RelativeBias(table, max_distance=12))
+    with torch.no_grad():  # as in an autograd.Function
+        out, lse = ops.forward("flex", *inputs, slice_table(slices), scores=scores)
+        ours, exact = (
+            ops.backward(n, out, *inputs, out, lse, slice_table(slices), scores=scores) for n in ("flex", "reference")
+        )
+    torch.testing.assert_close(tuple(ours), tuple(exact), atol=1e-5, rtol=1e-5, check_dtype=False)
+
+
+# --- what they refuse ---------------------------------------------------------------------------------------------
+
+GOOD = KernelRequest("cuda", torch.bfloat16, 128, 32, 8)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_supports(name):
+    kernel = KERNELS[name]()
+    assert kernel.supports(GOOD) is None
+    assert "not on cpu" in kernel.supports(replace(GOOD, device_type="cpu"))
+    assert "float64" in kernel.supports(replace(GOOD, dtype=torch.float64))
+    assert "256" in kernel.supports(replace(GOOD, head_dim=264))
+    assert "evenly" in kernel.supports(replace(GOOD, num_kv_heads=5))
+    assert kernel.supports(replace(GOOD, window=True)) is None
+    assert (kernel.supports(replace(GOOD, softcap=True)) is None) == (name != "cuda_flash")
+    assert (kernel.supports(replace(GOOD, alibi=True)) is None) == (name in ("flash2", "flex"))
+    assert (kernel.supports(replace(GOOD, relative_bias=True)) is None) == (name == "flex")
+    kernel.capability = (7, 5)
+    assert "ompute capability" in kernel.supports(GOOD)
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "cuda_flash"])
+def test_deterministic_requests(name):
+    wish = replace(GOOD, deterministic=True)
+    assert "deterministic" in KERNELS[name]().supports(wish)
+    if name != "cuda_flash":
+        kernel = type(KERNELS[name]())(ops=object(), capability=HOPPER, deterministic=True)
+        assert kernel.supports(wish) is None
+        large = kernel.supports(replace(wish, head_dim=256))
+        assert (large is None) == (name != "flash3")
+    assert "no fixed order" in KERNELS["flex"]().supports(replace(wish, relative_bias=True))
+
+
+def test_generations():
+    on = {major: (major, 0) for major in (8, 9, 10, 12)}
+    for major, capability in on.items():
+        assert (Flash3Kernel(object(), capability=capability).supports(GOOD) is None) == (major == 9)
+        assert (Flash4Kernel(object(), capability=capability).supports(GOOD) is None) == (major != 8)
+        assert Flash2Kernel(object(), capability=capability).supports(GOOD) is None
+    consumer = Flash4Kernel(object(), capability=(12, 0))
+    assert "soft cap" in consumer.supports(replace(GOOD, softcap=True))
+    assert "heads of 192" in consumer.supports(replace(GOOD, head_dim=192, value_dim=128))
+    assert head_sizes3(192, 128) == (192, 128)
+    assert head_sizes3(100, 50) == (104, 104)
+    assert [head_sizes4(192, 128, major) for major in (9, 10, 12)] == [(192, 128), (192, 128), None]
+    assert head_sizes4(160, 160, 10) == (256, 256)
+    assert head_sizes4(60, 128, 10) == (64, 128)
+    assert head_sizes4(60, 128, 12) == (128, 128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")
+def test_without_libraries_and_device():
+    assert "not installed" in Flash2Kernel().supports(GOOD)
+    assert "not installed" in Flash3Kernel().supports(GOOD)
+    assert "not installed" in Flash4Kernel().supports(GOOD)
+    assert "CUDA device" in CudaFlashKernel().supports(GOOD)
+    assert "CUDA device" in FlexKernel().supports(GOOD)
+    q = torch.randn(1, 4, 1, 8)
+    for kernel in (Flash2Kernel(), Flash3Kernel(), Flash4Kernel(capability=HOPPER)):
+        with pytest.raises(ConfigError, match="not installed"):
+            kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
+
+
+def test_a_staircase_merges_seldom():
+    assert len(translate(slice_table(STAIRCASE))) <= 4
+
+
+def test_auto_prefers_the_fastest(monkeypatch):
+    """Each generation's kernels, were all libraries there; and what is left when a wish excludes them."""
+    names = {}
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        for name, kernel in select.KERNELS.items():
+            if isinstance(kernel, VarlenKernel):
+                copy = type(kernel)(object(), capability=capability, **_deterministic(kernel))
+                monkeypatch.setitem(select.KERNELS, name, copy)
+        for wish in ("", "deterministic", "alibi", "relative_bias"):
+            request = replace(GOOD, num_heads=64, **({wish: True} if wish else {}))
+            select.choose_kernel.cache_clear()
+            names[capability[0], wish] = select.choose_kernel("auto", request).name
+    select.choose_kernel.cache_clear()
+    assert [names[major, ""] for major in (8, 9, 10)] == ["flash2", "flash3", "flash4"]
+    assert [names[major, "deterministic"] for major in (8, 9, 10)] == [f"flash{n}_deterministic" for n in (2, 3, 4)]
+    assert {names[major, "alibi"] for major in (8, 9, 10)} == {"flash2"}
+    assert {names[major, "relative_bias"] for major in (8, 9, 10)} == {"flex"}
+
+
+def _deterministic(kernel):
+    return {"deterministic": True} if kernel.deterministic else {}

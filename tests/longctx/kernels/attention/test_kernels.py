@@ -1,0 +1,146 @@
+"""Attention kernels of one device, their choice, and the local core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention import tiles
+from longctx.kernels.attention.contract import KernelRequest, Scores, merge_
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.select import KERNELS, choose_kernel, kernel_request
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.attention.tiles import row_blocks
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention, document_slices
+from longctx.model.attention.mask import AttentionMask
+from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
+
+
+@st.composite
+def banded_slices(draw):
+    (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, 14), min_size=2, max_size=2))) for _ in range(2))
+    return AttentionSlice(
+        q0, q1, k0, k1, draw(st.none() | st.integers(-15, 15)), draw(st.none() | st.integers(-15, 15))
+    )
+
+
+@given(one=banded_slices(), rows=st.integers(2, 6), keys=st.integers(3, 7), wide=st.integers(6, 9))
+@settings(max_examples=300, deadline=None)
+def test_tiles_cover_exactly_the_band(one, rows, keys, wide):
+    covered = torch.zeros(14, 14, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_NARROW", 2)
+        patch.setattr(tiles, "_WIDE", wide)
+        for block in row_blocks(one, rows=min(rows, keys), keys=keys):
+            num_rows = block.q.stop - block.q.start
+            assert 0 < num_rows <= rows
+            for tile in block.tiles:
+                num_keys = tile.k.stop - tile.k.start
+                assert 0 < num_keys < 2 * keys + num_rows
+                part = band_matrix([AttentionSlice(0, num_rows, 0, num_keys, tile.lo, tile.hi)], num_rows, num_keys)
+                assert part.any(1).all(), "a row that sees no key would come back with lse 0"
+                assert (tile.lo, tile.hi) == (None, None) or not part.all(), "a bound that cuts nothing"
+                covered[block.q, tile.k] += part
+    assert torch.equal(covered, band_matrix([one], 14, 14))
+
+
+@given(
+    num_keys=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 9), max_size=4),
+    blind=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_merging_parts_gives_the_whole(num_keys, cuts, blind):
+    q, k, v = tensors(5, num_keys, torch.float64)
+    seen = torch.ones(5, num_keys, dtype=torch.int64)
+    seen[torch.tensor(blind)] = 0
+    whole = plain_attention(q, k, v, seen)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+    edges = sorted({0, num_keys, *(min(c, num_keys) for c in cuts)})
+    for a, b in pairwise(edges):
+        merge_(out, lse, *plain_attention(q, k[:, a:b], v[:, a:b], seen[:, a:b]))
+    torch.testing.assert_close((out, lse), whole)
+
+
+def test_gradients_over_visits_sum_to_the_whole():
+    """What a ring does: backward part by part with the global out and lse."""
+    kernel, (q, k, v) = CpuFlashKernel(), tensors(16, 16, torch.float64)
+    slices, dout = (
+        [AttentionSlice(0, 16, 0, 6), AttentionSlice(0, 16, 6, 16, lo=0)],
+        torch.ones(2, 16, 4, 8, dtype=torch.float64),
+    )
+    out, lse = kernel.forward(q, k, v, slice_table(slices), scores=Scores(scale=SCALE))
+    whole = kernel.backward(dout, q, k, v, out, lse, slice_table(slices), scores=Scores(scale=SCALE))[:3]
+    parts = [kernel.backward(dout, q, k, v, out, lse, slice_table([p]), scores=Scores(scale=SCALE))[:3] for p in slices]
+    torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*parts, strict=True)))
+
+
+def request(device: str = "cpu", dtype: torch.dtype = torch.float32) -> KernelRequest:
+    return KernelRequest(device, dtype, 8, 4, 2)
+
+
+def test_kernel_choice():
+    assert choose_kernel("auto", request()).name == "cpu_flash"
+    assert choose_kernel("auto", replace(request(), window=True, value_dim=5, deterministic=True)).name == "cpu_flash"
+    for rule in ("softcap", "alibi", "relative_bias"):
+        assert choose_kernel("auto", replace(request(), **{rule: True})).name == "blockwise"
+    assert choose_kernel("reference", request()).name == "reference"
+    with pytest.raises(ConfigError, match="unknown"):
+        choose_kernel("flsh", request())
+    with pytest.raises(ConfigError, match="it runs on the CPU"):
+        choose_kernel("cpu_flash", request(device="cuda"))
+    with pytest.raises(ConfigError, match="no attention kernel"):
+        choose_kernel("auto", request(dtype=torch.int64))
+    assert "mps lacks" in (KERNELS["blockwise"].supports(request(device="mps")) or "")
+
+
+def test_requests_are_read_off_the_tensors():
+    q, k, v = tensors(3, 4, torch.bfloat16, V=5)
+    assert kernel_request(q, k) == KernelRequest("cpu", torch.bfloat16, 8, 4, 2)
+    assert kernel_request(q, k, v, rules(4)["all"], window=True, deterministic=True) == KernelRequest(
+        "cpu", torch.bfloat16, 8, 4, 2, 5, window=True, softcap=True, alibi=True, relative_bias=True, deterministic=True
+    )
+
+
+def test_document_slices_skip_empty_segments():
+    assert document_slices(AttentionMask((0, 3, 3, 8))) == (
+        AttentionSlice(0, 3, 0, 3, lo=0),
+        AttentionSlice(3, 8, 3, 8, lo=0),
+    )
+
+
+def test_local_attention_rows_and_documents_are_independent():
+    core, (q, k, v) = LocalAttention(), tensors(12, 12, B=2)
+    whole = core(q, k, v, mask=AttentionMask((0, 5, 12, 24)), layer=0)
+    parts = [
+        core(*(x[:1, a:b] for x in (q, k, v)), mask=AttentionMask((0, b - a)), layer=0) for a, b in [(0, 5), (5, 12)]
+    ]
+    parts.append(core(q[1:], k[1:], v[1:], mask=AttentionMask((0, 12)), layer=0))
+    torch.testing.assert_close(whole.view(1, 24, 4, 8), torch.cat(parts, 1))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        core(q, k, v, mask=AttentionMask((0, 12)), layer=0)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
+def test_local_attention_gradcheck(kernel):
+    leaves = [x.requires_grad_() for x in tensors(6, 6, torch.float64, B=1)]
+    core, mask = LocalAttention(kernel), AttentionMask((0, 2, 6))
+    assert torch.autograd.gradcheck(lambda *qkv: core(*qkv, mask=mask, layer=0), leaves)
+
+
+def test_cache_continues_the_sequence():
+    """Prefill, then chunks of one and of several tokens, past the buffer's first size."""
+    core, (q, k, v) = LocalAttention(), tensors(150, 150)
+    whole = core(q, k, v, mask=AttentionMask((0, 150, 300)), layer=0)
+    cache, parts = LocalKVCache(), []
+    for a, b in [(0, 60), (60, 61), (61, 70), (70, 150)]:
+        step = [x[:, a:b] for x in (q, k, v)]
+        parts.append(core(*step, mask=AttentionMask((0, b - a)), layer=0, cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), whole)

@@ -1,0 +1,83 @@
+"""Products of rows sorted by expert, beside their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longctx.kernels import grouped
+from longctx.kernels.grouped import (
+    grouped_outer,
+    grouped_rows,
+    sort_by_expert,
+    sum_by_expert,
+    takes_grouped_mm,
+)
+
+ENDS = (3, 3, 10, 17)
+
+
+def operands(dtype):
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(s).to(dtype) for s in ((ENDS[-1], 16), (4, 8, 16), (ENDS[-1], 8)))
+    return x, weight, dy, torch.tensor(ENDS, dtype=torch.int32)
+
+
+def by_definition(x, weight, dy):
+    """Products and sums in float64."""
+    rows, outer = x.new_zeros(len(x), 8).double(), torch.zeros_like(weight, dtype=torch.float64)
+    start = 0
+    for expert, stop in enumerate(ENDS):
+        rows[start:stop] = x[start:stop].double() @ weight[expert].double().T
+        outer[expert] = dy[start:stop].double().T @ x[start:stop].double()
+        start = stop
+    return rows, outer
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_equal_their_definition(dtype, loop, monkeypatch):
+    x, weight, dy, ends = operands(dtype)
+    monkeypatch.setattr(grouped, "multiplies_in_float32", lambda *_: False)  # whatever this processor does
+    if loop:
+        monkeypatch.setattr(grouped, "takes_grouped_mm", lambda *_: False)
+    else:
+        assert takes_grouped_mm(x, weight) == (dtype != torch.float64)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    want = by_definition(x, weight, dy)
+    got = grouped_rows(x, weight.mT, ends), grouped_outer(dy, x, ends)
+    for value, exact in zip(got, want, strict=True):
+        assert value.dtype == dtype
+        torch.testing.assert_close(value.double(), exact, atol=tolerance, rtol=tolerance)
+    assert got[1][1].count_nonzero() == 0
+
+
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_cannot(monkeypatch):
+    x, weight, dy, ends = operands(torch.bfloat16)
+    monkeypatch.setattr(grouped, "multiplies_in_float32", lambda *_: True)
+    assert not takes_grouped_mm(x, weight)
+    rows, outer = by_definition(x, weight, dy)
+    assert torch.equal(grouped_rows(x, weight.mT, ends), rows.bfloat16())
+    torch.testing.assert_close(grouped_outer(dy, x, ends), outer.bfloat16(), atol=0, rtol=2**-8)
+
+
+@pytest.mark.parametrize("width", [15, 18])
+def test_odd_widths_take_the_loop(width):
+    assert not takes_grouped_mm(torch.randn(4, width))
+
+
+def test_sums_by_expert():
+    rows = torch.arange(17.0).unsqueeze(1).bfloat16()
+    got = sum_by_expert(rows, torch.tensor(ENDS, dtype=torch.int32))
+    assert got.dtype == torch.float32
+    assert got.squeeze(1).tolist() == [sum(range(3)), 0, sum(range(3, 10)), sum(range(10, 17))]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16], ids=str)
+def test_sorting_is_stable_inverts_and_puts_nowhere_last(dtype):
+    choices = torch.tensor([[2, 0], [-1, 2], [0, 3], [2, -1]], dtype=dtype)
+    order, inverse, ends = sort_by_expert(choices, 4)
+    assert order.tolist() == [1, 4, 0, 3, 6, 5, 2, 7]
+    assert order[inverse].tolist() == list(range(8))
+    assert ends.tolist() == [2, 2, 5, 6]
+    assert ends.dtype == torch.int32

@@ -1,0 +1,99 @@
+"""Decoders with linear layers in one process: against the closed form, packed and alone, with a cache and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longctx.generation.loop import generate
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.linear import LocalLinearAttention
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.decoder import Decoder
+from tests.longctx.kernels.test_linear_attention import closed_form, inputs
+from tests.longctx.model.attention.test_local import by_definition
+from tests.longctx.samples import (
+    dense_config,
+    documents_of,
+    gradients,
+    one_document,
+    packed_batch,
+    randomize,
+    tiny_config,
+)
+
+LAYERS = ("linear", "full")
+
+
+def by_closed_form(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
+    """A core: every weight of the flattened rows written out."""
+    B, T = q_BtHD.shape[:2]
+    q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+    return closed_form(q, k, v, mask.cu_seqlens, mask.causal).view(B, T, *q.shape[2:3], -1)
+
+
+def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    return by_definition(q_BtHD, k_BtKD, v_BtKV, mask, scores, sinks_H)
+
+
+def exact_decoder(**changes) -> Decoder:
+    """In float64, with weights large enough to matter."""
+    decoder = Decoder(dense_config(layers=LAYERS, **changes)).double()
+    randomize(decoder)
+    return decoder
+
+
+def hidden_and_gradients(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
+    decoder.zero_grad()
+    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
+    hidden.sin().sum().backward()
+    return {"hidden": hidden.detach()} | gradients(decoder)
+
+
+@pytest.mark.parametrize("lengths", [[[13]], [[1, 7, 5]], [[3, 1, 9], [1, 1, 11]]], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_and_gradients_are_the_closed_form(lengths, recompute):
+    batch, decoder = packed_batch(lengths), exact_decoder()
+    decoder.recompute = recompute
+    got = hidden_and_gradients(decoder, batch)
+    decoder.recompute, decoder.core, decoder.linear_core = False, by_softmax, by_closed_form
+    torch.testing.assert_close(got, hidden_and_gradients(decoder, batch), rtol=1e-11, atol=1e-11)
+
+
+def test_packed_documents_are_documents_alone():
+    decoder, batch = exact_decoder(), packed_batch([[3, 1, 9, 70], [1, 1, 80, 1]])
+    whole = hidden_and_gradients(decoder, batch)
+    alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
+    together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
+    torch.testing.assert_close(whole["hidden"], together, rtol=1e-11, atol=1e-11)
+    for name in set(whole) - {"hidden"}:
+        torch.testing.assert_close(whole[name], sum(x[name] for x in alone), rtol=1e-10, atol=1e-10)
+
+
+def test_a_state_continues_what_rows_began():
+    """Whatever the steps; two rows at once."""
+    decoder, batch, cache = exact_decoder(), one_document(2, 83), LocalKVCache()
+    with torch.no_grad():
+        whole = decoder(batch.tokens, batch.positions)
+        steps = [(0, 1), (1, 2), (2, 71), (71, 72), (72, 83)]
+        parts = [decoder(batch.tokens[:, a:b], batch.positions[:, a:b], cache=cache) for a, b in steps]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    state = cache.state(0)
+    assert state is not None
+    assert state.shape == (1, 2, 2, 8, 9), "one state a row and key head, however many tokens"
+
+
+@pytest.mark.parametrize("config", [dense_config(layers=LAYERS), tiny_config(layers=("linear",))], ids=["two", "moe"])
+def test_generation_is_the_same_with_a_cache(config):
+    decoder = Decoder(config)
+    randomize(decoder)
+    prompt = list(range(5, 16))
+    assert generate(decoder, prompt, 12) == generate(decoder, prompt, 12, use_cache=False)
+
+
+def test_a_share_of_the_tokens_is_refused():
+    (q, k, v), _ = inputs(4, 2, 2, 3, 3, batch=1)
+    with pytest.raises(ValueError, match="not the 9 tokens"):
+        LocalLinearAttention()(q, k, v, mask=AttentionMask((0, 9)), layer=0)

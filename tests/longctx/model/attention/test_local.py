@@ -1,0 +1,255 @@
+"""One process's attention core against its definition: masks, score rules, sinks, caches, and as part of a graph.
+
+Axes: B rows, T tokens, H query heads, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.decoder import Decoder
+from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
+
+BUCKETS, FARTHEST = 6, 9
+MASKS = [
+    {},
+    {"causal": False},
+    {"window": 1},
+    {"window": 4},
+    {"window": 3, "causal": False},
+    {"window": 2, "sink_tokens": 3},
+    {"window": 2, "sink_tokens": 6, "causal": False},
+    {"window": 5, "sink_tokens": 1},
+    {"window": 40, "sink_tokens": 2},
+    {"sink_tokens": 2},
+]
+
+
+def visible(mask: AttentionMask, i: int, j: int) -> bool:
+    """Whether token i sees token j of the flattened rows, by the words of ``AttentionMask``."""
+    start = next((a for a, b in pairwise(mask.cu_seqlens) if a <= i < b and a <= j < b), None)
+    if start is None or (mask.causal and j > i):
+        return False
+    return mask.window is None or abs(i - j) < mask.window or j - start < mask.sink_tokens
+
+
+def bucket(distance: int, bidirectional: bool) -> int:
+    """T5's bucket of a distance query − key."""
+    buckets, first = BUCKETS, 0
+    if bidirectional:
+        buckets //= 2
+        first = buckets if distance < 0 else 0
+        distance = abs(distance)
+    distance, exact = max(distance, 0), buckets // 2
+    if distance < exact:
+        return first + distance
+    wide = math.log(distance / exact) / math.log(FARTHEST / exact) * (buckets - exact)
+    return first + min(exact + int(wide), buckets - 1)
+
+
+def by_definition(q, k, v, mask, scores, sinks):
+    """Softmax over all scores at once, in float64 and with autograd; [B, T, H, V]."""
+    B, T, H, _ = q.shape
+    groups = H // k.shape[2]
+    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    values = torch.einsum("ihd,jhd->hij", q, k) * scores.scale
+    if scores.softcap is not None:
+        values = scores.softcap * torch.tanh(values / scores.softcap)
+    tokens = range(B * T)
+    if scores.alibi_slopes_H is not None:
+        distances = torch.tensor([[abs(i - j) for j in tokens] for i in tokens])
+        values = values - scores.alibi_slopes_H.double()[:, None, None] * distances
+    if scores.relative_bias is not None:
+        bias = scores.relative_bias
+        index = torch.tensor([[bucket(i - j, bias.bidirectional) for j in tokens] for i in tokens])
+        values = values + bias.table_NH[index].permute(2, 0, 1)
+    seen = torch.tensor([[visible(mask, i, j) for j in tokens] for i in tokens])
+    values = values.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        values = torch.cat((values, sinks[:, None, None].expand(H, B * T, 1)), -1)
+    return torch.einsum("hij,jhv->ihv", values.softmax(-1)[..., : B * T], v).view(B, T, H, -1)
+
+
+def leaves(B: int, T: int, *, H=4, K=2, D=8, V=5, dtype=torch.float64) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"q": (B, T, H, D), "k": (B, T, K, D), "v": (B, T, K, V), "table": (BUCKETS, H), "sinks": (H,)}
+    return {n: torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for n, s in shapes.items()}
+
+
+def rules(x: dict[str, torch.Tensor], *, rich: bool, bidirectional: bool = False) -> dict:
+    """``scores`` and ``sinks_H`` for a core: all there is, or nothing."""
+    if not rich:
+        return {}
+    slopes = torch.tensor([0.5, 0.1, -0.2, 1.0])
+    bias = RelativeBias(x["table"], FARTHEST, bidirectional)
+    scores = Scores(scale=0.4, softcap=3.0, alibi_slopes_H=slopes, relative_bias=bias)
+    return {"scores": scores, "sinks_H": x["sinks"]}
+
+
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
+@pytest.mark.parametrize("changes", MASKS, ids=str)
+def test_values_and_gradients_are_the_definitions(changes, rich):
+    mask = AttentionMask((0, 1, 8, 8, 13, 26), **changes)
+    x = leaves(2, 13)
+    asked = rules(x, rich=rich, bidirectional=not mask.causal)
+    out = LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+    scores = asked.get("scores", Scores(scale=8**-0.5))
+    wanted = by_definition(x["q"], x["k"], x["v"], mask, scores, asked.get("sinks_H"))
+    torch.testing.assert_close(out, wanted)
+    dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
+    grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
+    torch.testing.assert_close(grads, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 1)])
+def test_sinks_on_the_preferred_kernel(dtype, H, K):
+    x, mask = leaves(1, 23, H=H, K=K, V=8, dtype=dtype), AttentionMask((0, 7, 23))
+    out = LocalAttention()(x["q"], x["k"], x["v"], mask=mask, layer=0, sinks_H=x["sinks"])
+    exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
+    wanted = by_definition(exact["q"], exact["k"], exact["v"], mask, Scores(scale=8**-0.5), exact["sinks"])
+    inputs = ("q", "k", "v", "sinks")
+    dout = torch.randn_like(wanted).to(dtype)
+    grads = torch.autograd.grad(out, [x[n] for n in inputs], dout)
+    assert [g.dtype for g in grads] == [dtype] * 4
+    references = torch.autograd.grad(wanted, [exact[n] for n in inputs], dout.double())
+    for got, want in zip((out, *grads), (wanted, *references), strict=True):
+        assert (got.double() - want).norm() / want.norm() < (2e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_sinks_on_rows_without_a_key():
+    out, lse = apply_sinks(torch.zeros(1, 2, 2, 3), torch.full((1, 2, 2), -torch.inf), torch.tensor([0.5, -torch.inf]))
+    assert torch.equal(out, torch.zeros(1, 2, 2, 3))
+    assert lse.dtype == torch.float64
+    assert lse[0].tolist() == [[0.5, -torch.inf]] * 2
+    assert torch.equal(sinks_gradient(torch.ones_like(out), out, lse, lse[0, 0]), torch.zeros(2, dtype=torch.float64))
+
+
+masks = st.builds(
+    AttentionMask,
+    st.lists(st.integers(0, 12), min_size=1, max_size=4).map(lambda n: (0, *torch.tensor(n).cumsum(0).tolist())),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 14),
+    sink_tokens=st.integers(0, 14),
+)
+
+
+def named(slices, num_queries: int, num_keys: int) -> list[list[int]]:
+    """How often each query and key is named."""
+    seen = [[0] * num_keys for _ in range(num_queries)]
+    for p in slices:
+        for i in range(p.q_start, p.q_stop):
+            for j in range(p.k_start, p.k_stop):
+                seen[i][j] += (p.lo is None or i - j >= p.lo) and (p.hi is None or i - j <= p.hi)
+    return seen
+
+
+@settings(deadline=None, max_examples=60)
+@given(masks, st.integers(0, 30))
+def test_slices_name_every_visible_key_once(mask, before):
+    T = mask.num_tokens
+    assert mask.num_documents == len(mask.cu_seqlens) - 1
+    assert named(document_slices(mask), T, T) == [[visible(mask, i, j) for j in range(T)] for i in range(T)]
+    queries = T - min(before, T)
+    slices = continuation_slices(mask, queries, T)
+    one = AttentionMask((0, T), mask.causal, mask.window, mask.sink_tokens)
+    assert named(slices, queries, T) == [[visible(one, i, j) for j in range(T)] for i in range(T - queries, T)]
+    assert all(p.step == 1 and p.offset == T - queries for p in slices)  # tokens' distance is i − j + offset
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 4}, {"window": 3, "sink_tokens": 2}], ids=str)
+def test_a_cache_continues_under_windows_sinks_and_scores(changes):
+    core, x = LocalAttention("blockwise"), leaves(2, 17)
+    asked = rules(x, rich=True)
+    with torch.no_grad():
+        whole = core(x["q"], x["k"], x["v"], mask=AttentionMask((0, 17, 34), **changes), layer=0, **asked)
+        cache, parts = LocalKVCache(), []
+        for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 17)]:
+            mask = AttentionMask((0, b - a, 2 * (b - a)), **changes)
+            step = [x[n][:, a:b] for n in "qkv"]
+            parts.append(core(*step, mask=mask, layer=0, cache=cache, **asked))
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_requests_that_make_no_sense_are_refused():
+    for bad, rule in (({"window": 0}, "at least 1"), ({"sink_tokens": -1}, "not be negative")):
+        with pytest.raises(ConfigError, match=rule):
+            AttentionMask((0, 4), **bad)
+    for boundaries in ((0, 9, 4), (1, 4), ()):
+        with pytest.raises(ConfigError, match="start at 0 and never descend"):
+            AttentionMask(boundaries)
+    x = leaves(1, 4)
+    with pytest.raises(ConfigError, match="each of 4 query heads"):
+        LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=AttentionMask((0, 4)), layer=0, sinks_H=torch.zeros(2))
+
+
+BOUNDARIES = [[[5, 7]], [[3, 4, 5]], [[1, 1, 1, 9]], [[12]], [[6, 6]]]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def test_compiled_attention_is_one_graph_whatever_the_documents(fresh_compiler):
+    def attention(x, mask):
+        core = LocalAttention("blockwise")
+        return core(x["q"], x["k"], x["v"], mask=mask, layer=0, **rules(x, rich=True))
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for [lengths] in BOUNDARIES[:3]:
+        cu_seqlens = (0, *torch.tensor(lengths).cumsum(0).tolist())
+        mask, x = AttentionMask(cu_seqlens, window=4, sink_tokens=1), leaves(1, 12)
+        results = [
+            [out := f(x, mask), *torch.autograd.grad(out.sin().sum(), list(x.values()))] for f in (attention, compiled)
+        ]
+        torch.testing.assert_close(results[1], results[0])
+    assert counters["stats"]["unique_graphs"] <= 2  # the first row's, and one for any number of documents
+
+
+class OutsideOfGraphs(LocalAttention):
+    """As a core must be that communicates."""
+
+    is_operator = False
+
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_decoder_equals_eager_and_serves_any_documents(recompute, fresh_compiler):
+    """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
+    core = LocalAttention() if recompute else OutsideOfGraphs()
+    decoder = Decoder(dense_config(num_layers=1), core)
+    randomize(decoder)
+    decoder.recompute = recompute
+    compiled = torch.compile(decoder, backend="aot_eager" if recompute else "eager")
+    for lengths in BOUNDARIES:
+        batch, results = packed_batch(lengths), []
+        for f in (decoder, compiled):
+            decoder.zero_grad()
+            hidden = f(batch.tokens, batch.positions, batch.cu_seqlens)
+            hidden.square().sum().backward()
+            results.append((hidden, gradients(decoder)))
+        torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    breaks = len(counters["graph_break"])
+    assert breaks == (1 if recompute else 2)  # at the boundaries of documents, and at the core
+    assert counters["stats"]["unique_graphs"] <= 5  # embedding, table, before and after the core, last norm

@@ -1,0 +1,254 @@
+"""Sparse attention in one process against its definition: rows that are named, values, gradients, caches, graphs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from longctx.errors import ConfigError
+from longctx.generation.loop import generate
+from longctx.kernels.attention import cpu_flash
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.slices import table_slices
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.strided import continuation, strided_work, whole_documents
+from longctx.model.decoder import Decoder
+from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
+from tests.longctx.model.attention.test_local import BUCKETS, FARTHEST, leaves, rules
+from tests.longctx.samples import dense_config, documents_of, gradients, packed_batch, randomize
+
+RULES = [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 8), (8, 4), (7, 7), (2, 11), (40, 3), (3, 40)]
+"""(window, stride): one, equal, multiples and primes of each other, larger than any document."""
+
+
+def sees(cu_seqlens: tuple[int, ...], window: int, stride: int) -> torch.Tensor:
+    """[T, T]: whether token i sees token j, in the words of the paper's masks."""
+    T = cu_seqlens[-1]
+    seen = torch.zeros(T, T, dtype=torch.bool)
+    for a, b in pairwise(cu_seqlens):
+        for i in range(a, b):
+            for j in range(a, i + 1):
+                seen[i, j] = i - j < window or (i - j) % stride == 0
+    return seen
+
+
+def by_definition(q, k, v, seen, scores: Scores, sinks=None):
+    """Softmax over all scores at once by autograd; rows are flattened."""
+    (B, T, H, _), groups = q.shape, q.shape[2] // k.shape[2]
+    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    values = torch.einsum("ihd,jhd->hij", q, k) * scores.scale
+    if scores.softcap is not None:
+        values = scores.softcap * torch.tanh(values / scores.softcap)
+    apart = torch.arange(B * T)[:, None] - torch.arange(B * T)
+    if scores.alibi_slopes_H is not None:
+        values = values - scores.alibi_slopes_H.double()[:, None, None] * apart
+    if scores.relative_bias is not None:
+        values = values + scores.relative_bias.table_NH[t5_buckets(apart.clamp(min=0))].permute(2, 0, 1)
+    values = values.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        values = torch.cat((values, sinks[:, None, None].expand(H, B * T, 1)), -1)
+    return torch.einsum("hij,jhv->ihv", values.softmax(-1)[..., : B * T], v).view(B, T, H, -1)
+
+
+def t5_buckets(distances: torch.Tensor) -> torch.Tensor:
+    """Half of the buckets for a distance each, the others wider and wider up to ``FARTHEST``."""
+    exact = BUCKETS // 2
+    wide = torch.log(distances.clamp(min=1) / exact) / torch.log(torch.tensor(FARTHEST / exact)) * (BUCKETS - exact)
+    return distances.where(distances < exact, (exact + wide.long()).clamp(max=BUCKETS - 1))
+
+
+def named(work, num_queries: int, num_keys: int) -> torch.Tensor:
+    """How often (query rows, key rows, slices) name each query and key; checks the distances that the slices tell."""
+    queries, keys, slices = work
+    seen = torch.zeros(num_queries, num_keys, dtype=torch.int64)
+    assert all(len(rows.unique()) == len(rows) for rows in (queries, keys))
+    for p in table_slices(slices):
+        i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
+        inside = (i - j >= (-(2**40) if p.lo is None else p.lo)) & (i - j <= (2**40 if p.hi is None else p.hi))
+        apart = queries[i] + (num_keys - num_queries) - keys[j]
+        assert torch.equal((p.step * (i - j) + p.offset)[inside], apart[inside])
+        seen[queries[i], keys[j]] += inside
+    return seen
+
+
+documents = st.lists(st.integers(0, 14), min_size=1, max_size=4).map(lambda n: (0, *torch.tensor(n).cumsum(0).tolist()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(documents, st.integers(1, 16), st.integers(1, 16), st.integers(0, 40))
+def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
+    mask, T = AttentionMask(cu_seqlens, window=window, stride=stride), cu_seqlens[-1]
+    band, nothing = (torch.arange(T), torch.arange(T), mask.slice_table), torch.zeros(T, T, dtype=torch.int64)
+    strided = strided_work(whole_documents(cu_seqlens), window, stride)
+    got = named(band, T, T) + (nothing if strided is None else named(strided, T, T))
+    assert torch.equal(got, sees(cu_seqlens, window, stride).long())
+    queries = T - min(before, T)
+    newest = strided_work(continuation(queries, T), window, stride)
+    apart = torch.arange(T - queries, T)[:, None] - torch.arange(T)
+    got = nothing[:queries] if newest is None else named(newest, queries, T)
+    assert torch.equal(got, ((apart >= window) & (apart % stride == 0)).long())
+
+
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
+@pytest.mark.parametrize(("window", "stride"), RULES)
+def test_values_and_gradients_are_the_definitions(window, stride, rich):
+    cu_seqlens = (0, 1, 8, 8, 13, 38)
+    mask, x = AttentionMask(cu_seqlens, window=window, stride=stride), leaves(2, 19)
+    asked = rules(x, rich=rich)
+    out = LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+    scores = asked.get("scores", Scores(scale=8**-0.5))
+    wanted = by_definition(x["q"], x["k"], x["v"], sees(cu_seqlens, window, stride), scores, asked.get("sinks_H"))
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
+    grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
+    torch.testing.assert_close(grads, exact, rtol=1e-12, atol=1e-12)
+
+
+# fp32: rounding of sums over the keys; bf16: outputs and gradients carry 8 bits.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 1e-13)])
+def test_the_preferred_kernel_on_long_documents(dtype, bound):
+    cu_seqlens = (0, 300, 301, 700)
+    x = leaves(1, 700, V=8, dtype=dtype)
+    out = LocalAttention()(x["q"], x["k"], x["v"], mask=AttentionMask(cu_seqlens, window=30, stride=17), layer=0)
+    exact = q, k, v = [x[n].detach().double().requires_grad_() for n in "qkv"]
+    apart = torch.arange(700)[:, None] - torch.arange(700)
+    document = torch.bucketize(torch.arange(700), torch.tensor(cu_seqlens[1:]), right=True)
+    seen = (document[:, None] == document) & (apart >= 0) & ((apart < 30) | (apart % 17 == 0))
+    wanted = by_definition(q, k, v, seen, Scores(scale=8**-0.5))
+    dout = torch.randn_like(wanted).to(dtype)
+    grads = torch.autograd.grad(out, [x[n] for n in "qkv"], dout)
+    references = torch.autograd.grad(wanted, exact, dout.double())
+    for got, want in zip((out, *grads), (wanted, *references), strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() / want.norm() < bound
+
+
+def test_work_grows_with_what_is_seen(monkeypatch):
+    """Scores that the kernel forms: those of windows and classes in whole tiles, not those of the square."""
+    formed, op = [0], cpu_flash._forward
+
+    def counting(q, k, *rest, **options):
+        formed[0] += q.shape[2] * k.shape[2]
+        return op(q, k, *rest, **options)
+
+    monkeypatch.setattr(cpu_flash, "_forward", counting)
+    T, window, stride = 8192, 128, 128
+    q = torch.randn(1, T, 1, 4)
+    LocalAttention("cpu_flash")(q, q, q, mask=AttentionMask((0, T), window=window, stride=stride), layer=0)
+    assert formed[0] < T * T / 10
+
+
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
+@pytest.mark.parametrize(("window", "stride"), [(1, 3), (3, 5), (5, 3), (2, 1)])
+def test_a_cache_continues(window, stride, rich):
+    core, x = LocalAttention("blockwise"), leaves(2, 23)
+    asked = rules(x, rich=rich)
+    with torch.no_grad():
+        mask = AttentionMask((0, 23, 46), window=window, stride=stride)
+        whole = core(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+        cache, parts = LocalKVCache(), []
+        for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 11), (11, 23)]:
+            mask = AttentionMask((0, b - a, 2 * (b - a)), window=window, stride=stride)
+            parts.append(core(*(x[n][:, a:b] for n in "qkv"), mask=mask, layer=0, cache=cache, **asked))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_cuda_adapters_take_a_strides_slices(name):
+    """Of packed documents, and of new queries, with distances where the adapter has them."""
+    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0]) if name in ("flash2", "flex") else None
+    for pieces in (whole_documents((0, 1, 12, 30)), continuation(7, 30)):
+        work = strided_work(pieces, 3, 4)
+        assert work is not None
+        check(KERNELS[name](), table_slices(work.slices), Scores(scale=0.3, alibi_slopes_H=slopes))
+
+
+def test_one_new_token_reads_its_class_alone():
+    work = strided_work(continuation(1, 1000), 10, 100)
+    assert work is not None
+    assert work.queries_n.tolist() == [0]
+    assert work.keys_m.tolist() == list(range(99, 900, 100))
+
+
+def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse")) -> Decoder:
+    config = dense_config(num_layers=len(layers), layers=layers, window=3, sparse_stride=4, sinks=True)
+    decoder = Decoder(config, LocalAttention("blockwise")).double()
+    randomize(decoder)
+    return decoder
+
+
+def hidden_and_gradients(decoder, batch) -> dict[str, torch.Tensor]:
+    decoder.zero_grad()
+    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
+    hidden.sin().sum().backward()
+    return {"hidden": hidden.detach()} | gradients(decoder)
+
+
+def test_a_decoder_packs_recomputes_and_generates():
+    decoder, batch = sparse_decoder(), packed_batch([[3, 1, 9, 17], [1, 1, 27, 1]])
+    whole = hidden_and_gradients(decoder, batch)
+    decoder.recompute = True
+    again = hidden_and_gradients(decoder, batch)
+    assert all(torch.equal(again[name], x) for name, x in whole.items())
+    decoder.recompute = False
+    alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
+    together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
+    torch.testing.assert_close(whole["hidden"], together, rtol=1e-11, atol=1e-11)
+    for name in set(whole) - {"hidden"}:
+        torch.testing.assert_close(whole[name], sum(x[name] for x in alone), rtol=1e-10, atol=1e-10)
+    prompt = list(range(5, 16))
+    assert generate(decoder, prompt, 12) == generate(decoder, prompt, 12, use_cache=False)
+
+
+def test_a_decoder_uses_its_configs_mask():
+    """window = stride = 1 lets a query see all tokens, a stride beyond the documents the window alone."""
+    batch = packed_batch([[3, 1, 9, 17]])
+    hidden = {}
+    for name, changes in {
+        "full": {"layers": ("full",)},
+        "dense stride": {"layers": ("sparse",), "window": 1, "sparse_stride": 1},
+        "window": {"layers": ("window",), "window": 3},
+        "no stride": {"layers": ("sparse",), "window": 3, "sparse_stride": 40},
+        "sparse": {"layers": ("sparse",), "window": 3, "sparse_stride": 4},
+    }.items():
+        decoder = Decoder(dense_config(**changes), LocalAttention("blockwise")).double()
+        randomize(decoder)
+        hidden[name] = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
+    torch.testing.assert_close(hidden["dense stride"], hidden["full"], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(hidden["no stride"], hidden["window"], rtol=0, atol=0)
+    assert not torch.allclose(hidden["sparse"], hidden["window"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_decoders_serve_any_documents(recompute):
+    """With one graph break, at the boundaries of documents, and the core inside of the graph."""
+    decoder = sparse_decoder(("sparse",))
+    decoder.recompute = recompute
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(decoder, backend="aot_eager")
+    for lengths in ([[5, 7]], [[3, 4, 5]], [[12]], [[1, 11]]):
+        batch = packed_batch(lengths)
+        results = [hidden_and_gradients(f, batch) for f in (decoder, compiled)]
+        named = [{name.removeprefix("_orig_mod."): x for name, x in result.items()} for result in results]
+        torch.testing.assert_close(named[1], named[0], rtol=1e-12, atol=1e-12)
+    assert len(counters["graph_break"]) == 1
+    torch.compiler.reset()
+
+
+def test_masks_that_make_no_sense_are_refused():
+    bad: list[tuple[int | None, int, bool]] = [(None, 0, True), (2, 1, True), (2, 0, False)]
+    for window, sink_tokens, causal in bad:
+        with pytest.raises(ConfigError, match="stride=3 needs a window"):
+            AttentionMask((0, 4), causal=causal, window=window, sink_tokens=sink_tokens, stride=3)
+    with pytest.raises(ConfigError, match="stride=-1 must not be negative"):
+        AttentionMask((0, 4), window=2, stride=-1)

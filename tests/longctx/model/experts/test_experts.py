@@ -1,0 +1,469 @@
+"""Experts of one process beside their definition, token by token in float64; tiles, recomputation, memory.
+
+Axes: N tokens, k choices a token, M model width, E experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from longctx.kernels import grouped
+from longctx.model.experts import compute_cpu as expert_blocks
+from longctx.model.experts import dispatch, experts
+from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, Here, LocalDispatcher, tiles_of
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.parts import GradientSum
+from longctx.model.recompute import RecomputeCache, recomputed
+from tests.longctx.samples import gradients, randomize, tiny_config
+
+N, M, E, K = 29, 32, 4, 2
+EXACT = 1e-12
+
+
+def build(dtype=torch.float64, **changes) -> Experts:
+    module = Experts(tiny_config(**changes))
+    randomize(module)
+    return module.to(dtype)
+
+
+def routed(dtype=torch.float64, *, tokens=N, allowed=range(E), nowhere=0.0, k=K, width=M):
+    """Tokens, gates and choices of the ``allowed`` experts, some of which lead nowhere."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, width, dtype=torch.float64, generator=g).to(dtype).requires_grad_()
+    gates = torch.rand(tokens, k, dtype=torch.float64, generator=g)
+    gates = gates.to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
+    order = torch.rand(tokens, len(allowed), generator=g).argsort(dim=1)[:, :k]
+    choices = torch.tensor(list(allowed))[order].view(tokens, k)
+    return x, gates, choices.where(torch.rand(tokens, k, generator=g) >= nowhere, -1)
+
+
+def activation(kind, gate, up):
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return {"swiglu": silu, "geglu": gelu, "geglu_tanh": partial(gelu, approximate="tanh")}[kind](gate) * up
+
+
+def by_definition(module, x, gates, choices):
+    """Token by token, choice by choice."""
+    rows = []
+    for n in range(len(x)):
+        row = torch.zeros_like(x[n])
+        for gate, expert in zip(gates[n], choices[n], strict=True):
+            if expert < 0:
+                continue
+            both = module.gate_up_proj[expert] @ x[n]
+            if module.gate_up_proj_bias is not None:
+                both = both + module.gate_up_proj_bias[expert]
+            y = module.down_proj[expert] @ activation(module.activation, *both.chunk(2))
+            row = row + gate * (y if module.down_proj_bias is None else y + module.down_proj_bias[expert])
+        rows.append(row)
+    return torch.stack(rows) + x * 0 if rows else x * 0
+
+
+def outcome(forward, module, x, gates):
+    """Output and gradients of everything, for an arbitrary gradient of the output."""
+    out = forward(x, gates)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [x, gates, *module.parameters()]
+    grads = torch.autograd.grad(out, leaves, dout.to(out.dtype), allow_unused=True)
+    return [out, *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True))]
+
+
+def compare(module, given, tolerance, **run):
+    """The module's output and gradients are those of the definition, relative to each tensor's largest value."""
+    x, gates, choices = given
+    exact = build(
+        **{"activation": module.activation, "expert_bias": module.down_proj_bias is not None}, **sizes_of(module)
+    )
+    exact.load_state_dict(module.state_dict())
+    doubles = [of.detach().double().requires_grad_() for of in (x, gates)]
+    want = outcome(lambda x, gates: by_definition(exact, x, gates, choices), exact, *doubles)
+    how = ExpertRun(LocalDispatcher(), **run)
+    got = outcome(lambda x, gates: module(x, gates, choices, how), module, x, gates)
+    for number, (value, right) in enumerate(zip(got, want, strict=True)):
+        assert value.shape == right.shape
+        error, scale = ((value.double() - right).abs().sum(), right.abs().sum()) if value.numel() else (0.0, 1.0)
+        assert error <= tolerance * scale, f"tensor {number} is {error / scale:.1e} off"
+    return got
+
+
+def sizes_of(module):
+    e, _, width = module.gate_up_proj.shape
+    return {"num_experts": e, "hidden_size": width, "expert_ffn_size": module.down_proj.shape[2]}
+
+
+CASES = {
+    "all experts": {},
+    "two idle experts": {"allowed": (1, 3)},
+    "one expert takes all": {"allowed": (2,), "k": 1},
+    "some lead nowhere": {"nowhere": 0.4},
+    "all lead nowhere": {"nowhere": 1.1},
+    "one token": {"tokens": 1},
+    "no token": {"tokens": 0},
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("tile_tokens", [0, 1, 12, 28])
+@pytest.mark.parametrize("case", CASES)
+def test_experts_equal_their_definition(case, tile_tokens, recompute):
+    given = routed(**CASES[case])
+    out, dx, dgates, *dweights = compare(build(), given, EXACT, tile_tokens=tile_tokens, recompute=recompute)
+    assert out.dtype == torch.float64
+    idle = [e for e in range(E) if e not in given[2]]
+    assert all(grad[idle].count_nonzero() == 0 for grad in dweights)
+    assert dgates[given[2] < 0].count_nonzero() == 0
+    nowhere = (given[2] < 0).all(1)
+    assert out[nowhere].count_nonzero() == 0
+    assert dx[nowhere].count_nonzero() == 0
+
+
+# bf16: the definition is in float64 from the same rounded weights; gate and up, and results, are rounded once
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+@pytest.mark.parametrize("tile_tokens", [0, 12])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_low_precision(dtype, recompute, tile_tokens, in_float32, monkeypatch):
+    for module in (grouped, expert_blocks):
+        monkeypatch.setattr(module, "multiplies_in_float32", lambda x: in_float32 and x.dtype == torch.bfloat16)
+    out, dx, *_ = compare(
+        build(dtype), routed(dtype, nowhere=0.1), TOLERANCE[dtype], tile_tokens=tile_tokens, recompute=recompute
+    )
+    assert out.dtype == torch.float32
+    assert dx.dtype == dtype
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["swiglu", "swiglu_oai", "geglu", "geglu_tanh"])
+def test_activations_and_biases(kind, biased):
+    module = build(activation=kind, expert_bias=biased)
+    compare(module, routed(nowhere=0.2), EXACT, tile_tokens=12)
+
+
+@pytest.fixture
+def all_rows_at_once(monkeypatch):
+    """The way of other devices than a CPU."""
+    monkeypatch.setattr(experts, "_in_blocks", lambda *_: False)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["counts unknown", "counts known"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("case", CASES)
+def test_all_rows_at_once(case, recompute, known, all_rows_at_once, monkeypatch):
+    if known:
+        monkeypatch.setattr(experts.LocalDispatcher, "trip", _trip_that_counts)
+    for tile_tokens in (0, 12):
+        given = routed(**CASES[case])
+        compare(build(expert_bias=known), given, EXACT, tile_tokens=tile_tokens, recompute=recompute)
+
+
+def _trip_that_counts(_, experts_nk, planned):
+    return dispatch._NoTrip(experts_nk, num_rows=int((experts_nk >= 0).sum()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_all_rows_at_once_through_grouped_mm(dtype, all_rows_at_once, monkeypatch):
+    monkeypatch.setattr(grouped, "multiplies_in_float32", lambda *_: False)
+    compare(build(dtype), routed(dtype, nowhere=0.1), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradcheck(biased):
+    module = build(hidden_size=3, expert_ffn_size=2, expert_bias=biased)
+    x, gates, choices = routed(tokens=5, width=3, nowhere=0.2)
+    inputs = (x, gates, *module.parameters())
+    assert torch.autograd.gradcheck(lambda x, gates, *_: module(x, gates, choices), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ways_to_recompute_and_repetition_give_equal_bits(dtype):
+    module, given = build(dtype), routed(dtype)
+    ways = [("activation", False), ("activation", False), ("all", False), ("none", False), ("activation", True)]
+    results = []
+    for recompute, has_cache in ways[: None if dtype == torch.float32 else 3]:
+        run = ExpertRun(LocalDispatcher(), 12, recompute)
+
+        def forward(x, gates, run=run, has_cache=has_cache):
+            if not has_cache:
+                return module(x, gates, given[2], run)
+            return recomputed(
+                lambda x, gates, recompute_cache: (module(x, gates, given[2], run, recompute_cache),), x, gates
+            )[0]
+
+        results.append(outcome(forward, module, *given[:2]))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
+    runs, passes = [], {name: getattr(experts, name) for name in ("_forward", "_backward")}
+    for name in passes:
+        monkeypatch.setattr(experts, name, lambda *given, name=name: runs.append(name) or passes[name](*given))
+    module, (x, gates, choices) = build(), routed()
+    kept = []
+
+    def layer(x, gates, recompute_cache: RecomputeCache):
+        kept.append(recompute_cache)
+        return (module(x, gates, choices, recompute_cache=recompute_cache).square(),)
+
+    out = recomputed(layer, x, gates)[0]
+    assert runs == ["_forward"]
+    out.sum().backward()
+    assert runs == ["_forward", "_backward"]
+    assert kept[0] is kept[1]
+    assert not kept[0]._kept  # handed over, not held
+    gradients(module)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_experts_of_many_blocks(rows, monkeypatch):
+    monkeypatch.setattr(expert_blocks, "BLOCK_ROWS", rows)
+    for dtype in (torch.float64, torch.bfloat16):
+        compare(build(dtype, expert_bias=True), routed(dtype), EXACT if dtype == torch.float64 else 3e-2)
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "x", "gates", "all weights"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    module, (x, gates, choices) = build(expert_bias=True), routed()
+    wanted = outcome(lambda x, gates: module(x, gates, choices), module, x, gates)
+    leaves = {"x": x, "gates": gates, **dict(module.named_parameters())}
+    still = [n for n in leaves if n == frozen or (frozen == "all weights" and n not in ("x", "gates"))]
+    for name in still:
+        leaves[name].requires_grad_(False)
+    out = module(x, gates, choices)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    out.backward(dout)
+    for (name, leaf), want in zip(leaves.items(), wanted[1:], strict=True):
+        assert leaf.grad is None if name in still else torch.equal(leaf.grad, want), name
+
+
+def test_evaluation_keeps_nothing():
+    module, (x, gates, choices) = build(), routed()
+    with torch.no_grad():
+        out = module(x, gates, choices)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, by_definition(module, x, gates, choices).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tile_tokens": 12}, {"recompute": "none"}, {"recompute": "all"}], ids=str)
+def test_compiled_experts_are_one_graph(options, dtype):
+    module, (x, gates, choices) = build(dtype, expert_bias=True), routed(dtype, nowhere=0.2)
+    run = ExpertRun(LocalDispatcher(), **options)
+
+    def layer(x, gates):
+        return module(x * 1, gates, choices, run) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for a, b in zip(outcome(compiled, module, x, gates), outcome(layer, module, x, gates), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_operators_keep_what_they_promise_to_compilers():
+    module, (x, gates, choices) = build(torch.float32), routed(torch.float32)
+    given = [of.detach() for of in (x, gates)] + [choices, module.gate_up_proj.detach(), module.down_proj.detach()]
+    how = ("swiglu", 12, "activation")
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.longctx.experts_forward.default, (*given, None, None, *how), test_utils=tests)
+    _, *kept = torch.ops.longctx.experts_forward.default(*given, None, None, *how)
+    for needs in ([True] * 4 + [False] * 2, [False, True, True, False, False, False]):
+        arguments = (torch.randn(N, M), *given, None, None, kept, *how, needs)
+        torch.library.opcheck(torch.ops.longctx.experts_backward.default, arguments, test_utils=tests)
+
+
+def test_gradients_of_tiles_are_added_in_float32():
+    """Steps of a thousandth of the sum would be lost in bfloat16."""
+    weight = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+    total = GradientSum(weight, tiles=1025)
+    total.add_outer(0, torch.ones(1, 1), torch.full((1, 1), 512.0))
+    for _ in range(1024):  # in every tile both experts
+        total.add_outer(0, torch.ones(1, 1), torch.full((1, 1), 0.5))
+        total.add_outer(1, torch.ones(1, 1), torch.full((1, 1), 0.25))
+    assert total.result().flatten().tolist() == [1024, 256]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that tensors made inside held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.seen = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() and storage.data_ptr() not in self.seen:
+                size, at = storage.nbytes(), storage.data_ptr()
+                self.seen.add(at)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._freed, at, size)
+        return out
+
+    def _freed(self, at, size):
+        self.live -= size
+        self.seen.discard(at)
+
+
+def test_tiles_bound_memory_whatever_the_number_of_tokens():
+    """With all recomputed, twice the tokens cost what x, gates, ids, results and gradients of twice the tokens cost."""
+    tile, width = 64, 32
+    peaks = {}
+    for tokens in (4 * tile, 32 * tile):
+        module, (x, gates, choices) = build(torch.float32), routed(torch.float32, tokens=tokens)
+        choices = choices[:tile].repeat(tokens // tile, 1)  # no tile has a fuller expert than the others
+        run = ExpertRun(LocalDispatcher(), tile, "all")
+        saved = 0
+
+        def count(tensor):
+            nonlocal saved
+            saved += tensor.nbytes
+            return tensor
+
+        with Peak() as memory:
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+                out = module(x, gates, choices, run)
+            torch.autograd.grad(out, (x, gates, *module.parameters()), torch.ones_like(out))
+        weights = sum(w.nbytes for w in module.parameters())
+        assert saved == x.nbytes + gates.nbytes + choices.nbytes + weights
+        of_all = 2 * (weights + gates.nbytes) + choices.nbytes + 4 * x.nbytes  # with gradients; out and its own too
+        peaks[tokens] = memory.peak - of_all
+    few, many = peaks.values()
+    assert many <= few * 1.01, peaks
+    assert few <= 16 * 4 * tile * K * width, peaks
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation"])
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_backward_lets_go_of_what_was_kept_unless_the_graph_is(recompute, keeps_graph, monkeypatch):
+    """Row by row of slabs, the gradients of weights take the place of what they are made of."""
+    made, alive = [], []
+    monkeypatch.setattr(expert_blocks, "SLAB_BYTES", 1)
+    module, given = build(), routed()
+    x, gates = (of.detach().requires_grad_() for of in given[:2])
+    _record(monkeypatch, expert_blocks, "mapped", made)
+    out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
+    kept = [ref for ref in made if ref() is not None and ref().data_ptr() != out.data_ptr()]
+    each = {"none": 2, "activation": 1}[recompute]  # gate and up, and x
+    assert len(kept) == E * 3 * each  # every expert has rows in each of three tiles
+    outer = GradientSum.add_outer
+
+    def add_outer(*of):
+        alive.append(sum(ref() is not None for ref in kept))
+        outer(*of)
+
+    monkeypatch.setattr(GradientSum, "add_outer", add_outer)
+    leaves = (x, gates, *module.parameters())
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=keeps_graph)
+    if keeps_graph:
+        assert set(alive) == {len(kept)}
+        again = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    else:
+        assert alive == [(3 * E - n // 2) * each for n in range(2 * 3 * E)]  # two products for each block
+    assert not any(ref() is not None for ref in kept)
+
+
+def _record(monkeypatch, module, name, made):
+    """Have weak references to all that a function makes appended to a list."""
+    whole = getattr(module, name)
+
+    def recording(*given, **how):
+        result = whole(*given, **how)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(module, name, recording)
+
+
+class Journeys(LocalDispatcher):
+    """Experts that are here, as if they were not: what starts and what is waited for, in order."""
+
+    travels = True
+
+    def __init__(self):
+        self.log = []
+
+    def plan(self, experts_Nk, tiles):
+        self.log.append(f"plan {len(tiles)}")
+        return [int((experts_Nk[tile] >= 0).sum()) for tile in tiles]
+
+    def trip(self, experts_nk, planned):
+        return Logged(experts_nk, self.log, planned)
+
+
+class Logged:
+    def __init__(self, experts_nk, log, num_rows):
+        self.experts_nk, self.log, self.num_rows = experts_nk, log, num_rows
+
+    def _start(self, what, value):
+        self.log.append(f"send {what}")
+        return Later(value, lambda: self.log.append(f"wait {what}"))
+
+    def dispatch(self, of_tokens_nX, communication_dtype):
+        return self._start("tokens", of_tokens_nX.to(communication_dtype))
+
+    def dispatch_choices(self, gates_nk):
+        return Here((gates_nk, self.experts_nk))
+
+    def combine(self, of_tokens_SX, communication_dtype):
+        return self._start("results", of_tokens_SX) if of_tokens_SX.shape[1] == M else Here(of_tokens_SX)
+
+
+class Later(Here):
+    def __init__(self, value, waited):
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "waited", waited)
+
+    def wait(self):
+        self.waited()
+        return self.value
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_tokens_and_results_travel_while_experts_compute(recompute, monkeypatch):
+    journeys, module, (x, gates, choices) = Journeys(), build(), routed(nowhere=0.2)
+    for name in ("forward_blocks", "backward_blocks"):
+        whole = getattr(experts, name)
+        monkeypatch.setattr(
+            experts, name, lambda *a, whole=whole, **k: journeys.log.append("compute") or whole(*a, **k)
+        )
+    out = module(x, gates, choices, ExpertRun(journeys, 12, recompute))
+    torch.testing.assert_close(out, by_definition(module, x, gates, choices))
+    ahead = ["wait tokens", "send tokens", "compute"]
+    first, rest = [*ahead, "send results"], [*ahead, "send results", "wait results"]
+    last = ["wait tokens", "compute", "send results", "wait results", "wait results"]
+    assert journeys.log == ["plan 3", "send tokens", *first, *rest, *last]
+    journeys.log.clear()
+    out.sum().backward()
+    sent = [what for what in journeys.log if what != "plan 3"]
+    assert sent == journeys.log  # planned once
+    assert sent.count("send tokens") == (6 if recompute == "all" else 3)  # gradients, and tokens that were not kept
+    third = [n for n, what in enumerate(sent) if what == "compute"][1]
+    assert "send tokens" in sent[third - 2 : third]  # the last tile's are on their way
+    assert "wait results" not in sent[: third + 1]
+
+
+def test_tiles():
+    assert tiles_of(29, 12) == [slice(0, 12), slice(12, 24), slice(24, 29)]
+    assert tiles_of(25, 12)[-1] == slice(24, 25)
+    assert tiles_of(29, 0) == [slice(0, 29)]
+    assert tiles_of(0, 0) == tiles_of(0, 12) == [slice(0, 0)]

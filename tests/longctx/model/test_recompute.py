@@ -1,0 +1,316 @@
+"""Recomputed layers: the same bits, attention's work once, and what is kept until backward.
+
+Axes: B rows, T tokens, M model width, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.select import KERNELS
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.decoder import Decoder
+from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.layer import MixtureOfExperts
+from longctx.model.recompute import RecomputeCache, recomputed
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
+
+
+class CountingKernel(CpuFlashKernel):
+    """The real kernel, with a count of its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = {"forward": 0, "backward": 0}
+
+    def forward(self, *args, **kwargs):
+        self.runs["forward"] += 1
+        return super().forward(*args, **kwargs)
+
+    def backward(self, *args, **kwargs):
+        self.runs["backward"] += 1
+        return super().backward(*args, **kwargs)
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> CountingKernel:
+    counting = CountingKernel()
+    monkeypatch.setitem(KERNELS, "cpu_flash", counting)
+    return counting
+
+
+class SinksEverywhere(LocalAttention):
+    """A core with all that a model family may hand it: a window, sink tokens, learnable sinks."""
+
+    sinks_H = torch.nn.Parameter(torch.tensor([0.3, -0.2, 1.0, 0.0]))
+
+    def __call__(
+        self, q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None
+    ):
+        mask = AttentionMask(mask.cu_seqlens, window=6, sink_tokens=2)
+        scores = Scores(scale=0.3)
+        return super().__call__(
+            q_BtHD,
+            k_BtKD,
+            v_BtKV,
+            mask=mask,
+            layer=layer,
+            scores=scores,
+            sinks_H=self.sinks_H,
+            recompute_cache=recompute_cache,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("core", [LocalAttention("cpu_flash"), SinksEverywhere("blockwise")], ids=["plain", "sinks"])
+@pytest.mark.parametrize("config", [tiny_config(), dense_config()], ids=["moe", "dense"])
+def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dtype, kernel):
+    batch, results = packed_batch([[9, 14], [20, 3]], padding=1), {}
+    for recompute in (False, True):
+        model = CausalLM(Decoder(config, core)).to(dtype)
+        model.decoder.recompute = recompute
+        core_calls = kernel.runs["forward"]
+        loss = LossSum(*model(batch))
+        loss.total(0.1).backward()
+        results[recompute] = (*loss, *gradients(model).values())
+        if core.kernel == "cpu_flash":
+            assert kernel.runs["forward"] - core_calls == config.num_layers
+    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
+    assert kernel.runs["backward"] == kernel.runs["forward"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made inside and are still held by someone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, which a weak reference keeps taken
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def total(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+def _storages(values) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def kept_bytes(num_layers: int, *, recompute: bool) -> tuple[int, int]:
+    """Bytes alive after forward, and after backward while its graph is still held, gradients aside."""
+    decoder, batch = Decoder(dense_config(num_layers=num_layers)), one_document(1, 64)
+    decoder.recompute = recompute
+    with LiveBytes() as live:
+        loss = decoder(batch.tokens, batch.positions, batch.cu_seqlens).square().mean()
+        after_forward = live.total()
+        loss.backward()
+        after = live.total() - sum(g.nbytes for g in gradients(decoder).values())
+    return after_forward, after
+
+
+def test_a_recomputed_layer_keeps_its_input_and_attentions_result():
+    T, M, H, D = 64, 32, 4, 8
+    (one, _), (three, after) = (kept_bytes(n, recompute=True) for n in (1, 3))
+    x, out, lse = 4 * T * M, 4 * T * H * D, 8 * T * H  # float32; log-sum-exps are float64
+    assert three - one == 2 * (x + out + lse)
+    assert after < x, "a graph that was differentiated holds nothing of its layers"
+    assert kept_bytes(3, recompute=False)[0] - kept_bytes(1, recompute=False)[0] > 3 * (three - one)
+
+
+def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
+    monkeypatch.setattr(RecomputeCache, "save", lambda *_: pytest.fail("kept for a backward that cannot come"))
+    decoder, batch = Decoder(dense_config()), one_document(1, 16)
+    decoder.recompute = True
+    with torch.no_grad():
+        decoder(batch.tokens, batch.positions)
+    cache = LocalKVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
+    decoder(batch.tokens, batch.positions, cache=cache).sum().backward()
+    assert cache.append(0, torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))[0].shape[1] == 17
+
+
+def test_a_second_backward_is_refused():
+    decoder, batch = Decoder(dense_config()), one_document(1, 16)
+    decoder.recompute = True
+    loss = decoder(batch.tokens, batch.positions).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="recompute=False"):
+        loss.backward()
+
+
+def test_an_abandoned_graph_frees_the_recompute_cache(monkeypatch):
+    made = []
+    save = RecomputeCache.save
+    monkeypatch.setattr(RecomputeCache, "save", lambda self, *x: (made.append(weakref.ref(self)), save(self, *x)))
+    decoder, batch = Decoder(dense_config()), one_document(1, 16)
+    decoder.recompute = True
+    hidden = decoder(batch.tokens, batch.positions)
+    assert [recompute_cache() is not None for recompute_cache in made] == [True, True]
+    del hidden
+    gc.collect()
+    assert [recompute_cache() for recompute_cache in made] == [None, None]
+
+
+def test_a_run_that_fails_leaves_no_cache_recomputing():
+    caches, weight = [], torch.ones(3, requires_grad=True)
+
+    def layer(x, recompute_cache):
+        caches.append(recompute_cache)
+        known = recompute_cache.load()
+        if known is not None:
+            raise RuntimeError("a device failed")
+        recompute_cache.save(x.detach() * 2)
+        return (x * weight).exp()
+
+    out = recomputed(layer, torch.ones(3))
+    with pytest.raises(RuntimeError, match="a device failed"):
+        out.sum().backward()
+    assert [recompute_cache.recomputing for recompute_cache in caches] == [False, False]
+
+
+def test_what_is_kept_has_no_history():
+    recompute_cache, x = RecomputeCache(), torch.ones(2, requires_grad=True)
+    assert recompute_cache.load() is None
+    recompute_cache.save(x * 2)
+    with recompute_cache.contexts()[1]:
+        known = recompute_cache.load()
+    assert known is not None
+    assert not known[0].requires_grad
+
+
+def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
+    """A backward for some of the inputs alone still finds attention's result."""
+    decoder, batch = Decoder(dense_config()), one_document(1, 16)
+    randomize(decoder)
+    grads = []
+    for recompute in (False, True):
+        decoder.recompute = recompute
+        loss = decoder(batch.tokens, batch.positions).square().mean()
+        grads.append(torch.autograd.grad(loss, decoder.model.layers[1].self_attn.k_proj.weight)[0])
+    assert torch.equal(*grads)
+
+
+# Experts
+
+
+def of_experts(**changes) -> CausalLM:
+    config = {"router_z_loss_weight": 0.1, "capacity_factor": 1.0, "router_jitter": 0.1, "selection_bias": True}
+    lm = CausalLM(Decoder(tiny_config(**{**config, **changes})))
+    randomize(lm, std=0.2)
+    lm.decoder.training_seed = 5
+    return lm
+
+
+EXPERT_BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
+
+
+class Watched(LocalDispatcher):
+    """Notes what it is asked for, and whether a layer was being recomputed."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.recomputing = False
+
+    def plan(self, *args):
+        self.asked.append(("plan", self.recomputing))
+        return super().plan(*args)
+
+    def gather(self, values_NX):
+        self.asked.append(("gather", self.recomputing))
+        return super().gather(values_NX)
+
+
+def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
+    """With everything that a router may have; and the second run gives backward the same bits."""
+    results = {}
+    for recompute in (False, True):
+        lm = of_experts()
+        lm.decoder.recompute = recompute
+        dispatcher = lm.decoder.dispatcher = Watched()
+        forward = MixtureOfExperts.forward
+
+        def watched(self, x, call, recompute_cache, *, forward=forward, dispatcher=dispatcher):
+            dispatcher.recomputing = recompute_cache is not None and recompute_cache.recomputing
+            out = forward(self, x, call, recompute_cache)
+            dispatcher.recomputing = False
+            return out
+
+        monkeypatch.setattr(MixtureOfExperts, "forward", watched)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = LossSum(*lm(EXPERT_BATCH))
+            loss.total(0.1, 0.1).backward()
+        monkeypatch.undo()
+        ran = {event.key: event.count for event in profile.key_averages()}
+        assert ran["aten::topk"] == 2, "one a layer"
+        assert ran["longctx::attention_forward"] == 2
+        assert dispatcher.asked.count(("gather", False)) == 2
+        assert not [what for what, recomputing in dispatcher.asked if recomputing]
+        results[recompute] = (*loss, *gradients(lm).values())
+    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
+
+
+def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
+    """As rounding may have it: the second run weighs the first run's choices, refused ones too, by its own logits."""
+    lm, seen = of_experts(), []
+    lm.decoder.recompute = True
+    forward = Experts.forward
+
+    def watched(self, x, gates, experts, *rest):
+        seen.append((gates.detach().clone(), experts.clone()))
+        return forward(self, x, gates, experts, *rest)
+
+    monkeypatch.setattr(Experts, "forward", watched)
+    loss = LossSum(*lm(EXPERT_BATCH)).total(0.1, 0.1)
+    for layer in lm.decoder.model.layers:
+        layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
+    loss.backward()
+    assert len(seen) == 4, "two layers, twice"
+    for (gates, ids), (other_gates, other_ids) in zip(seen[:2], seen[:1:-1], strict=True):
+        assert torch.equal(ids, other_ids)
+        assert (ids < 0).any()
+        assert not torch.allclose(gates, other_gates)
+        assert torch.equal(gates == 0, other_gates == 0)
+    seen.clear()
+    lm(EXPERT_BATCH)
+    assert not torch.equal(seen[0][1], ids), "it would have"
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_keeps_its_choices_too():
+    """Inside a graph there is no recompute_cache; recomputation finds the ids, and attention's result, by their
+    operators."""
+    lm = of_experts(num_layers=1)
+    lm.decoder.recompute = True
+    torch.compiler.reset()
+    compiled, results = torch.compile(lm, backend="aot_eager"), []
+    for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
+        lm.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = LossSum(*f(EXPERT_BATCH))
+            loss.total(0.1, 0.1).backward()
+        results.append((*loss, *gradients(lm).values()))
+    ran = {event.key: event.count for event in profile.key_averages()}
+    assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()

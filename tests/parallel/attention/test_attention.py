@@ -1,0 +1,251 @@
+"""Attention across ranks against its definition in float64: values and gradients, for all that users can choose."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.errors import ClusterError, ConfigError
+from longctx.kernels.attention.select import KERNELS
+from parallel.attention.softmax import attend
+from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.mesh import Mesh
+from parallel.schedule.schedule import Schedule
+from parallel.transport.select import TRANSPORTS
+from tests.helpers import run_distributed
+from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case, spread
+
+EXACT = 1e-13
+"""float64 throughout: nothing but the order of additions."""
+
+
+def ways(world_size: int) -> list[dict]:
+    """How ``world_size`` ranks can share a sequence: transports, nodes, heads."""
+    found = [{"transport": "p2p"}, {"transport": "all_gather"}]
+    found += [{"transport": "two_level", "ranks_per_node": n} for n in range(2, world_size) if world_size % n == 0]
+    for u in range(2, min(world_size, 4) + 1):
+        if world_size % u == 0:
+            found += [{"ulysses": u, "transport": t} for t in (("p2p", "all_gather") if u < world_size else ("p2p",))]
+    return found
+
+
+def shares(way: dict, *choices) -> list[tuple]:
+    """Every combination where rows go straight to who needs them, a dozen (the same on every rank) in other ways."""
+    every = list(itertools.product(*choices))
+    return every if way == {"transport": "p2p"} else random.Random(str(way)).sample(every, 12)
+
+
+def build_mesh(case: Case) -> Mesh:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_way_layout_packing_and_mask_equals_one_process(world_size):
+    run_distributed(check_every_way, world_size)
+
+
+def check_every_way():
+    for way in ways(dist.get_world_size()):
+        mesh = build_mesh(Case(**way))
+        for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS):
+            check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
+
+
+def test_six_ranks_of_two_nodes_and_eight_that_split_heads():
+    run_distributed(check_six, 6)
+    run_distributed(check_eight, 8)
+
+
+def check_six():
+    for way in ({"transport": "two_level", "ranks_per_node": 3}, {"transport": "two_level", "ranks_per_node": 2}):
+        mesh = build_mesh(Case(**way))
+        for layout in KINDS:
+            check_case(Case(layout=layout, **way), mesh, EXACT)
+
+
+def check_eight():
+    way = {"transport": "two_level", "ranks_per_node": 4, "ulysses": 2}  # two nodes of two ring indices of two ranks
+    mesh = build_mesh(Case(**way))
+    for layout in KINDS:
+        check_case(Case(layout=layout, **way), mesh, EXACT)
+
+
+RULES = {
+    "softcap": {"scores": {"softcap": 2.0}},
+    "alibi": {"scores": {"alibi": True}},
+    "relative": {"scores": {"relative": True}},
+    "sinks": {"sinks": True},
+    "all": {"scores": {"softcap": 3.0, "alibi": True, "relative": True}, "sinks": True},
+    "values narrower": {"value_dim": 4},
+    "values wider": {"value_dim": 12},
+}
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_score_rules_and_sinks_equal_one_process(kernel):
+    run_distributed(check_rules, 3 if kernel == "reference" else 4, kernel)
+
+
+def check_rules(kernel):
+    for way in ways(dist.get_world_size()):
+        mesh = build_mesh(Case(**way))
+        for layout, rule, mask in shares(way, KINDS, RULES, ("causal", "near")):
+            check_case(Case(layout=layout, mask=mask, kernel=kernel, **way, **RULES[rule]), mesh, EXACT)
+
+
+# 5e-7: one process's fp32 SDPA is 4e-7 off. bf16 outputs and gradients are rounded once, to 8 bits: 1.7e-3.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 4e-3)])
+def test_low_precision_is_no_worse_on_many_ranks(dtype, bound):
+    run_distributed(check_precision, 4, dtype, bound)
+
+
+def check_precision(dtype, bound):
+    for way in ways(4):
+        mesh = build_mesh(Case(**way))
+        for layout, mask in itertools.product(KINDS, ("causal", "sinks")):
+            check_case(Case(layout=layout, mask=mask, tokens=192, kernel="cpu_flash", dtype=dtype, **way), mesh, bound)
+
+
+HEADS = [(5, 5), (6, 3), (7, 1), (12, 4), (6, 2)]
+"""Query and key heads: a prime, groups that a split cuts through, one key head for all, more ranks than key heads."""
+
+
+def test_heads_that_do_not_divide():
+    run_distributed(check_heads, 4)
+
+
+def check_heads():
+    for ulysses in (2, 4):
+        mesh = build_mesh(Case(ulysses=ulysses))
+        for heads, kv_heads in HEADS:
+            case = Case(heads=heads, kv_heads=kv_heads, ulysses=ulysses, sinks=True, scores={"relative": True})
+            check_case(case, mesh, EXACT)
+
+
+def test_gradients_may_travel_in_bfloat16():
+    run_distributed(check_wire, 3)
+
+
+def check_wire():
+    mesh = build_mesh(Case())
+    for transport in ("p2p", "all_gather"):
+        case = Case(transport=transport, dtype=torch.float32, kernel="cpu_flash")
+        check_case(replace(case, communication_dtype=torch.bfloat16), mesh, 5e-3)
+        with pytest.raises(AssertionError, match="dk"):
+            check_case(replace(case, communication_dtype=torch.bfloat16), mesh, 1e-6)
+
+
+def test_repetition_gives_equal_bits():
+    run_distributed(check_repetition, 4)
+
+
+def check_repetition():
+    for way in ways(4):
+        mesh = build_mesh(Case(**way))
+        case = Case(dtype=torch.float32, kernel="cpu_flash", sinks=True, **way)
+        (_, first), (_, second) = spread(case, mesh), spread(case, mesh)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stacked_sequences_share_a_schedule():
+    run_distributed(check_stacked, 4)
+
+
+def check_stacked():
+    for way in ways(4):
+        check_case(Case(batch=2, **way), build_mesh(Case(**way)), EXACT)
+
+
+def test_rows_of_a_batch_equal_their_flattened_sequence():
+    case = Case(tokens=24, dtype=torch.float32)
+    q, k, v, _ = case.inputs()
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 24, 1), [0, 5, 12, 24])
+    flat = attend(q, k, v, schedule=schedule, mesh=Mesh.build())
+    rows = [x.view(2, 12, *x.shape[2:]) for x in (q, k, v)]
+    assert torch.equal(attend(*rows, schedule=schedule, mesh=Mesh.build()).view(flat.shape), flat)
+
+
+def test_keys_in_a_layout_of_their_own():
+    run_distributed(check_key_layout, 3)
+
+
+def check_key_layout():
+    case, mesh = Case(), build_mesh(Case())
+    queries, keys = (SequenceLayout.build(kind, 48, 3, case.cu_seqlens) for kind in ("zigzag", "striped"))
+    schedule = Schedule.build(queries, case.cu_seqlens, key_layout=keys)
+    q, k, v, _ = case.inputs()
+    mine = (queries.split(q, mesh.rank, 1), keys.split(k, mesh.rank, 1), keys.split(v, mesh.rank, 1))
+    straight = Schedule.build(queries, case.cu_seqlens)
+    want = attend(*(queries.split(x, mesh.rank, 1) for x in (q, k, v)), schedule=straight, mesh=mesh)
+    torch.testing.assert_close(attend(*mine, schedule=schedule, mesh=mesh), want)
+
+
+def test_what_a_rank_cannot_take_is_said_on_every_rank():
+    run_distributed(check_bad_input, 2)
+
+
+def check_bad_input():
+    mesh = build_mesh(Case())
+    layout = SequenceLayout.build("contiguous", 16, 2)
+    q, k, v, _ = (layout.split(x, mesh.rank, 1) for x in Case(tokens=16).inputs())
+
+    def refused(said, error=ConfigError, *, at=(q, k, v), **options):
+        with pytest.raises(error, match=said):
+            attend(*at, **{"schedule": Schedule.build(layout), "mesh": mesh} | options)
+
+    short = (q[:, :6], k, v) if mesh.rank else (q, k, v)  # one rank alone is wrong
+    refused("context rank 1: rank 1 was given 6 queries", at=short)
+    refused("values.*one dtype", at=(q, k, v.float()))
+    refused("one logit for each of 4 query heads", sinks_H=torch.zeros(3))
+    refused("given different attention", ClusterError, schedule=Schedule.build(layout, [0, 3 + mesh.rank, 16]))
+    refused("given different attention", ClusterError, schedule=Schedule.build(layout, causal=mesh.rank == 0))
+    refused("gradients as torch.bfloat16", ClusterError, communication_dtype=torch.bfloat16 if mesh.rank else None)
+    refused("transport='smoke' is unknown", transport="smoke")
+    refused("is unknown. Try one of", kernel="fast")
+    refused("given twice", scale=1.0, scores=Case().build_scores(None))
+    refused("the mesh has context 2", schedule=Schedule.build(SequenceLayout.build("contiguous", 16, 4)))
+    refused("two_level needs nodes", transport="two_level", mesh=replace(mesh, ranks_per_node=3, rank=mesh.rank + 2))
+
+
+def test_more_ranks_than_query_heads_are_refused():
+    run_distributed(check_too_few_heads, 2)
+
+
+def check_too_few_heads():
+    case = Case(heads=1, kv_heads=1, ulysses=2)
+    with pytest.raises(ConfigError, match="ulysses=2 is more than the 1 query heads"):
+        spread(case, build_mesh(case))
+
+
+@pytest.mark.parametrize("transport", [t for t in TRANSPORTS if t != "auto"])
+def test_a_peer_that_dies_in_a_hop_is_an_error_and_no_hang(transport):
+    with pytest.raises(AssertionError, match="told of the dead rank"):
+        run_distributed(check_dead_peer, 4, transport, timeout=20.0)
+
+
+def check_dead_peer(transport):
+    case = Case(transport=transport, ranks_per_node=2)
+    mesh = build_mesh(case)
+    spread(case, mesh)  # all are there, and agree
+    layout = SequenceLayout.build("zigzag", 48, 4)
+    schedule = Schedule.build(layout)
+    q, k, v, _ = (layout.split(x, mesh.rank, 1) for x in case.inputs())
+    attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+    if mesh.rank == 2:
+        raise SystemExit("gone")
+    with pytest.raises(ClusterError, match=r"rank \d (exchanging|gathering)[\s\S]*died or did not answer"):
+        attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+    raise RuntimeError("told of the dead rank")
+
+
+def test_unknown_kernel_names_the_known_ones():
+    q, k, v, _ = Case(tokens=8).inputs()
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 8, 1))
+    with pytest.raises(ConfigError, match=next(iter(KERNELS))):
+        attend(q, k, v, schedule=schedule, mesh=Mesh.build(), kernel="fast")

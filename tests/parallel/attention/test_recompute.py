@@ -1,0 +1,75 @@
+"""Recomputed layers over ranks: nothing is sent twice, no bit changes."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import parallel.attention.core
+from longctx.config import ModelConfig
+from longctx.objectives.causal_lm import CausalLM
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from tests.helpers import run_distributed
+from tests.oracles import packed_batch
+from tests.parallel.attention.test_attention import ways
+
+MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48)
+SENDING = ("batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single", "all_gather")
+
+
+def test_a_recomputed_layer_sends_nothing():
+    run_distributed(check_messages, 4)
+
+
+def check_messages():
+    for way in ways(4):
+        plain, _, grads = count_messages(way, recompute=False)
+        again, replayed, same = count_messages(way, recompute=True)
+        assert replayed == [0] * MODEL.num_layers, "each layer ran a second time, in silence"
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+        if "ulysses" not in way:  # there backward trades q, k, v and out for heads again instead of keeping them twice
+            assert again == plain > 0
+
+
+def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[str, torch.Tensor]]:
+    """(messages of forward and backward, messages of each recomputed attention, gradients)."""
+    axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
+    mesh = Mesh.build(context=4, **axes)
+    model = build_parallel_model(MODEL, mesh, layout="zigzag", transport=way["transport"], recompute=recompute)
+    sent, replayed = [0], []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            sent[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def watched(*args, recompute_cache=None, **kwargs):
+        before, recomputing = sent[0], recompute_cache is not None and recompute_cache.recomputing
+        out = attend(*args, recompute_cache=recompute_cache, **kwargs)
+        if recomputing:
+            replayed.append(sent[0] - before)
+        return out
+
+    attend = parallel.attention.core.attend
+    with patch.object(parallel.attention.core, "attend", watched):
+        for name in SENDING:
+            patcher = patch.object(dist, name, counted(getattr(dist, name)))
+            patcher.start()
+        try:
+            run(model, mesh)
+        finally:
+            patch.stopall()
+    return sent[0], replayed, {name: p.grad for name, p in model.named_parameters()}
+
+
+def run(model: CausalLM, mesh: Mesh) -> None:
+    batch = packed_batch(rows=2, seq_len=48, vocab_size=64, seed=3).flatten_rows()
+    layout = SequenceLayout.build("zigzag", 96, 4, ulysses=mesh.ulysses)
+    mine = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    model(mine)[0].backward()

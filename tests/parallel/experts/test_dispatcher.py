@@ -1,0 +1,231 @@
+"""Experts on several ranks beside one process that holds them all: values, every gradient, bytes, errors.
+
+Axes: N tokens of a rank, k choices a token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.errors import ClusterError, ConfigError
+from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
+from longctx.model.experts.experts import Experts
+from longctx.model.recompute import recomputed
+from parallel.experts.dispatcher import AllToAllDispatcher
+from parallel.mesh import Mesh
+from tests.helpers import run_distributed
+from tests.longctx.samples import randomize, tiny_config
+
+N, K, E = 25, 2, 12
+EXACT = 1e-12
+"""float64 throughout: nothing but the order of additions."""
+
+
+def whole_experts(dtype=torch.float64, **changes) -> Experts:
+    module = Experts(tiny_config(num_experts=E, expert_bias=True, **changes))
+    randomize(module)
+    return module.to(dtype)
+
+
+def tokens_of(ranks: int, case: str, dtype=torch.float64):
+    """Tokens, gates, choices and the results' gradients of every rank, the same on all of them."""
+    g = torch.Generator().manual_seed(ranks)
+    x, dout = (torch.randn(ranks, N, 32, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
+    gates = torch.rand(ranks, N, K, generator=g, dtype=torch.float64)
+    ids = torch.rand(ranks, N, E, generator=g).topk(K, dim=-1).indices
+    if case == "a rank gets none":
+        ids = ids % (E - E // ranks) if ranks > 1 else ids
+    if case == "one expert gets all":
+        ids[..., 0], ids[..., 1] = 5, -1
+    if case == "some lead nowhere":
+        ids = ids.where(torch.rand(ids.shape, generator=g) < 0.6, -1)
+    if case == "a rank sends none":
+        ids[-1] = -1
+    if case == "nobody sends":
+        ids[:] = -1
+    return x, gates.to(torch.float64 if dtype == torch.float64 else torch.float32), ids, dout
+
+
+CASES = ("plain", "a rank gets none", "one expert gets all", "some lead nowhere", "a rank sends none", "nobody sends")
+
+
+def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False):
+    """Output and gradients of x, gates and every weight."""
+    x, gates = x.detach().clone().requires_grad_(), gates.detach().clone().requires_grad_()
+
+    def layer(x, gates, recompute_cache=None):
+        return (module(x, gates, ids, run, recompute_cache),)
+
+    out = (recomputed(layer, x, gates) if layer_again else layer(x, gates))[0]
+    return [out.detach(), *torch.autograd.grad(out, [x, gates, *module.parameters()], dout.to(out.dtype))]
+
+
+def share_of(whole: Experts, dispatcher: AllToAllDispatcher, **changes) -> Experts:
+    module = Experts(tiny_config(num_experts=E, expert_bias=True, **changes), dispatcher.share)
+    module.to(whole.down_proj.dtype)
+    module.load_state_dict({name: w[dispatcher.share] for name, w in whole.state_dict().items()})
+    return module
+
+
+def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_again=False, **run):
+    """This rank's results and gradients are those of one process that holds every expert and the group's tokens."""
+    whole = whole_experts()
+    x, gates, ids, dout = tokens_of(dist.get_world_size(), case, dtype)
+    first = mesh.rank - mesh.expert_rank
+    group = slice(first, first + mesh.expert)
+    wide = [of[group].flatten(0, 1).double() for of in (x, gates)]
+    want = grads_of(whole, *wide, ids[group].flatten(0, 1), dout[group].flatten(0, 1))
+    dispatcher = AllToAllDispatcher(mesh, E)
+    module = share_of(whole.to(dtype), dispatcher)
+    mine = (x[mesh.rank], gates[mesh.rank], ids[mesh.rank], dout[mesh.rank])
+    got = grads_of(module, *mine, ExpertRun(dispatcher, **run), layer_again=layer_again)
+    own = slice(mesh.expert_rank * N, (mesh.expert_rank + 1) * N)
+    want = [*(of[own] for of in want[:3]), *(of[dispatcher.share] for of in want[3:])]
+    for number, (value, right) in enumerate(zip(got, want, strict=True)):
+        error, scale = (value.double() - right).norm(), right.norm()
+        assert error <= tolerance * scale, f"{case}, {run}: tensor {number} is {error / scale:.1e} off"
+    return got
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_experts_across_ranks_equal_one_process(ranks):
+    run_distributed(check_all, ranks)
+
+
+def check_all():
+    mesh = Mesh.build(expert=dist.get_world_size())
+    for case in CASES:
+        for recompute in RECOMPUTE:
+            check(mesh, case, tile_tokens=12, recompute=recompute)  # of 25 tokens: two tiles, and one of a single token
+        check(mesh, case)
+        check(mesh, case, tile_tokens=7, recompute="all")
+
+
+def test_two_groups_of_two_ranks():
+    run_distributed(check_groups, 4)
+
+
+def check_groups():
+    mesh = Mesh.build(context=2, expert=2)
+    for case in CASES:
+        check(mesh, case, tile_tokens=12)
+    mesh = Mesh.build(context=4, expert=2)
+    check(mesh, "plain")
+
+
+def test_low_precision_and_recomputed_layers():
+    run_distributed(check_options, 3)
+
+
+def check_options():
+    mesh = Mesh.build(expert=3)
+    for tile_tokens in (0, 12):
+        for case in ("plain", "some lead nowhere", "nobody sends"):
+            check(mesh, case, tile_tokens=tile_tokens, layer_again=True)
+            check(mesh, case, 1e-6, torch.float32, tile_tokens=tile_tokens)
+            check(mesh, case, 2e-2, torch.bfloat16, tile_tokens=tile_tokens)
+
+
+def test_ways_to_recompute_give_equal_bits():
+    run_distributed(check_bits, 2)
+
+
+def check_bits():
+    mesh = Mesh.build(expert=2)
+    first = check(mesh, "plain", 1e-6, torch.float32, tile_tokens=12)
+    for options in ({}, {"recompute": "all"}, {"recompute": "none"}, {"layer_again": True}):
+        other = check(mesh, "plain", 1e-6, torch.float32, tile_tokens=12, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), options
+
+
+def test_a_recomputed_layer_sends_in_backward_alone():
+    run_distributed(check_messages, 2)
+
+
+def check_messages():
+    mesh, sent = Mesh.build(expert=2), []
+    plain = dist.all_to_all_single
+    dist.all_to_all_single = lambda *a, **k: sent.append(a[0].dtype) or plain(*a, **k)
+    whole, dispatcher = whole_experts(), AllToAllDispatcher(mesh, E)
+    module = share_of(whole, dispatcher)
+    x, gates, ids, _ = (of[mesh.rank] for of in tokens_of(2, "plain"))
+    x.requires_grad_()
+    out = recomputed(lambda x, recompute_cache: (module(x, gates, ids, ExpertRun(dispatcher), recompute_cache),), x)[0]
+    assert sent == [torch.int64, torch.uint8, torch.uint8, torch.uint8]  # how much; tokens, choices; results
+    out.sum().backward()
+    assert sent[4:] == [torch.uint8] * 5  # tokens, choices and gradients; gradients of tokens and gates
+    dist.all_to_all_single = plain
+
+
+def test_no_more_is_sent_than_each_token_once_to_each_rank():
+    run_distributed(check_bytes, 3)
+
+
+def check_bytes():
+    mesh = Mesh.build(expert=3)
+    dispatcher = AllToAllDispatcher(mesh, E)
+    for case in CASES:
+        ids = tokens_of(3, case)[2][mesh.rank]
+        tiles = tiles_of(N, 12)
+        planned = dispatcher.plan(ids, tiles)
+        trips = [dispatcher.trip(ids[tile], of) for tile, of in zip(tiles, planned, strict=True)]
+        pairs = {(n, expert // 4) for n, token in enumerate(ids.tolist()) for expert in token if expert >= 0}
+        elsewhere = [rank for _, rank in pairs if rank != mesh.rank]
+        assert sum(trip.bytes_sent(8 * 32) for trip in trips) == 8 * 32 * len(elsewhere)
+
+
+def test_sums_over_ranks_are_not_rounded():
+    run_distributed(check_sums, 2)
+
+
+def check_sums():
+    """256 from one rank and 1 from the other are 257, which bfloat16 has not."""
+    mesh = Mesh.build(expert=2)
+    dispatcher = AllToAllDispatcher(mesh, E)
+    ids = torch.tensor([[0, 11], [11, 0], [0, 1], [-1, 7], [-1, -1]])
+    [planned] = dispatcher.plan(ids, [slice(0, 5)])
+    trip = dispatcher.trip(ids, planned)
+    here = trip.dispatch(torch.ones(5, 1), torch.float32).wait() * (256, 1)[mesh.rank]
+    sums = trip.combine(here, torch.bfloat16).wait()
+    assert sums.dtype == torch.float32
+    assert sums.flatten().tolist() == [257, 257, 256, 1, 0]
+
+
+def test_gathering_over_a_sequence():
+    run_distributed(check_gather, 4)
+
+
+def check_gather():
+    mesh = Mesh.build(context=2, expert=4)
+    dispatcher = AllToAllDispatcher(mesh, E)
+    values = torch.arange(6).view(3, 2) + 10 * mesh.rank
+    others = [torch.arange(6).view(3, 2) + 10 * rank for rank in (mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1)]
+    assert torch.equal(dispatcher.gather(values), torch.cat(others))
+
+
+def test_ranks_that_do_not_divide_the_experts():
+    with pytest.raises(ConfigError, match=r"parallel.expert=5 does not divide model.num_experts=12[\s\S]*\[1, 2, 3, 4"):
+        AllToAllDispatcher(replace(Mesh.build(), expert=5), 12)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_that_dies_is_an_error_and_no_hang(backward):
+    with pytest.raises(AssertionError, match="told of the dead rank"):
+        run_distributed(check_dead_peer, 3, backward, timeout=20.0)
+
+
+def check_dead_peer(backward):
+    mesh = Mesh.build(expert=3)
+    whole, dispatcher = whole_experts(), AllToAllDispatcher(mesh, E)
+    module = share_of(whole, dispatcher)
+    x, gates, ids, _ = (of[mesh.rank] for of in tokens_of(3, "plain"))
+    out = module(x.requires_grad_(), gates, ids, ExpertRun(dispatcher, 12))
+    if mesh.rank == 2:
+        raise SystemExit("gone")
+    with pytest.raises(ClusterError, match=r"rank \d \(experts over ranks 0 to 2\)[\s\S]*died or did not answer"):
+        out.sum().backward() if backward else module(x, gates, ids, ExpertRun(dispatcher, 12))
+    raise RuntimeError("told of the dead rank")

@@ -1,0 +1,106 @@
+"""What routers do in training, over ranks: capacity, jitter, balance and what is seen, as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.batch import Batch
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+from longctx.model.experts.experts import is_expert_weight
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from tests.helpers import run_distributed
+from tests.oracles import packed_batch
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=40,
+    dense_layers=(1,),
+    num_experts=8,
+    experts_per_token=3,
+    expert_ffn_size=24,
+    init_std=0.1,
+    balance_loss_weight=0.05,
+    router_z_loss_weight=0.01,
+    router_jitter=0.2,
+    residual_dropout=0.1,
+    capacity_factor=1.0,
+)
+ROWS, LENGTH = 2, 48
+WAYS = {
+    2: (("zigzag", 2, 1), ("striped", 2, 2), ("contiguous", 1, 2)),
+    4: (("balanced", 4, 1), ("striped", 2, 4), ("zigzag", 4, 2), ("contiguous", 1, 4)),
+}
+"""Layout, ranks that share a sequence, ranks that share the experts."""
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training_routes_as_in_one_process(world_size):
+    run_distributed(check_ways, world_size)
+
+
+def check_ways() -> None:
+    for number, (layout, context, expert) in enumerate(WAYS[dist.get_world_size()]):
+        scope = ("sequence", "micro_batch", "global_batch")[number % 3]
+        check(replace(CONFIG, balance_scope=scope), layout, context, expert, recompute=number > 0)
+
+
+def micro_batch(data_rank: int) -> Batch:
+    return packed_batch(rows=ROWS, seq_len=LENGTH, vocab_size=64, seed=3 + data_rank)
+
+
+def in_training(model: CausalLM) -> CausalLM:
+    model = model.double()
+    loads = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model.load_LE = loads / loads.mean(1, keepdim=True)
+    model.decoder.training_seed = 7
+    return model
+
+
+def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
+    model.decoder.training_start = data_rank * ROWS * LENGTH
+    loss = LossSum(*model(batch))
+    loss.total(CONFIG.balance_loss_weight, CONFIG.router_z_loss_weight).backward()
+    return loss
+
+
+def check(config: ModelConfig, layout: str, context: int, expert: int, *, recompute: bool) -> None:
+    mesh = Mesh.build(context=context, expert=expert)
+    alone = in_training(CausalLM(Decoder(config)))
+    wanted = [differentiate(alone, micro_batch(d), d) for d in range(mesh.data)]
+    assert min(loss.facts_L4[:, 2].min() for loss in wanted) > 5, "some are refused"
+    spread = in_training(build_parallel_model(config, mesh, layout=layout, recompute=recompute))
+    batch = micro_batch(mesh.data_rank).flatten_rows()
+    whole = SequenceLayout.build(layout, ROWS * LENGTH, context, batch.cu_seqlens.tolist())
+    found = differentiate(spread, batch.map_tokens(lambda x: whole.split(x, mesh.context_rank, 1)), mesh.data_rank)
+    where = f"{layout}, context {context}, expert {expert}, rank {mesh.rank}"
+    for name in LossSum._fields:
+        total = getattr(found, name).detach().clone()
+        dist.all_reduce(total)
+        same(total, sum(getattr(loss, name) for loss in wanted), f"{where}, {name}")
+    exact = dict(alone.decoder.named_parameters())
+    for name, p in spread.decoder.named_parameters():
+        assert p.grad is not None
+        grad = p.grad
+        if is_expert_weight(name):
+            grad = torch.zeros_like(exact[name])
+            grad[spread.decoder.dispatcher.share] = p.grad
+        dist.all_reduce(grad)
+        same(grad, exact[name].grad, f"{where}, {name}")
+
+
+def same(found: torch.Tensor, wanted, what: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10, msg=lambda m: f"{what}: {m}")

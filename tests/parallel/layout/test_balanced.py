@@ -1,0 +1,129 @@
+"""Balanced layouts: equal tokens, even work, few rows that travel, whole documents, boundaries on the grain."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.layout.balanced import _cut, deal
+from parallel.layout.sequence import SequenceLayout
+
+# Rows of 65,536 tokens packed from the standard library: documents of many sizes, one long, two long.
+PACKED = {
+    "many": "4239 8291 5012 2009 5138 2944 4001 9482 7036 694 6583 1541 1847 697 413 1387 2336 1377 353 142 14",
+    "one long": "4871 4804 2234 1762 2946 460 2831 9389 759 2207 20628 7941 1538 791 1360 161 314 346 130 45 19",
+    "several": "8496 1764 2456 13258 8104 1775 17131 871 8806 709 663 1014 406 82 1",
+    "two long": "30627 32138 1246 1471 54",
+}
+
+
+def bounds(lengths):
+    return [0, *np.cumsum([int(n) for n in lengths.split()]).tolist()]
+
+
+def work_and_rows(layout, cu_seqlens):
+    """For each rank the query-key pairs it computes and the rows it needs of others, token by token."""
+    cu, work, rows = np.asarray(cu_seqlens), [], []
+    for rank in range(layout.degree):
+        tokens = layout.indices(rank).numpy()
+        document = np.searchsorted(cu, tokens, side="right") - 1
+        seen = tokens - cu[document] + 1
+        work.append(int(seen.sum()))
+        rows.append(sum(int(seen[document == d].max()) for d in np.unique(document)) - len(tokens))
+    return work, rows
+
+
+def figures(kind, num_tokens, degree, cu_seqlens):
+    """Imbalance and rows of all ranks."""
+    work, rows = work_and_rows(SequenceLayout.build(kind, num_tokens, degree, cu_seqlens), cu_seqlens)
+    return max(work) * degree / sum(work), sum(rows)
+
+
+GRAINS = st.one_of(st.integers(1, 20), st.sampled_from([65, 131, 192])).map(lambda n: 128 * n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.one_of(st.integers(1, 300), GRAINS), st.data())
+def test_every_index_gets_equally_many_tokens_in_whole_grains(degree, share, data):
+    tokens = degree * share
+    cu_seqlens = sorted([0, *data.draw(st.lists(st.integers(0, tokens), max_size=12)), tokens])
+    dealt = deal(tokens, degree, cu_seqlens)
+    assert dealt == deal(tokens, degree, sorted(set(cu_seqlens))), "empty documents change nothing"
+    assert [sum(count for _, count in pieces) for pieces in dealt] == [share] * degree
+    everything = sorted(piece for pieces in dealt for piece in pieces)
+    assert [start for start, _ in everything] == [0, *np.cumsum([count for _, count in everything])[:-1].tolist()]
+    for pieces in dealt:
+        assert all(a + n < b for (a, n), (b, _) in pairwise(pieces)), "ascending, not adjoining"
+        if share % 128 == 0:
+            assert all(start % 128 == count % 128 == 0 for start, count in pieces)
+
+
+@given(st.integers(2, 5), st.integers(1, 40), st.data())
+def test_chunks_know_their_work(degree, share, data):
+    tokens = degree * share
+    cu_seqlens = sorted({0, *data.draw(st.lists(st.integers(0, tokens), max_size=8)), tokens})
+    chunks = _cut(tokens, degree, np.asarray(cu_seqlens))
+    document = torch.repeat_interleave(torch.tensor(cu_seqlens).diff())
+    seen = (document[:, None] == document).tril().sum(1)
+    first = int(chunks.start[0])
+    assert chunks.work.tolist() == seen[first:].view(-1, chunks.size).sum(1).tolist()
+    odd = seen[:first].view(degree, -1).sum(1) if first else torch.zeros(degree)
+    assert chunks.odd_work.tolist() == odd.tolist()
+    assert len(chunks.start) == chunks.share * degree
+
+
+def test_packed_rows_are_even_and_send_little():
+    """Against zigzag within every document, which is even too and sends ¾ of what a plain ring does."""
+    for degree in (8, 16):
+        measured = {name: figures("balanced", 65_536, degree, bounds(row)) for name, row in PACKED.items()}
+        for name, (imbalance, rows) in measured.items():
+            assert imbalance <= 1.05, (name, degree)
+            assert rows <= 0.5 * 0.75 * 65_536 * (degree - 1), (name, degree)
+        zigzag = [figures("zigzag", 65_536, degree, bounds(row)) for row in PACKED.values()]
+        assert min(imbalance for imbalance, _ in zigzag) > 1.15, "these rows need dealing"
+        # Zigzag of the whole row sends little because it is uneven; we are even and send less.
+        assert sum(rows for _, rows in measured.values()) <= 0.9 * sum(rows for _, rows in zigzag), degree
+
+
+@pytest.mark.parametrize(
+    ("tokens", "degree"), [(65_536, 2), (65_520, 3), (65_520, 5), (65_520, 7), (65_536, 8), (65_536, 16), (4096, 8)]
+)
+def test_one_document_is_dealt_head_and_tail(tokens, degree):
+    layout = SequenceLayout.build("balanced", tokens, degree)
+    assert layout.runs == SequenceLayout.build("zigzag", tokens, degree).runs
+    assert figures("balanced", tokens, degree, [0, tokens])[0] <= 1.001
+
+
+@pytest.mark.parametrize("tokens", [13 * 39 * 128, 8 * 8191])
+def test_one_document_that_does_not_halve_is_even_too(tokens):
+    assert figures("balanced", tokens, 13 if tokens % 13 == 0 else 8, [0, tokens])[0] <= 1.02
+
+
+def test_rows_of_one_batch_stay_apart():
+    """Two rows of one document over 8 ranks travel as zigzag's would with 4 ranks a row."""
+    imbalance, rows = figures("balanced", 65_536, 8, [0, 32_768, 65_536])
+    assert imbalance == 1.0
+    assert rows == 2 * figures("zigzag", 32_768, 4, [0, 32_768])[1]
+
+
+def test_documents_that_fit_stay_whole():
+    equal = SequenceLayout.build("balanced", 65_536, 8, [8192 * i for i in range(9)])
+    assert equal.runs == SequenceLayout.build("contiguous", 65_536, 8).runs
+    assert figures("balanced", 65_536, 8, [4096 * i for i in range(17)]) == (1.0, 0)
+
+
+def test_a_million_tokens_of_two_thousand_documents_over_64_ranks():
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.2, 2000)
+    cu_seqlens = [0, *(np.cumsum(lengths) / lengths.sum() * (1 << 20)).astype(int).tolist()[:-1], 1 << 20]
+    begin = time.process_time()
+    layout = SequenceLayout.build("balanced", 1 << 20, 64, cu_seqlens)
+    assert time.process_time() - begin < 1.5, "typically 0.2 s; once a batch"
+    work, _ = work_and_rows(layout, cu_seqlens)
+    assert max(work) * 64 / sum(work) <= 1.05
+    assert sum(len(runs) for runs in layout.runs) <= 5 * 64

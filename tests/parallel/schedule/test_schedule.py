@@ -1,0 +1,203 @@
+"""Schedules against the full mask they stand for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.errors import ConfigError
+from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.rows import locate, union
+from parallel.schedule.schedule import Schedule
+
+
+def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0, stride=0):
+    """[T, T]: which key a query sees, by definition."""
+    lengths = torch.tensor(cu_seqlens).diff()
+    document = torch.repeat_interleave(lengths)
+    place = torch.arange(len(document)) - torch.tensor(cu_seqlens)[document]
+    distance = place[:, None] - place
+    mask = document[:, None] == document
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        strided = distance % stride == 0 if stride else torch.zeros_like(mask)
+        mask &= (distance.abs() < window) | (place < sink_tokens) | strided
+    return mask
+
+
+def scheduled(schedule, rank, check_distances=False):
+    """(how often each query of the rank's ring index meets each global key, the global keys that travelled to it)."""
+    layout, keys_of, ring_index = schedule.layout, schedule.key_layout, rank // schedule.layout.ulysses
+    places = torch.cat([torch.arange(s, s + n * d, d) for s, n, d in layout.runs[ring_index]])
+    seen = torch.zeros(len(places), layout.num_tokens, dtype=torch.int64)
+    travelled = []
+    for hop, pairs in zip(schedule.hops(rank), schedule.pairs(rank), strict=True):
+        theirs = torch.cat([torch.arange(s, s + n * d, d) for s, n, d in keys_of.runs[hop.owner]])
+        keys = torch.cat([theirs[a:b] for a, b in hop.rows]) if hop.rows else theirs[:0]
+        travelled += keys.tolist() if hop.owner != ring_index else []
+        for p in pairs:
+            i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
+            assert hop.queries[0] <= p.q_start < p.q_stop <= hop.queries[1]
+            inside = torch.ones(i.shape[0], j.shape[0], dtype=torch.bool)
+            inside &= (i - j >= p.lo) if p.lo is not None else inside
+            inside &= (i - j <= p.hi) if p.hi is not None else inside
+            assert inside.any(1).all(), "a row that sees nothing was not trimmed"
+            assert inside.any(0).all(), "a key that nobody sees was not trimmed"
+            seen[i, keys[j]] += inside.long()
+            if check_distances:
+                distance = places[i] - keys[j]
+                assert torch.equal((p.step * (i - j) + p.offset)[inside], distance[inside])
+    return seen, places, travelled
+
+
+@st.composite
+def cases(draw):
+    kind, ring, ulysses = draw(st.sampled_from(KINDS)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2]))
+    tokens = 2 * ring * ulysses * draw(st.integers(1, 6))
+    cuts = draw(st.lists(st.integers(0, tokens), max_size=6))
+    window = draw(st.none() | st.integers(1, tokens + 2))
+    sinks = 0 if window is None else draw(st.integers(0, 4))
+    cu_seqlens = sorted([0, *cuts, tokens])
+    layout = SequenceLayout.build(kind, tokens, ring * ulysses, cu_seqlens, ulysses)
+    return layout, {"cu_seqlens": cu_seqlens, "causal": draw(st.booleans()), "window": window, "sink_tokens": sinks}
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.booleans())
+def test_every_pair_of_the_mask_is_computed_once_and_nothing_else_travels(case, distances):
+    layout, mask_words = case
+    schedule = Schedule.build(layout, **mask_words)
+    schedule = schedule.with_distances() if distances else schedule
+    mask = full_mask(**mask_words)
+    for rank in range(0, layout.degree, layout.ulysses):
+        seen, places, travelled = scheduled(schedule, rank, check_distances=distances)
+        assert torch.equal(seen, mask[places].long())
+        assert schedule.work(rank) == int(mask[places].sum())
+        needed = set(mask[places].any(0).nonzero().flatten().tolist()) - set(places.tolist())
+        assert sorted(travelled) == sorted(needed)
+        assert schedule.rows_received(rank) == len(needed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.sampled_from(KINDS))
+def test_keys_may_live_in_a_layout_of_their_own(case, kind):
+    layout, mask_words = case
+    keys = SequenceLayout.build(kind, layout.num_tokens, layout.degree, mask_words["cu_seqlens"], layout.ulysses)
+    schedule = Schedule.build(layout, **mask_words, key_layout=keys)
+    mask = full_mask(**mask_words)
+    for rank in range(0, layout.degree, layout.ulysses):
+        seen, places, _ = scheduled(schedule, rank, check_distances=True)
+        assert torch.equal(seen, mask[places].long())
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 3))
+def test_a_row_crosses_to_a_node_once(case, places):
+    layout, mask_words = case
+    ring = layout.ring_degree
+    if ring % places:
+        places = 1
+    schedule = Schedule.build(layout, **mask_words)
+    for node in range(ring // places):
+        mates = range(node * places, (node + 1) * places)
+        crossed = 0
+        for owner in set(range(ring)) - set(mates):
+            needed = set()
+            for receiver in mates:
+                rows = schedule.hop(receiver, owner).rows
+                needed |= {n for a, b in rows for n in range(a, b)}
+                if rows:
+                    block = schedule.rows_to_node(owner, mates)
+                    packed = [n for a, b in block for n in range(a, b)]
+                    assert [packed[n] for a, b in locate(rows, block) for n in range(a, b)] == [
+                        n for a, b in rows for n in range(a, b)
+                    ]
+            crossed += len(needed)
+        assert sum(schedule.rows_by_link(x, places)[1] for x in mates) == crossed
+
+
+def test_zigzag_evens_out_causal_work():
+    contiguous, zigzag, striped, balanced = (
+        Schedule.build(SequenceLayout.build(kind, 4096, 8)).imbalance()
+        for kind in ("contiguous", "zigzag", "striped", "balanced")
+    )
+    assert zigzag == 1.0
+    assert balanced <= 1.02
+    assert striped < 1.01
+    assert contiguous > 1.8
+
+
+def test_hops_stop_where_the_window_ends():
+    layout = SequenceLayout.build("contiguous", 64 * 8, 8)
+    schedule = Schedule.build(layout, window=65)  # a share and one more: the rank before, and no other
+    assert [hop.num_rows for hop in schedule.hops(5)] == [64, 64, 0, 0, 0, 0, 0, 0]
+    assert [hop.num_rows for hop in Schedule.build(layout, window=64).hops(5)][1:3] == [63, 0]
+    with_sinks = Schedule.build(layout, window=64, sink_tokens=4)
+    assert [hop.num_rows for hop in with_sinks.hops(5)] == [64, 63, 0, 0, 0, 4, 0, 0]
+
+
+def test_flops_and_bytes_by_hand():
+    """8 tokens on 2 ranks, contiguous, one document: rank 1 sees rank 0's 4 rows in full, and 10 pairs of its own."""
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 8, 2))
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, bytes_per_value=2)
+    assert (schedule.work(0), schedule.work(1)) == (10, 26)
+    assert schedule.flops(1, shape) == 4 * 4 * 16 * 26
+    assert schedule.bytes_received(0, shape) == 0
+    assert schedule.bytes_received(1, shape) == 4 * 2 * 2 * 16 * 2
+    assert schedule.bytes_received(0, shape, "all_gather") == 4 * 2 * 2 * 16 * 2
+    latent = shape._replace(head_dim=24, value_dim=16)
+    assert schedule.flops(1, latent) == 2 * 4 * 40 * 26
+
+
+def test_bytes_of_traded_heads_by_hand():
+    """8 tokens on 2 ranks that split 4 heads: each gets 2 heads of 4 rows of q, one of k and v, and 2 heads of out."""
+    schedule = Schedule.build(SequenceLayout.build("contiguous", 8, 2, ulysses=2))
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, bytes_per_value=2)
+    assert schedule.bytes_received(0, shape) == 4 * (2 + 1 + 1 + 2) * 16 * 2
+    assert schedule.flops(0, shape) == 4 * 2 * 16 * 36
+    one_key_head = shape._replace(num_kv_heads=1)  # both ranks need it
+    assert schedule.bytes_received(0, one_key_head) == 4 * (2 + 1 + 1 + 2) * 16 * 2
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 4], [1, 8], [0, 5, 3, 8], [0, 9]])
+def test_boundaries_that_are_not_the_row_s_are_refused(cu_seqlens):
+    with pytest.raises(ConfigError, match="ascend from 0 to the sequence's 8 tokens"):
+        Schedule.build(SequenceLayout.build("contiguous", 8, 2), cu_seqlens)
+
+
+@pytest.mark.parametrize(("words", "said"), [({"window": 0}, "at least 1"), ({"sink_tokens": 4}, "Give a window")])
+def test_masks_that_make_no_sense_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        Schedule.build(SequenceLayout.build("contiguous", 8, 2), **words)
+
+
+def test_layouts_of_different_sizes_are_refused():
+    with pytest.raises(ConfigError, match="both must agree"):
+        Schedule.build(SequenceLayout.build("zigzag", 8, 2), key_layout=SequenceLayout.build("zigzag", 16, 2))
+
+
+def test_unions_are_ascending_and_disjoint():
+    assert union([(5, 7), (0, 2), (2, 3), (6, 9)]) == ((0, 3), (5, 9))
+
+
+# Striped rows break every document up over all ranks: 114,000 pairs, where the others have some dozens.
+@pytest.mark.parametrize(("kind", "seconds"), [(kind, 2.0 if kind == "striped" else 0.2) for kind in KINDS])
+def test_a_million_tokens_of_2000_documents_at_degree_64_are_scheduled_in_time(kind, seconds):
+    """One rank's share: what it receives and what it sends."""
+    tokens = 1 << 20
+    g = torch.Generator().manual_seed(0)
+    cuts = torch.randint(tokens, (1999,), generator=g).sort().values.tolist()
+    layout = SequenceLayout.build(kind, tokens, 64, [0, *cuts, tokens])
+    start = time.process_time()
+    schedule = Schedule.build(layout, [0, *cuts, tokens])
+    for other in range(64):
+        schedule.hop(17, other)
+        schedule.rows_needed(other, 17)
+    assert len(schedule.digest) == 32
+    assert time.process_time() - start < seconds

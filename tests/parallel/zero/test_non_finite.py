@@ -1,0 +1,163 @@
+"""Gradients that are not finite: every ZeRO stage says so on every rank and leaves weights and moments as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET
+from longctx.errors import GradientError
+from longctx.model.experts.experts import is_expert_weight
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
+from parallel.loss import count_step, micro_batch_loss
+from parallel.runtime.process import gather_objects
+from tests.helpers import run_distributed
+from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
+
+DENSE = replace(CONFIG, num_experts=0, selection_bias=False, num_layers=2, dense_layers=())
+WAYS = [way for way in product(range(4), (torch.float32, torch.bfloat16)) if way != (0, torch.bfloat16)]
+"""Every stage and dtype that DeepSpeed trains."""
+
+Values = dict[tuple[str, str, int], Tensor]
+
+
+def held(runner: RanksRun) -> Values:
+    """Masters, moments and buffers that this rank answers for, and the working weights of its forward."""
+    values = {(r.name, r.role, r.start): r.values for r in runner.owned()}
+    for name, p in runner.engine.model.decoder.named_parameters():
+        part = p.ds_tensor if runner.spread.stage == 3 else p  # type: ignore[attr-defined]
+        values[name, "working", 0] = part.detach().clone()
+    for state in runner.engine._inner.state.values():
+        values["", "step", len(values)] = torch.as_tensor(state["step"]).clone()
+    return values
+
+
+def check_unchanged(runner: RanksRun, before: Values) -> None:
+    after = held(runner)
+    assert after.keys() == before.keys()
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    assert not changed, f"{runner.spread}: {changed}"
+
+
+def spoil(runner: RanksRun, wanted: Callable[[str], bool], rank: int, value: float) -> str:
+    """From now on one rank's gradient of the first parameter that is wanted holds this value; returns its name."""
+    name, p = next((n, p) for n, p in runner.engine.model.decoder.named_parameters() if wanted(n))
+
+    def hook(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] = value
+        return gradient
+
+    if dist.get_rank() == rank:
+        p.register_hook(hook)
+    return name
+
+
+def check_refused(runner: RanksRun, step: int) -> GradientError:
+    """The step is refused in the same words on every rank, and nothing that is kept of a run has changed."""
+    before = held(runner)
+    bias = [b.clone() for b in runner.engine.model.decoder.buffers()]
+    with pytest.raises(GradientError) as caught:
+        runner.step(step)
+    check_unchanged(runner, before)
+    assert all(torch.equal(a, b) for a, b in zip(bias, runner.engine.model.decoder.buffers(), strict=True))
+    said = gather_objects(str(caught.value))
+    assert len(set(said)) == 1, said
+    return caught.value
+
+
+def check_gradients(ways: list[tuple[int, torch.dtype]], expert: int, value: float) -> None:
+    last = dist.get_world_size() - 1
+    for stage, dtype in ways:
+        spread = Spread(context=dist.get_world_size(), expert=expert, stage=stage, dtype=dtype)
+        runner = RanksRun(CONFIG if expert > 1 else DENSE, spread)
+        runner.step(0)
+        name = spoil(runner, is_expert_weight if expert > 1 else lambda n: "layers.1" in n, last, value)
+        error = check_refused(runner, 1)
+        assert error.names == [name], f"{spread}: {error}"
+        assert runner.engine.broken_weights() == []
+
+
+@pytest.mark.parametrize(("stage", "dtype"), WAYS)
+def test_a_gradient_of_one_rank_that_is_not_finite_changes_nothing(stage, dtype):
+    run_distributed(check_gradients, 2, [(stage, dtype)], 1, torch.inf)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
+def test_nor_does_one_that_is_no_number(world_size):
+    run_distributed(check_gradients, world_size, WAYS, 1, torch.nan)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), WAYS)
+def test_nor_does_that_of_an_expert_that_one_rank_holds(stage, dtype):
+    run_distributed(check_gradients, 2, [(stage, dtype)], 2, torch.nan)
+
+
+@pytest.mark.slow
+def test_nor_where_ranks_hold_the_same_experts_in_pairs():
+    run_distributed(check_gradients, 4, WAYS, 2, torch.inf, timeout=120)
+
+
+def check_huge(stage: int) -> None:
+    """Every gradient is finite, the sum of two squares is beyond float32."""
+    runner = RanksRun(DENSE, Spread(stage=stage))
+    runner.step(0)
+    for layer in range(2):
+        spoil(runner, lambda n, layer=layer: f"layers.{layer}" in n, 0, 1.5e19)
+    assert check_refused(runner, 1).names == []
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_nor_do_finite_gradients_whose_norm_is_not(stage):
+    """In stage 3 it is: DeepSpeed adds it up in float64 to the end, and the step is taken."""
+    run_distributed(check_huge, 1, stage)
+
+
+def check_weights(stages: list[int]) -> None:
+    """A weight that one rank alone holds is found on all."""
+    for stage in stages:
+        runner = RanksRun(DENSE, Spread(context=dist.get_world_size(), stage=stage))
+        name = "model.norm.weight"
+        p = dict(runner.engine.model.decoder.named_parameters())[name]
+        if stage == 3:
+            if dist.get_rank() == 0:
+                p.ds_tensor.data[0] = torch.nan  # type: ignore[attr-defined]
+        else:
+            p.data[0] = torch.nan
+        assert runner.engine.broken_weights() == [name]
+
+
+def test_broken_weights_are_found_in_every_stage():
+    run_distributed(check_weights, 2, list(range(4)))
+
+
+def check_no_targets(stage: int) -> None:
+    """A step of padding and unscored tokens: a loss and a gradient of exactly zero, and the step is taken."""
+    runner = RanksRun(DENSE, Spread(context=dist.get_world_size(), stage=stage))
+    runner.step(0)
+    split = SequenceLayout.build("zigzag", LENGTH, runner.mesh.context)
+    for n in range(ROWS):
+        row = rows_of_step(1)[n]
+        row = replace(row, targets=torch.full_like(row.targets, IGNORED_TARGET))
+        mine = row.map_tokens(lambda x: split.split(x, runner.mesh.context_rank, 1))
+        counts = count_step([mine], torch.device("cpu"))
+        loss = LossSum(*runner.engine.forward(mine))
+        runner.engine.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, DENSE))
+        assert (counts.targets, float(loss.nll_sum)) == (0, 0)
+    assert runner.engine.step(LR) == 0.0
+    assert not runner.engine.broken_weights()
+    runner.step(2)
+    assert runner.run.norms[-1] > 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_without_targets_is_taken(stage):
+    run_distributed(check_no_targets, 2, stage)

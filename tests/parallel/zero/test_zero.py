@@ -1,0 +1,208 @@
+"""Training over ranks against the plain single-process oracle: losses, gradient norms, final weights."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from longctx.batch import Batch
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.objectives.loss_sum import LossSum
+from parallel.layout.sequence import SequenceLayout
+from parallel.loss import count_step, micro_batch_loss, sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.options import OptimizerOptions, check_zero
+from tests.helpers import run_distributed
+from tests.oracles import Curve, packed_batch, train_alone
+
+ROWS, SEQ_LEN, LR, CLIP = 4, 96, 1e-3, 0.5
+FEW, MANY = 5, 20
+DENSE = ModelConfig(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96)
+MOE = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=4,
+    expert_ffn_size=32,
+    shared_ffn_size=32,
+    balance_loss_weight=0.01,
+)
+
+
+def step_rows(step: int) -> Batch:
+    return packed_batch(rows=ROWS, seq_len=SEQ_LEN, vocab_size=64, seed=step)
+
+
+def row_of(batch: Batch, row: int) -> Batch:
+    """One row as a batch of its own."""
+    start, stop = row * SEQ_LEN, (row + 1) * SEQ_LEN
+    cu = batch.cu_seqlens
+    first = int((cu < start).sum())
+    inside = cu[(cu >= start) & (cu <= stop)] - start
+    cut = batch.map_tokens(lambda x: x[row : row + 1])
+    documents = torch.where(cut.document_ids < 0, cut.document_ids, cut.document_ids - first)
+    return Batch(
+        tokens=cut.tokens, targets=cut.targets, positions=cut.positions, document_ids=documents, cu_seqlens=inside
+    )
+
+
+SPREADS = {
+    0: {"layout": "contiguous"},
+    1: {"layout": "zigzag", "transport": "two_level"},
+    2: {"layout": "balanced", "transport": "all_gather"},
+    3: {"layout": "striped", "ulysses": 2},
+}
+"""How a sequence is shared in each ZeRO stage of the parity tests."""
+
+
+def train_together(
+    config: ModelConfig,
+    *,
+    context: int,
+    layout: str,
+    stage: int,
+    transport: str = "auto",
+    ulysses: int = 1,
+    steps: int = FEW,
+    recompute: bool = False,
+):
+    """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
+    mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, recompute=recompute)
+    options = OptimizerOptions(clip_norm=CLIP)
+    accumulation = ROWS // mesh.data
+    engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
+    losses, norms, counts_by_step = [], [], []
+    for step in range(steps):
+        rows = [row_of(step_rows(step), a * mesh.data + mesh.data_rank) for a in range(accumulation)]
+        mine = []
+        for row in rows:
+            split = SequenceLayout.build(layout, SEQ_LEN, context, row.cu_seqlens, ulysses)
+            mine.append(row.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
+        counts = count_step(mine, torch.device("cpu"))
+        total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
+        for batch in mine:
+            loss = LossSum(*engine.forward(batch))
+            total += loss.nll_sum.double()
+            routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
+            engine.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, config))
+        norms.append(engine.step(LR))
+        losses.append(float(sum_over_ranks(total)) / counts.targets)
+        counts_by_step.append(sum_over_ranks(routed))
+    return Curve(losses, norms, counts_by_step), engine
+
+
+def check_parity(kind: str, context: int, bound: float, steps: int, stages: tuple[int, ...] = (0, 1, 2, 3)):
+    config = {"dense": DENSE, "moe": MOE}[kind]
+    wanted, weights = train_alone(config, [[step_rows(s)] for s in range(steps)], lr=LR, clip_norm=CLIP)
+    assert min(wanted.norms) > CLIP, "clipping must be active"
+    for stage in stages:
+        spread = SPREADS[stage] if context > 1 else {"layout": "zigzag"}
+        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread)
+        errors = {
+            name: max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+            for name, got, want in (("loss", curve.losses, wanted.losses), ("norm", curve.norms, wanted.norms))
+        }
+        # Each routing tie that fell the other way takes a token from one expert and gives it to another.
+        flips = sum(int((a - b).abs().sum()) // 2 for a, b in zip(curve.counts, wanted.counts, strict=True))
+        decisions = sum(int(c.sum()) for c in wanted.counts)
+        if torch.distributed.get_rank() == 0:
+            world = torch.distributed.get_world_size()
+            said = f"{kind}, {world} ranks, context {context}, ZeRO {stage}, {steps} steps: {errors}"
+            sys.stderr.write(f"{said}, {flips} of {decisions} routings flipped\n")
+        assert max(errors.values()) <= bound, f"{kind}, context {context}, ZeRO {stage}: {errors}"
+        for name, role, start, values in engine.owned_ranges():
+            if role == "master":
+                want = weights[name].flatten()[start : start + len(values)]
+                # AdamW turns rounding of gradients near zero into steps of up to lr.
+                assert (values - want).abs().max() <= 0.2 * LR * steps, f"{name} in ZeRO {stage}"
+
+
+BOUNDS = {"dense": 1e-5, "moe": 1e-4}
+WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2)]
+
+
+# A few of all combinations: the slow test below has every one of them.
+@pytest.mark.parametrize(
+    ("kind", "world_size", "context", "stages"),
+    [
+        ("moe", 1, 1, (0, 3)),
+        pytest.param("moe", 2, 2, (0, 3), marks=pytest.mark.slow),
+        ("moe", 4, 4, (1, 3)),
+        ("moe", 4, 2, (1, 2)),
+        ("dense", 4, 4, (0, 2)),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_every_stage_and_degree_trains_like_one_process(kind, world_size, context, stages):
+    run_distributed(check_parity, world_size, kind, context, BOUNDS[kind], FEW, stages, timeout=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize(("world_size", "context"), WORLDS)
+def test_they_still_agree_after_20_steps(kind, world_size, context):
+    run_distributed(check_parity, world_size, kind, context, BOUNDS[kind], MANY, timeout=900)
+
+
+def check_recompute():
+    for ulysses in (1, 2):
+        spread = {"context": 2, "layout": "zigzag", "ulysses": ulysses, "stage": 2}
+        plain, _ = train_together(MOE, **spread)
+        again, _ = train_together(MOE, **spread, recompute=True)
+        assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
+        assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
+
+
+def test_recomputation_changes_no_bit():
+    run_distributed(check_recompute, 2)
+
+
+def check_state(stage: int, other: int):
+    """Ranges written in one stage make the other stage go on as if nothing had happened."""
+    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage)
+    gathered: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, [(*r[:3], r.values.clone()) for r in engine.owned_ranges()])
+    whole = {}
+    for name, role, start, values in (r for ranges in gathered for r in ranges):
+        tensor = whole.setdefault((name, role), torch.full((engine.shapes[name].numel(),), torch.nan))
+        assert tensor[start : start + len(values)].isnan().all(), f"{name} {role} was written twice"
+        tensor[start : start + len(values)] = values
+    assert not any(t.isnan().any() for t in whole.values())
+    mesh = Mesh.build(context=2)
+    model = build_parallel_model(DENSE, mesh, layout="zigzag", seed=1)
+    options = OptimizerOptions(clip_norm=CLIP)
+    fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=1, options=options)
+    fresh.load(lambda name, role, start, n: whole[name, role][start : start + n], step=FEW)
+    batch = row_of(step_rows(99), 0)
+    split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
+    mine = batch.map_tokens(lambda x: split.split(x, mesh.context_rank, 1))
+    counts = count_step([mine], torch.device("cpu"))
+    seen = []
+    for runner in (engine, fresh):
+        runner._engine.set_gradient_accumulation_boundary(True)
+        for _ in range(2):
+            loss = LossSum(*runner.forward(mine))
+            runner.backward(micro_batch_loss(loss.objective_sum, loss.balance_sum, loss.z_sum, counts, DENSE))
+            seen += [float(loss.nll_sum), runner.step(LR)]
+    assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "other"), [(0, 3), (1, 2), (2, 1), (3, 0), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
+def test_state_moves_between_stages(stage, other):
+    run_distributed(check_state, 2, stage, other)
+
+
+def test_stage_0_in_bfloat16_is_refused():
+    with pytest.raises(ConfigError, match=r"zero\.stage=1"):
+        check_zero(0, torch.bfloat16)
