@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.contract import KernelRequest, Pair, Scores
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.select import choose_kernel
 from longctx.model.decoder import Decoder
-from longctx.model.experts import Experts
-from longctx.model.router import Router
+from longctx.model.experts.experts import Experts
+from longctx.model.experts.router import Router
 
 HEAD_ELEMENTS = 1 << 24
 """Logits that are multiplied out at a time; all of them at once would be new pages, and slower."""
@@ -134,12 +135,12 @@ def attention_step(config: ModelConfig, tokens: int, dtype: torch.dtype) -> Call
     H, D, V = config.num_heads, config.head_dim, config.value_dim
     K = H if config.is_latent else config.num_kv_heads
     kernel = choose_kernel("auto", KernelRequest("cpu", dtype, D, H, K, V))
-    pairs, scores = (Pair(0, tokens, 0, tokens, lo=0),), Scores(scale=config.scale)
+    slices, scores = slice_table([AttentionSlice(0, tokens, 0, tokens, lo=0)]), Scores(scale=config.scale)
     q, k, v, dout = (torch.randn(1, tokens, *of).to(dtype) for of in ((H, D), (K, D), (K, V), (H, V)))
 
     def step() -> None:
         for _ in range(config.num_layers):
-            out, lse = kernel.forward(q, k, v, pairs, scores=scores)
-            kernel.backward(dout, q, k, v, out.to(dtype), lse, pairs, scores=scores)
+            out, lse = kernel.forward(q, k, v, slices, scores=scores)
+            kernel.backward(dout, q, k, v, out.to(dtype), lse, slices, scores=scores)
 
     return step
