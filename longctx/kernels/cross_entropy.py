@@ -25,11 +25,12 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
+from longctx.kernels.memory import fresh
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
 _BLOCK_ELEMENTS = 1 << 18
-"""Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""
+"""Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
 _TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
@@ -160,7 +161,9 @@ def _sums_and_gradients(
     partial = accumulate_dtype(hidden_NM.dtype)
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
-    dweight_VM = torch.zeros_like(weight_VM, dtype=partial) if wanted[1] else None
+    dweight_VM = None
+    if wanted[1]:
+        dweight_VM = fresh(weight_VM.shape, dtype=partial, device=weight_VM.device).zero_()
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
@@ -219,6 +222,13 @@ def _chunk_tokens(vocab_size: int, width: int) -> int:
     return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
 
 
+def _rows_of_block(whole: Tensor) -> int:
+    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator all."""
+    if whole.device.type != "cpu":
+        return max(1, len(whole))
+    return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
+
+
 def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
@@ -226,8 +236,11 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
-        total += a @ b
+        return
+    product = a @ b
+    # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
+    for block in _slices(len(total), _rows_of_block(total)):
+        total[block] += product[block]
 
 
 def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool) -> Tensor:
@@ -235,12 +248,9 @@ def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with
 
     With ``with_gradient`` what they become is the gradient of the objectives' sum.
     """
-    vocab_size, partial = logits_nV.shape[1], accumulate_dtype(logits_nV.dtype)
+    partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
-    rows = len(logits_nV)
-    if logits_nV.device.type == "cpu":
-        rows = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // vocab_size)
-    for block in _slices(len(logits_nV), rows):
+    for block in _slices(len(logits_nV), _rows_of_block(logits_nV)):
         block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
         losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
         if with_gradient and partial != logits_nV.dtype:
