@@ -25,7 +25,6 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.memory import fresh
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
@@ -161,16 +160,16 @@ def _sums_and_gradients(
     partial = accumulate_dtype(hidden_NM.dtype)
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
-    dweight_VM = None
-    if wanted[1]:
-        dweight_VM = fresh(weight_VM.shape, dtype=partial, device=weight_VM.device).zero_()
+    dweight_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
-        if dweight_VM is not None:
-            _add_product_(dweight_VM, dlogits_nV.T, hidden_nM)
+        if wanted[1]:
+            dweight_VM = _with_product(dweight_VM, dlogits_nV.T, hidden_nM, partial)
+    if wanted[1] and dweight_VM is None:  # no token is here
+        dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     objective, nll = sums.to(partial).unbind()
     return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
@@ -233,14 +232,17 @@ def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-        return
+def _with_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The total with a · b added, in the same memory; the product in ``dtype`` where there is no total yet."""
+    if total is None:
+        return (a @ b).to(dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
     product = a @ b
     # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
     for block in _slices(len(total), _rows_of_block(total)):
         total[block] += product[block]
+    return total
 
 
 def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool) -> Tensor:
