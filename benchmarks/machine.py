@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,17 @@ def machine() -> dict[str, Any]:
         "kind": processor_kind(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        **{library: _version(library) for library in ("transformers", "deepspeed")},
         "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def save(name: str, content: dict[str, Any]) -> Path:
