@@ -75,7 +75,7 @@ def run_command(command: Sequence[str], timeout: float) -> str:
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        return f"it took more than {timeout:.0f} seconds"
+        return f"it took more than {timeout:g} seconds"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
