@@ -46,11 +46,7 @@ faults: setup
 	@$(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)
 
 bench: setup
-	@$(BIN)/python -m benchmarks.attention
-	@$(BIN)/python -m benchmarks.peers
-	@$(BIN)/python -m benchmarks.loss
-	@$(BIN)/python -m benchmarks.decoder
-	@$(BIN)/python -m benchmarks.moe
+	@$(BIN)/python -m benchmarks
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell && $(BIN)/python -m tests.lint.style

@@ -16,27 +16,23 @@ Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Five
    bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients between ranks,
    8/5 with bfloat16, for two-byte keys and values and blocks of which half is computed.
 
-``--device cpu --smoke`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
+``--device cpu --tiny`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.machine import RESULTS, machine
+from benchmarks import gpu
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
 from longctx.kernels.attention.flash.calls import VarlenCall, build_calls, translate
 from longctx.kernels.attention.flash.groups import groups_by_window, trimmed
@@ -100,43 +96,12 @@ def full_setting() -> Setting:
     return Setting(torch.device("cuda"), torch.bfloat16, 32, 8, 128, sizes, 65536, (2, 4, 8), 1024, 3)
 
 
-def smoke_setting(device: str) -> Setting:
+def tiny_setting(device: str) -> Setting:
     """Everything once, at sizes that take seconds on a CPU."""
     return Setting(torch.device(device), torch.bfloat16, 4, 2, 16, (64, 128), 512, (2,), 96, 1)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
-
-
-def seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """The quickest of some rounds after one to warm up: GPU time, on a CPU its processor time."""
-    run()
-    found = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            found.append(start.elapsed_time(stop) / 1e3)
-        else:
-            begun = time.process_time()
-            run()
-            found.append(time.process_time() - begun)
-    return min(found)
-
-
-def peak_mib(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Most memory allocated during the call beyond what was before it; None where nobody counts it."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
@@ -165,11 +130,16 @@ def measure_block(setting: Setting, kernel: AttentionKernel, slices: Tensor) -> 
 
     work = setting.flops(slices) / 1e12
     return {
-        "forward_tflops": work / seconds(forward, setting.device, setting.rounds),
-        "backward_tflops": 2.5 * work / seconds(backward, setting.device, setting.rounds),
-        "forward_mib": peak_mib(forward, setting.device),
-        "backward_mib": peak_mib(backward, setting.device),
+        "forward_tflops": work / gpu.seconds(forward, setting),
+        "backward_tflops": 2.5 * work / gpu.seconds(backward, setting),
+        "forward_mib": _peak_mib(forward, setting),
+        "backward_mib": _peak_mib(backward, setting),
     }
+
+
+def _peak_mib(run: Callable[[], Any], setting: Setting) -> float | None:
+    peak = gpu.peak_bytes(run, setting.device)
+    return None if peak is None else peak / 2**20
 
 
 # --- a ring on one device -----------------------------------------------------------------------------------
@@ -228,7 +198,7 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
         q, k, v, dout = setting.tensors(tokens)
         out, lse = kernel.forward(q, k, v, slices, scores=setting.scores)
         whole = [q, k, v, dout, out.to(q.dtype), lse]
-        alone = [seconds(run, setting.device, setting.rounds) for run in _whole_runs(setting, kernel, slices, whole)]
+        alone = [gpu.seconds(run, setting) for run in _whole_runs(setting, kernel, slices, whole)]
         for degree in setting.degrees:
             for layout in ("zigzag", "striped", "balanced"):
                 if time.monotonic() > deadline:
@@ -254,7 +224,7 @@ def measure_calls(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
             print(f"out of time before the calls of {layout} rows", file=sys.stderr)
             return
         schedule = Schedule.build(SequenceLayout.build(layout, tokens, degree, bounds), bounds)
-        tables = [[hop.slice_table for hop in schedule.hops(rank)] for rank in range(degree)]
+        tables = [[work.slices for hop in schedule.hops(rank) for work in hop.work] for rank in range(degree)]
         rank = max(range(degree), key=lambda r: sum(len(translate(table)) for table in tables[r]))
         yield {
             "kernel": name,
@@ -281,7 +251,7 @@ def call_gains(
 
 
 def _gain(setting: Setting, few: Callable[[], Any], many: Callable[[], Any]) -> float:
-    return seconds(many, setting.device, setting.rounds) / seconds(few, setting.device, setting.rounds)
+    return gpu.seconds(many, setting) / gpu.seconds(few, setting)
 
 
 class OneCallAWindow(VarlenKernel):
@@ -332,7 +302,7 @@ def ring_seconds(
     for rank in range(schedule.layout.degree):
         work = RankWork(setting, kernel, schedule, rank, whole)
         runs = (work.forward, work.backward)
-        found.append(tuple(seconds(run, setting.device, setting.rounds) for run in runs))
+        found.append(tuple(gpu.seconds(run, setting) for run in runs))
     return found
 
 
@@ -401,52 +371,23 @@ def thresholds(setting: Setting, blocks: Sequence[dict[str, Any]]) -> Iterator[d
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows as a table with right-aligned numbers."""
-    print(f"\n{title}")
-    if not rows:
-        print("  nothing measured")
-        return
-    cells = [[key.replace("_", " ") for key in rows[0]], *([_cell(x) for x in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  " + "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.3f}" if abs(value) < 10 else f"{value:.0f}"
-    return str(value)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name; on a CPU that it is one."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"{machine()['processor']} (CPU)"
-
-
 def run(setting: Setting, minutes: float) -> dict[str, Any]:
     """All tables, printed as they come and returned."""
     begun = time.monotonic()
-    name = device_name(setting.device)
-    print(f"{name}, PyTorch {torch.__version__}, kernels: {', '.join(setting.kernels())}")
-    if setting.rounds == 1:
-        print("Tiny sizes, one round: a check of the script, no measurement.")
+    print(f"kernels: {', '.join(setting.kernels())}")
     blocks = list(measure_blocks(setting, begun + 60 * minutes * 0.6))
     heads = f"{setting.num_heads}/{setting.num_kv_heads} heads of {setting.head_dim}, {setting.dtype}"
-    show(f"Blocks ({heads}): TFLOP/s and MiB", blocks)
+    gpu.show(f"Blocks ({heads}): TFLOP/s and MiB", blocks)
     rings = list(measure_rings(setting, begun + 60 * minutes))
-    show(f"A ring's blocks beside one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
+    gpu.show(f"A ring's blocks beside one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
     calls = list(measure_calls(setting, begun + 60 * minutes))
-    show("A packed row's slices cut along trees beside one call a window (seconds of the second over the first)", calls)
+    title = "A packed row's slices cut along trees beside one call a window (seconds of the second over the first)"
+    gpu.show(title, calls)
     errors = list(measure_errors(setting))
-    show("Relative errors against float64", errors)
+    gpu.show("Relative errors against float64", errors)
     hidden = list(thresholds(setting, blocks))
-    show("Tokens a rank needs to hide a hop's transfer (bandwidths assumed)", hidden)
+    gpu.show("Tokens a rank needs to hide a hop's transfer (bandwidths assumed)", hidden)
     return {
-        "device": name,
-        "seconds": round(time.monotonic() - begun, 1),
         "heads": heads,
         "blocks": blocks,
         "rings": rings,
@@ -458,27 +399,9 @@ def run(setting: Setting, minutes: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; 1 without a device."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_attention", description=(__doc__ or "").splitlines()[0]
+    return gpu.main(
+        "gpu_attention", __doc__, full=full_setting, tiny=tiny_setting, run=run, minutes=7.5, arguments=arguments
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks the script, measures nothing")
-    parser.add_argument("--minutes", type=float, default=7.5, help="start no measurement after so many minutes")
-    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/gpu_attention_DEVICE.json)")
-    wanted = parser.parse_args(arguments)
-    if wanted.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing measured. (--device cpu --smoke checks the script.)", file=sys.stderr)
-        return 1
-    if wanted.device == "cpu" and not wanted.smoke:
-        parser.error("--device cpu takes --smoke: at full size the CPU's kernels would need days")
-    setting = smoke_setting(wanted.device) if wanted.smoke else full_setting()
-    result = {"machine": machine(), "smoke": wanted.smoke, **run(setting, wanted.minutes)}
-    name = re.sub(r"\W+", "_", result["device"]).strip("_").lower()
-    path = wanted.output or RESULTS / f"gpu_attention_{name}{'_smoke' if wanted.smoke else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nsaved: {path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,22 +19,18 @@ Needs PyTorch and a CUDA device, nothing else. Three tables, also saved as JSON:
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_attention import device_name, show
-from benchmarks.machine import RESULTS, machine
+from benchmarks import gpu
+from benchmarks.gpu import Stopwatch, peak_bytes, quickest, show
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
@@ -142,41 +138,6 @@ def build_layer(setting: Setting, config: ModelConfig) -> MixtureOfExperts:
     return layer
 
 
-class Stopwatch:
-    """Seconds between marks: GPU time; on a CPU its processor time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Here ends one span and begins the next."""
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.process_time())
-
-    def spans(self) -> list[float]:
-        """Seconds from each mark to the next."""
-        if self.on_gpu:
-            self.marks[-1].synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
-
-
-def quickest(run: Callable[[Stopwatch], None], setting: Setting) -> tuple[float, float]:
-    """Forward and backward seconds: the smallest of some rounds after one to warm up."""
-    found = []
-    for _ in range(setting.rounds + 1):
-        watch = Stopwatch(setting.device)
-        run(watch)
-        found.append(watch.spans())
-    forward, backward = (max(min(of), 1e-9) for of in zip(*found[1:], strict=True))
-    return forward, backward
-
-
 def one_document(x_NM: Tensor, run: ExpertRun) -> ExpertCall:
     """What a layer is told about tokens that are one document."""
     documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long, device=x_NM.device)
@@ -210,19 +171,8 @@ def dense_seconds(setting: Setting, model: Model, tokens: int) -> tuple[float, f
             torch.mm(a, b)
         watch.mark()
 
-    return quickest(run, setting)
-
-
-def peak_gib(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Most memory allocated during the call beyond what was before it; None where nobody counts it."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / _GIB
+    forward, backward = quickest(run, setting)
+    return forward, backward
 
 
 def measure_model(setting: Setting, model: Model, deadline: float) -> Iterator[dict[str, Any]]:
@@ -256,12 +206,13 @@ def measure_layer(setting: Setting, layer: MixtureOfExperts, tokens: int, run: E
     """Time, memory and load of a layer on random tokens."""
     torch.manual_seed(0)
     x, dout = (setting.random(tokens, layer.experts.gate_up_proj.shape[-1]) for _ in range(2))
-    seconds = quickest(lambda watch: layer_step(layer, x, dout, run, watch), setting)
+    forward, backward = quickest(lambda watch: layer_step(layer, x, dout, run, watch), setting)
     layer.zero_grad(set_to_none=True)
-    peak = peak_gib(lambda: layer_step(layer, x, dout, run, Stopwatch(setting.device)), setting.device)
+    peak = peak_bytes(lambda: layer_step(layer, x, dout, run, Stopwatch(setting.device)), setting.device)
     with torch.no_grad():
         counts_SE = layer(x.unsqueeze(0), one_document(x, run))[1]
-    return Measured(*seconds, peak, (counts_SE.max() / counts_SE.double().mean()).item())
+    load = (counts_SE.max() / counts_SE.double().mean()).item()
+    return Measured(forward, backward, None if peak is None else peak / _GIB, load)
 
 
 def fitting(run: Callable[[], Any]) -> Any:
@@ -358,10 +309,6 @@ def _relative(got: Tensor | None, want: Tensor | None) -> float:
 def run(setting: Setting, minutes: float) -> dict[str, Any]:
     """All tables, printed as they come and returned."""
     begun = time.monotonic()
-    name = device_name(setting.device)
-    print(f"{name}, PyTorch {torch.__version__}, {setting.dtype}")
-    if setting.rounds == 1:
-        print("Tiny sizes, one round: a check of the script, no measurement. The GPU's rows stay unmeasured.")
     layers: list[dict[str, Any]] = []
     for model in setting.models:
         rows = list(measure_model(setting, model, begun + 60 * minutes * 0.9))
@@ -375,8 +322,7 @@ def run(setting: Setting, minutes: float) -> dict[str, Any]:
     show(f"What takes the time at {setting.tokens[0]} tokens", parts)
     errors = [measure_errors(setting, model) for model in setting.models]
     show("Relative errors against float64; largest gradient of an expert without tokens", errors)
-    seconds = round(time.monotonic() - begun, 1)
-    return {"device": name, "seconds": seconds, "layers": layers, "parts": parts, "errors": errors}
+    return {"layers": layers, "parts": parts, "errors": errors}
 
 
 def _free() -> None:
@@ -400,30 +346,16 @@ def behind(result: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; 1 without a device or behind a goal."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_moe", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes: checks the script, measures nothing")
-    parser.add_argument("--minutes", type=float, default=4.5, help="start no measurement after so many minutes")
-    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/gpu_moe_DEVICE.json)")
-    wanted = parser.parse_args(arguments)
-    if wanted.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "No CUDA device: the GPU's rows stay unmeasured. (--device cpu --tiny checks the script.)", file=sys.stderr
-        )
-        return 1
-    if wanted.device == "cpu" and not wanted.tiny:
-        parser.error("--device cpu takes --tiny: at full size a CPU would need days")
-    setting = tiny_setting(wanted.device) if wanted.tiny else full_setting()
-    result = {"machine": machine(), "tiny": wanted.tiny, **run(setting, wanted.minutes)}
-    name = re.sub(r"\W+", "_", result["device"]).strip("_").lower()
-    path = wanted.output or RESULTS / f"gpu_moe_{name}{'_tiny' if wanted.tiny else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nsaved: {path}")
-    missed = [] if wanted.tiny else behind(result)
-    for text in missed:
-        print(f"behind its goal: {text}")
-    return int(bool(missed))
+    return gpu.main(
+        "gpu_moe",
+        __doc__,
+        full=full_setting,
+        tiny=tiny_setting,
+        run=run,
+        behind=behind,
+        minutes=4.5,
+        arguments=arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""Where and when a figure was measured."""
+"""Where and when a figure was measured, and what kind of processor that was.
+
+Three kinds matter, because a library can be fast on one and slow on another: ``plain`` (no bfloat16 instructions, so
+bfloat16 is best multiplied in float32), ``bf16`` (AVX512-BF16 or Arm's), and ``amx`` (Intel's matrix units, whose
+products take a sixth of the time, so that everything else weighs more).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,27 @@ import json
 import os
 import platform
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longctx.kernels.processor import has_native_bfloat16
+
 RESULTS = Path(__file__).parent / "results"
+KINDS = {
+    "plain": "no bfloat16 instructions",
+    "bf16": "bfloat16 instructions",
+    "amx": "bfloat16 matrix units (AMX)",
+}
+
+
+def processor_kind() -> str:
+    """The key in ``KINDS`` of this machine's processor."""
+    if not has_native_bfloat16():
+        return "plain"
+    return "amx" if torch.cpu.get_capabilities().get("amx_bf16", False) else "bf16"
 
 
 def machine() -> dict[str, Any]:
@@ -20,16 +40,25 @@ def machine() -> dict[str, Any]:
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
         "processor": name,
+        "kind": processor_kind(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        **{library: _version(library) for library in ("transformers", "deepspeed")},
         "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
 
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result as JSON and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    """Write a result as JSON, beside those of the same kind of processor, and return its path."""
+    path = RESULTS / processor_kind() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
     return path

@@ -30,7 +30,7 @@ from longctx.kernels.processor import Products
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
 _BLOCK_ELEMENTS = 1 << 18
-"""Logits of a block on a CPU, for each thread: 1 MiB, the second-level cache of a server's core."""
+"""Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
 _TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
@@ -173,14 +173,16 @@ def _sums_and_gradients(
     partial = accumulate_dtype(hidden_NM.dtype)
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
-    dweight_VM = torch.zeros_like(weight_VM, dtype=partial) if wanted[1] else None
+    dweight_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
-        if dweight_VM is not None:
-            _add_product_(dweight_VM, dlogits_nV.T, hidden_nM)
+        if wanted[1]:
+            dweight_VM = _with_product(dweight_VM, dlogits_nV.T, hidden_nM, partial)
+    if wanted[1] and dweight_VM is None:  # no token is here
+        dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     objective, nll = sums.to(partial).unbind()
     return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
@@ -234,15 +236,28 @@ def _chunk_tokens(vocab_size: int, width: int) -> int:
     return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
 
 
+def _rows_of_block(whole: Tensor) -> int:
+    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator all."""
+    if whole.device.type != "cpu":
+        return max(1, len(whole))
+    return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
+
+
 def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _with_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The total with a · b added, in the same memory; the product in ``dtype`` where there is no total yet."""
+    if total is None:
+        return (a @ b).to(dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    product = a @ b
+    # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
+    for block in _slices(len(total), _rows_of_block(total)):
+        total[block] += product[block]
+    return total
 
 
 def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool) -> Tensor:
@@ -250,12 +265,9 @@ def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with
 
     With ``with_gradient`` what they become is the gradient of the objectives' sum.
     """
-    vocab_size, partial = logits_nV.shape[1], accumulate_dtype(logits_nV.dtype)
+    partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
-    rows = len(logits_nV)
-    if logits_nV.device.type == "cpu":
-        rows = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // vocab_size)
-    for block in _slices(len(logits_nV), rows):
+    for block in _slices(len(logits_nV), _rows_of_block(logits_nV)):
         block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
         losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
         if with_gradient and partial != logits_nV.dtype:

@@ -33,19 +33,25 @@ class _RMSNorm(torch.autograd.Function):
         rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, rstd_N1)
         ctx.offset = offset
-        return (wide * rstd_N1).mul_(_factor(weight, offset, partial)).to(x.dtype)
+        return _times(wide, rstd_N1, wide is not x).mul_(_factor(weight, offset, partial)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         x, weight, rstd_N1 = ctx.saved_tensors
         partial = accumulate_dtype(x.dtype)
-        normed, wide = x.to(partial) * rstd_N1, dy.to(partial)
+        is_copied = x.dtype != partial
+        normed, wide = _times(x.to(partial), rstd_N1, is_copied), dy.to(partial)
         dweight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        dnormed = wide * _factor(weight, ctx.offset, partial)
+        dnormed = _times(wide, _factor(weight, ctx.offset, partial), is_copied)
         mean_N1 = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         dx = dnormed.addcmul_(normed, mean_N1, value=-1).mul_(rstd_N1)
         return dx.to(x.dtype), dweight, None, None
+
+
+def _times(wide: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """The product, in the same memory where that is a copy: new pages would take longer than the product."""
+    return wide.mul_(factor) if in_place else wide * factor
 
 
 def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:

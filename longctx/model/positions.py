@@ -97,10 +97,11 @@ class _Rotary(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = _halves(x, pairs, interleaved)
+    # converted once: a product of two dtypes would convert its input each time
+    first, second = (half.to(cos.dtype) for half in _halves(x, pairs, interleaved))
     out_first, out_second = _halves(out, pairs, interleaved)
-    out_first.copy_(first * cos - second * sin)
-    out_second.copy_(second * cos + first * sin)
+    out_first.copy_((first * cos).sub_(second * sin))
+    out_second.copy_((second * cos).add_(first * sin))
     out[..., 2 * pairs :] = x[..., 2 * pairs :]
     return out
 

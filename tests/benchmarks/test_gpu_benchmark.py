@@ -17,7 +17,7 @@ from tests.longctx.kernels.attention import flash_stand_in
 
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "result.json"
-    assert benchmark.main(["--device", "cpu", "--smoke", "--output", str(path)]) == 0
+    assert benchmark.main(["--device", "cpu", "--tiny", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert {"device", "blocks", "rings", "calls", "errors", "thresholds", "machine"} <= result.keys()
     kernels = {row["kernel"] for row in result["blocks"]}
@@ -36,7 +36,7 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
 
 
 def test_a_ring_on_one_device_is_exact():
-    setting = replace(benchmark.smoke_setting("cpu"), dtype=torch.float32)
+    setting = replace(benchmark.tiny_setting("cpu"), dtype=torch.float32)
     _, kernel = next(iter(setting.kernels().items()))
     bounds = benchmark.packed_documents(512, 60)
     assert bounds[-1] == 512

@@ -1,0 +1,143 @@
+"""Every benchmark, one after the other, and one summary of their bounds at the end.
+
+    python -m benchmarks [NAME …] [--quick]
+
+Each runs in a process of its own, and what becomes of one stops no other. The summary has every bound that is missed;
+of those that a benchmark holds in several cases it has the closest. Exit code 1 if any is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.bounds import Bound
+
+NAMES = ("attention", "peers", "loss", "decoder", "moe")
+TIMEOUT_SECONDS = 7200
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one benchmark."""
+
+    name: str
+    bounds: list[Bound]
+    seconds: float
+    problem: str = ""
+    """How it ended, if neither well nor with a missed bound."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it ran to its end and every bound holds."""
+        return not self.problem and all(bound.held for bound in self.bounds)
+
+
+class Row(NamedTuple):
+    """One line of the summary."""
+
+    benchmark: str
+    bound: str
+    figure: str
+    verdict: str
+    seconds: str
+
+
+def run_benchmark(name: str, *, quick: bool = False, timeout: float = TIMEOUT_SECONDS) -> Outcome:
+    """Run ``benchmarks.NAME``, whose output goes where ours goes, and read its bounds."""
+    print(f"\n==> {name}", flush=True)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "bounds.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--record", str(record)]
+        problem = run_command([*command, "--quick"] if quick else command, timeout)
+        bounds = [_bound(kept) for kept in json.loads(record.read_text())] if record.exists() else []
+    if any(not bound.held for bound in bounds):
+        problem = ""  # the exit code says what the bounds say
+    elif not bounds and not problem:
+        problem = "it stated no bound"
+    return Outcome(name, bounds, time.monotonic() - begun, problem)
+
+
+def run_command(command: Sequence[str], timeout: float) -> str:
+    """How a command ended, "" if well. After ``timeout`` seconds it is killed, and its workers with it."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {timeout:g} seconds"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return "" if code == 0 else f"exit code {code}"
+
+
+def _bound(kept: dict[str, Any]) -> Bound:
+    return Bound(**{name: value for name, value in kept.items() if name != "held"})
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The table, and below it where the missed limits come from."""
+    table = [Row("benchmark", "bound", "figure", "", "seconds")]
+    for outcome in outcomes:
+        table += _rows(outcome)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    missed = [bound for outcome in outcomes for bound in outcome.bounds if not bound.held and bound.why]
+    return "\n".join(lines + [f"{bound}: {bound.why}" for bound in missed])
+
+
+def _rows(outcome: Outcome) -> Iterator[Row]:
+    """A benchmark's lines; its name and seconds stand in the first."""
+    name, seconds = outcome.name, f"{outcome.seconds:.0f}"
+    if outcome.problem:
+        yield Row(name, "runs to its end", outcome.problem, "FAILED", seconds)
+        name = seconds = ""
+    for what in dict.fromkeys(bound.what for bound in outcome.bounds):
+        alike = [bound for bound in outcome.bounds if bound.what == what]
+        for bound in alike:
+            if not bound.held:
+                yield Row(name, bound.text, f"{bound.figure:.4g}", "FAILED", seconds)
+                name = seconds = ""
+        held = [bound for bound in alike if bound.held]
+        if held:
+            closest = max(held, key=lambda bound: bound.margin)
+            note = f" (closest of {len(held)})" if len(held) > 1 else ""
+            yield Row(name, closest.text + note, f"{closest.figure:.4g}", "held", seconds)
+            name = seconds = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run them and print the summary; 1 when a bound is missed or a benchmark did not run to its end."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default: all of {', '.join(NAMES)})")
+    parser.add_argument("--quick", action="store_true", help="less of each; nothing is saved")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in NAMES]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}. Try one of {', '.join(NAMES)}.")
+    outcomes = [run_benchmark(name, quick=options.quick) for name in options.names or NAMES]
+    failed = [outcome.name for outcome in outcomes if not outcome.passed]
+    print(f"\n{summary(outcomes)}\n")
+    print(f"outside their bounds: {', '.join(failed)}" if failed else "every bound holds")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

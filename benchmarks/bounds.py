@@ -1,0 +1,80 @@
+"""What figures may be: a benchmark states each bound, prints it, keeps it, and fails when one does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine, processor_kind, save
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure, and the most (or least) that it may be."""
+
+    what: str
+    """The figure's name; the same for all cases that have it."""
+    figure: float
+    limit: float
+    case: str = ""
+    """The row of the table that it belongs to."""
+    why: str = ""
+    """Where the limit comes from, in a sentence; whose weakness it profits from, if any's."""
+    at_least: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Whether the figure is within its limit; one that is no number never is."""
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    @property
+    def margin(self) -> float:
+        """The figure over its limit, turned so that less is better: above 1 it is outside."""
+        over, under = (self.limit, self.figure) if self.at_least else (self.figure, self.limit)
+        return over / under if under else float("inf")
+
+    @property
+    def text(self) -> str:
+        """The bound without its figure."""
+        name = f"{self.case}: {self.what}" if self.case else self.what
+        sign = "≥" if self.at_least else "≤"
+        return f"{name} {sign} {self.limit:.4g}"
+
+    def __str__(self) -> str:
+        return f"{self.text}; it is {self.figure:.4g}"
+
+
+def of_kind(*, plain: float, bf16: float, amx: float | None = None) -> float:
+    """The limit on this kind of processor; AMX has that of bfloat16 instructions unless it is given its own."""
+    return {"plain": plain, "bf16": bf16, "amx": bf16 if amx is None else amx}[processor_kind()]
+
+
+def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
+    """The command line with what all benchmarks share; ``quick`` says what that option leaves out."""
+    parser.add_argument("--quick", action="store_true", help=f"{quick}; nothing is saved")
+    parser.add_argument("--record", type=Path, help="write the bounds to this JSON file, for python -m benchmarks")
+    options = parser.parse_args()
+    print(machine(), flush=True)
+    return options
+
+
+def conclude(
+    name: str, content: dict[str, Any], bounds: Sequence[Bound], options: argparse.Namespace, *, whole: bool = True
+) -> int:
+    """Save a benchmark's figures and bounds, print the bounds that do not hold, and return its exit code.
+
+    Figures are saved when the ``whole`` benchmark was run, and not with ``--quick``.
+    """
+    kept = [asdict(bound) | {"held": bound.held} for bound in bounds]
+    if whole and not options.quick:
+        print(f"saved {save(name, content | {'bounds': kept})}")
+    if options.record:
+        options.record.write_text(json.dumps(kept))
+    missed = [bound for bound in bounds if not bound.held]
+    for bound in missed:
+        print(f"outside the bounds: {bound}" + (f" ({bound.why})" if bound.why else ""))
+    return int(bool(missed))

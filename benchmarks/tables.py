@@ -1,0 +1,264 @@
+"""The tables of figures in docs/, made from ``benchmarks/results``.
+
+    python -m benchmarks.tables [--check]
+
+What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the tables of that
+name, one for each kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import KINDS, RESULTS
+
+DOCS = Path(__file__).parent.parent / "docs"
+Result = dict[str, Any]
+_MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rewritten(text: str, results: Path = RESULTS) -> str:
+    """A page with its tables made anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{section(found[2], results)}\n\n{found[3]}", text)
+
+
+def section(name: str, results: Path = RESULTS) -> str:
+    """Captions and tables of one name. KeyError where there is no such table."""
+    benchmark, table = TABLES[name]
+    parts = []
+    for kind in KINDS:
+        path = results / kind / f"{benchmark}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            parts.append(f"{caption(benchmark, kind, result['machine'])}\n\n{table(result)}")
+    return "\n\n".join(parts)
+
+
+def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
+    """By which command, on which machine and on what day."""
+    name = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@", " ", machine["processor"])
+    name = re.sub(r"(\d\.\d)0? ?GHz", r"\1 GHz", " ".join(name.split()))
+    versions = [
+        f"{library} {machine[library]}" for library in ("torch", "transformers", "deepspeed") if library in machine
+    ]
+    return (
+        f"`python -m benchmarks.{benchmark}`, {name}, {machine['cores']} cores, {KINDS[kind]}, "
+        f"{', '.join(versions)}, {machine['date']}:"
+    )
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# --- a training step ----------------------------------------------------------------------------------------
+
+_SHAPES = {
+    "llama": "Llama",
+    "mixtral": "Mixtral, 16 experts, 2 a token",
+    "qwen3-fine": "Qwen3-MoE, 64 experts, 8 a token",
+    "deepseek-v3": "DeepSeek-V3, 32 experts, 4 a token, latent attention",
+}
+
+
+def decoder(result: Result) -> str:
+    """A step's time beside its floor and transformers', and its memory."""
+    head = ("shape", "floor: products + attention", "ours, × floor", "transformers, × floor", "ours / theirs",
+            "activation MiB, theirs → ours")  # fmt: skip
+    return markdown(head, (_decoder_row(row) for row in result["rows"]))
+
+
+def _decoder_row(row: dict[str, Any]) -> list[str]:
+    seconds, mib = row["cpu_seconds"], row["activation_mib"]
+    floor, over = "–", {}
+    if "floor" in seconds:
+        floor = f"{seconds['products']:.2f} + {seconds['attention']:.2f} = {seconds['floor']:.2f} s"
+        over = {who: f" ({ratio:.2f} ×)" for who, ratio in row["over_floor"].items()}
+    times = [f"{seconds[who]:.2f} s{over.get(who, '')}" for who in ("longctx", "transformers")]
+    memory = f"{mib['transformers']} → {mib['longctx']} ({row['memory_ratio']:.2f} ×)"
+    return [_SHAPES[row["shape"]], floor, *times, f"{row['time_ratio']:.2f} ×", memory]
+
+
+def loss(result: Result) -> str:
+    """The loss in chunks beside whole logits."""
+    rows = [
+        [
+            row["way"].removeprefix("longctx, "),
+            f"{row['cpu_seconds']:.1f}",
+            f"{row['ratio_to_fastest_whole']:.2f}",
+            str(row["resident_rise_mb"]),
+            *(_power(row["relative_error"][of]) for of in ("loss", "dhidden", "dweight")),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(("", "CPU s", "ratio", "MB", "loss", "dhidden", "dweight"), rows)
+
+
+# --- attention across ranks ---------------------------------------------------------------------------------
+
+_ERRORS = ("out", "dq", "dk", "dv")
+
+
+def ring(result: Result) -> str:
+    """One document on two ranks."""
+    head = ("case", "SDPA, each core", "ring, each rank", "worst rank over its half", "resident memory")
+    rows = [
+        [
+            row["case"],
+            _seconds(row["one_process_cpu_seconds"]),
+            _seconds(row["cpu_seconds_per_rank"]),
+            f"**{row['ratio_to_share']:.3f}**",
+            f"+{row['resident_rise_mib']} MiB",
+        ]
+        for row in result["ring"]
+    ]
+    return markdown(head, rows)
+
+
+def packed(result: Result) -> str:
+    """Many documents on two ranks, by layout."""
+    layouts = list(dict.fromkeys(_layout(row) for row in result["packed"]))
+    cells = {(row["case"], _layout(row)): f"{row['ratio_to_share']:.3f} ×" for row in result["packed"]}
+    cases = dict.fromkeys(row["case"] for row in result["packed"])
+    return markdown(("case", *layouts), ([case, *(cells[case, layout] for layout in layouts)] for case in cases))
+
+
+def _layout(row: dict[str, Any]) -> str:
+    return row["method"].rsplit(", ", 1)[-1]
+
+
+def exactness(result: Result) -> str:
+    """Errors by degree, and those of one process."""
+    rows = result["exactness"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    found = {(row["case"], row["degree"]): _errors(row["relative_error"]) for row in rows}
+    lines = [
+        [str(degree), *(found[case, degree] for case in cases)]
+        for degree in dict.fromkeys(row["degree"] for row in rows)
+    ]
+    alone = {row["case"]: _errors(row["one_process_relative_error"]) for row in rows if row["degree"] == 1}
+    lines.append(["one process's SDPA", *(alone[case] for case in cases)])
+    return markdown(("degree", *(f"{case}: {' / '.join(_ERRORS)}" for case in cases)), lines)
+
+
+def peers(result: Result) -> str:
+    """Our transports beside DeepSpeed's."""
+    rows = result["rows"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    cells = {
+        (row["case"], row["method"]): f"{row['ratio_to_share']:.3f} · {row['resident_rise_mib']} · "
+        f"{_power(row['relative_error']['dk'])}"
+        for row in rows
+    }
+    lines = [
+        [method.removeprefix("longctx "), *(cells[case, method] for case in cases)]
+        for method in dict.fromkeys(row["method"] for row in rows)
+    ]
+    return markdown(("", *(f"{case}: over half · MiB · dk error" for case in cases)), lines)
+
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+
+def experts(result: Result) -> str:
+    """One layer beside transformers', DeepSpeed's and dense products."""
+    head = ("", "time, × transformers", "× DeepSpeed", "rate, of dense", "memory, × transformers")
+    return markdown(head, (_expert_row(case, rows) for case, rows in _by_load(result["layer"]).items()))
+
+
+def _expert_row(case: str, rows: list[dict[str, Any]]) -> list[str]:
+    def each(name: str) -> str:
+        return " / ".join(f"{row[name]:.2f}" for row in rows)
+
+    seconds = rows[0]["cpu_seconds"]
+    beside = f"{seconds['longctx'] / seconds['DeepSpeed']:.2f}" if "DeepSpeed" in seconds else ""
+    return [case, each("time_ratio"), beside, each("share_of_dense_rate"), each("memory_ratio")]
+
+
+def _by_load(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows that differ in nothing but how experts are loaded, under what they share."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["case"].rsplit(", ", 1)[0], []).append(row)
+    return {f"{case}, {' / '.join(_load(row) for row in alike)}": alike for case, alike in found.items()}
+
+
+def _load(row: dict[str, Any]) -> str:
+    return row["case"].rsplit(", ", 1)[-1]
+
+
+def expert_ranks(result: Result) -> str:
+    """The same layers with experts across ranks."""
+    rows = result["ranks"]
+    degrees = list(dict.fromkeys(row["ranks"] for row in rows))
+    by_case = {row["case"]: [of for of in rows if of["case"] == row["case"]] for row in rows}
+    lines = [
+        [
+            case,
+            *(f"{row['ratio_to_share']:.2f}, {row['ratio_to_share_worst']:.2f}" for row in alike),
+            ", ".join(f"{row['bytes_over_least']:.3f}" for row in alike),
+            ", ".join(f"{row['row_a_choice_over_least']:.2f}" for row in alike),
+        ]
+        for case, alike in by_case.items()
+    ]
+    head = ("", *(f"{degree} ranks" for degree in degrees), "bytes, × least", "a row for each choice, × least")
+    return markdown(head, lines)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+
+
+def _seconds(of: Iterable[float]) -> str:
+    return ", ".join(f"{seconds:.2f} s" for seconds in of)
+
+
+def _errors(of: dict[str, float]) -> str:
+    return " / ".join(_power(of[name]) for name in _ERRORS)
+
+
+def _power(value: float) -> str:
+    """Two digits and the power of ten, as in 1.6e-3."""
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "decoder": ("decoder", decoder),
+    "loss": ("loss", loss),
+    "ring": ("attention", ring),
+    "packed": ("attention", packed),
+    "exactness": ("attention", exactness),
+    "peers": ("peers", peers),
+    "experts": ("moe", experts),
+    "expert-ranks": ("moe", expert_ranks),
+}
+"""By name: the benchmark whose result it is made from, and how."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the pages, or with --check say which are not in step."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page would change")
+    options = parser.parse_args(arguments)
+    stale = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text()
+        wanted = rewritten(text)
+        if wanted != text:
+            stale.append(page.name)
+            if not options.check:
+                page.write_text(wanted)
+    print(f"{'not in step' if options.check else 'rewritten'}: {', '.join(stale) or 'no page'}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The runner goes on after a failure, tells all of them, and its exit code says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks.bounds import Bound
+
+
+def outcome(name: str, *bounds: Bound, problem: str = "") -> runner.Outcome:
+    return runner.Outcome(name, list(bounds), 12.0, problem)
+
+
+def test_a_bound_holds_up_to_its_limit_and_no_number_never():
+    assert Bound("time", 1.0, 1.0).held
+    assert not Bound("time", 1.001, 1.0).held
+    assert Bound("rate", 0.9, 0.8, at_least=True).held
+    assert not Bound("rate", 0.7, 0.8, at_least=True).held
+    assert not Bound("time", float("nan"), 1.0).held
+    assert Bound("rate", 0.4, 0.8, at_least=True).margin == 2.0
+
+
+def test_the_summary_has_every_miss_and_the_closest_of_what_holds():
+    moe = outcome(
+        "moe",
+        Bound("time", 0.5, 0.9, "even"),
+        Bound("time", 0.8, 0.9, "Zipf"),
+        Bound("time", 0.95, 0.9, "tiny", why="rows stay in the cache"),
+        Bound("rate", 0.9, 0.8, at_least=True),
+    )
+    text = runner.summary([outcome("loss", problem="exit code 3"), moe])
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["benchmark", "loss", "moe"]
+    assert "exit code 3" in lines[1]
+    assert "FAILED" in lines[1]
+    assert "tiny: time ≤ 0.9" in lines[2]
+    assert "FAILED" in lines[2]
+    assert "Zipf: time ≤ 0.9 (closest of 2)" in lines[3]
+    assert "rate ≥ 0.8" in lines[4]
+    assert "held" in lines[4]
+    assert "even" not in text
+    assert lines[5] == "tiny: time ≤ 0.9; it is 0.95: rows stay in the cache"
+
+
+@pytest.mark.parametrize("misses", [True, False])
+def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
+    ran = []
+
+    def run_benchmark(name: str, *, quick: bool) -> runner.Outcome:
+        assert quick
+        ran.append(name)
+        return outcome(name, Bound("time", 1.0 if misses and name == "peers" else 0.5, 0.9))
+
+    monkeypatch.setattr(runner, "run_benchmark", run_benchmark)
+    assert runner.main(["--quick"]) == int(misses)
+    assert tuple(ran) == runner.NAMES
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == ("outside their bounds: peers" if misses else "every bound holds")
+
+
+def test_an_unknown_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        runner.main(["decoders"])
+    assert "Try one of attention, peers" in capsys.readouterr().err
+
+
+SCRIPT = """
+import argparse, sys
+from benchmarks.bounds import Bound, conclude, parse
+options = parse(argparse.ArgumentParser(), quick="less")
+sys.exit(conclude("nothing", {}, [Bound("time", %s, 1.0)], options))
+"""
+
+
+def test_what_a_benchmark_concludes_is_what_the_runner_reads(monkeypatch):
+    def run_command(command: list[str], timeout: float) -> str:
+        return original([sys.executable, "-c", SCRIPT % figure, *command[3:]], timeout)
+
+    original = runner.run_command
+    monkeypatch.setattr(runner, "run_command", run_command)
+    for figure, passed in ((0.5, True), (2.0, False)):
+        found = runner.run_benchmark("nothing", quick=True)
+        assert found.passed is passed
+        assert found.problem == ""
+        assert found.bounds == [Bound("time", figure, 1.0)]
+
+
+def test_a_command_that_dies_or_does_not_end_is_told():
+    assert runner.run_command([sys.executable, "-c", "raise SystemExit(3)"], 60) == "exit code 3"
+    assert runner.run_command([sys.executable, "-c", ""], 60) == ""
+    assert (
+        runner.run_command([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+        == "it took more than 0.5 seconds"
+    )
+
+
+def test_every_name_is_a_benchmark_that_keeps_its_bounds():
+    for name in runner.NAMES:
+        text = (Path(runner.__file__).parent / f"{name}.py").read_text()
+        assert f'conclude("{name}"' in text
+        assert "parse(parser" in text
