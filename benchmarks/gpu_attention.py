@@ -38,10 +38,10 @@ from benchmarks.machine import RESULTS, machine
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import KERNELS
-from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table, table_slices
+from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.pairs import area
+from parallel.schedule.bands import area
 from parallel.schedule.schedule import Schedule
 
 BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
@@ -86,7 +86,7 @@ class Setting:
 
     def flops(self, slices: Tensor) -> float:
         """Floating-point operations forward; backward takes 2.5 times that."""
-        return 4.0 * self.num_heads * self.head_dim * sum(area(one) for one in table_slices(slices))
+        return 4.0 * self.num_heads * self.head_dim * area(slices.numpy())
 
 
 def full_setting() -> Setting:
@@ -180,10 +180,10 @@ class RankWork:
         self.q, self.dout, self.out, self.lse = (layout.split(x, rank, 1) for x in (q, dout, out, lse))
         self.hops = []
         for hop in schedule.hops(rank):
-            if len(hop.slice_table):
+            for work in hop.work:  # one entry, or none where there is nothing to compute
                 theirs = (layout.split(x, hop.owner, 1) for x in (k, v))
                 arrived = [torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs]
-                self.hops.append((slice(*hop.queries), hop.slice_table, *arrived))
+                self.hops.append((slice(*hop.queries), work.slices, *arrived))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Every hop, merged as the ring merges them."""
@@ -242,7 +242,7 @@ def _whole_runs(setting: Setting, kernel: AttentionKernel, slices: Tensor, whole
 
 
 def _most_hops(schedule: Schedule) -> int:
-    return max(sum(bool(len(hop.slice_table)) for hop in schedule.hops(rank)) for rank in range(schedule.layout.degree))
+    return max(sum(len(hop.work) for hop in schedule.hops(rank)) for rank in range(schedule.layout.degree))
 
 
 def ring_seconds(

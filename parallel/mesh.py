@@ -121,7 +121,7 @@ class Mesh:
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
 
     @property
-    def ring_places(self) -> int:
+    def ring_ranks_in_node(self) -> int:
         """Neighbouring ring indices that share a node; 1 where nodes do not hold equally many of them."""
         nodes = [self.ring_peer(index) // self.ranks_per_node for index in range(self.ring_degree)]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]

@@ -23,6 +23,7 @@ from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
 from parallel.layout.cached import cached_layout
 from parallel.layout.sequence import SequenceLayout
@@ -171,6 +172,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
     communication_dtype = None
     if parallel.communication_dtype != "float32":
         communication_dtype = getattr(torch, parallel.communication_dtype)
+    products = fastest_products() if train.products == "auto" else train.products
     causal_lm = build_parallel_model(
         model,
         mesh,
@@ -179,7 +181,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens),
+        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=config.run.seed,

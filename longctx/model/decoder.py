@@ -29,7 +29,7 @@ from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import initial_value
-from longctx.model.layers.linear import Embedding, Weight
+from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
 from longctx.model.training_pass import (
@@ -144,12 +144,14 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.core: AttentionCore = LocalAttention() if core is None else core
+        self.execution = Execution() if execution is None else execution
+        products = self.execution.products
+        self.core: AttentionCore = LocalAttention(products=products) if core is None else core
         self.linear_core: AttentionCore = LocalLinearAttention() if linear_core is None else linear_core
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-        self.execution = Execution() if execution is None else execution
         self.model = Backbone(config, self.dispatcher.share)
-        self.lm_head = LMHead(config)
+        self.lm_head = LMHead(config, products)
+        set_products(self, products)
         if seed is not None:
             self.initialize(seed)
 
@@ -189,7 +191,7 @@ class Decoder(nn.Module):
         expert's capacity is one of a row); 0 if none were. Without a ``training_pass`` nothing is random, as in
         evaluation. With a ``cache`` the tokens continue the sequence that filled it."""
         training_pass = EVALUATION if training_pass is None else training_pass
-        masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
+        execution, masks = self.execution, _masks(cu_seqlens, tokens_Bt, self.config, self.core)
         documents = next(iter(masks.values())).documents
         if self.config.position == "learned":
             check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
@@ -209,9 +211,11 @@ class Decoder(nn.Module):
             cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
-            recompute=self.execution.recompute,
+            recompute=execution.recompute,
             experts=ExpertCall(
-                ExpertRun(self.dispatcher, self.execution.expert_tile_tokens, self.execution.recompute_experts),
+                ExpertRun(
+                    self.dispatcher, execution.expert_tile_tokens, execution.recompute_experts, execution.products
+                ),
                 document_ids if return_stats else None,
                 documents.num_documents,
                 jitter=build_jitter(self.config, training_pass, token_Bt),

@@ -5,13 +5,14 @@ Axes: B rows, t tokens of this rank, L expert layers, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.documents import PackedDocuments
+from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.layers.dropout import Dropout, Jitter
@@ -19,7 +20,9 @@ from longctx.model.layers.dropout import Dropout, Jitter
 
 @dataclass(frozen=True)
 class Execution:
-    """How layers are computed: what they keep for backward and how much they do at a time. Changes no result."""
+    """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies.
+
+    Changes no result but for the rounding of bfloat16 products."""
 
     recompute: bool = False
     """Activation checkpointing: a block keeps its input, the attention core's result and its tokens' experts, and
@@ -28,6 +31,8 @@ class Execution:
     """What experts compute again in backward where blocks are not recomputed (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
+    products: Products = field(default_factory=fastest_products)
+    """How a CPU multiplies bfloat16: by default in the way that is faster on this machine's processor."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,36 +1,94 @@
-"""Ranges of rows: union, locate."""
+"""RowRanges: which of a rank's rows travel, and where they lie among those that have arrived. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-Ranges = tuple[tuple[int, int], ...]
-"""Half-open [start, stop) ranges of rows, ascending and disjoint."""
-
-
-def num_rows(ranges: Ranges) -> int:
-    """Rows that the ranges hold."""
-    return sum(stop - start for start, stop in ranges)
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
 
 
-def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Ascending disjoint ranges that cover the same rows."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+class RowRanges:
+    """Ascending disjoint ranges [start, stop) of rows.
+
+    What follows from them (an index on a device, where they lie in others) is built once and kept with them.
+    """
+
+    def __init__(self, starts: ndarray, stops: ndarray) -> None:
+        """``union`` makes ranges that are ascending and disjoint."""
+        self.starts, self.stops = starts, stops
+        self._index: dict[torch.device, Tensor] = {}
+        self._located: list[tuple[RowRanges, RowRanges]] = []
+
+    @classmethod
+    def whole(cls, num_rows: int) -> RowRanges:
+        """The rows from 0 on."""
+        return cls(np.array([0]), np.array([num_rows]))
+
+    @classmethod
+    def union(cls, parts: Sequence[RowRanges]) -> RowRanges:
+        """The rows that at least one of these holds."""
+        return union(np.concatenate([p.starts for p in parts]), np.concatenate([p.stops for p in parts]))
+
+    def __len__(self) -> int:
+        """How many ranges."""
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowRanges):
+            return NotImplemented
+        return np.array_equal(self.starts, other.starts) and np.array_equal(self.stops, other.stops)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RowRanges({list(self)})"
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows that the ranges hold."""
+        return int((self.stops - self.starts).sum())
+
+    def index(self, device: torch.device) -> Tensor:
+        """Every row, one after another."""
+        if device not in self._index:
+            lengths = self.stops - self.starts
+            rows = np.arange(self.num_rows) + np.repeat(self._unpacking_shifts, lengths)
+            self._index[device] = torch.from_numpy(rows).to(device)
+        return self._index[device]
+
+    def packing_shifts(self, rows: ndarray) -> ndarray:
+        """How far each of these rows, which the ranges hold, moves when they are packed together."""
+        return -self._unpacking_shifts[np.searchsorted(self.starts, rows, side="right") - 1]
+
+    def located_in(self, within: RowRanges) -> RowRanges:
+        """Where the rows lie among the packed rows of ``within``, which hold them all."""
+        for known, located in self._located:
+            if known is within:
+                return located
+        shifts = within.packing_shifts(self.starts)
+        located = RowRanges(self.starts + shifts, self.stops + shifts)
+        self._located.append((within, located))
+        return located
+
+    @cached_property
+    def _unpacking_shifts(self) -> ndarray:
+        """How far the rows of each range move from where they are packed."""
+        lengths = self.stops - self.starts
+        return self.starts - (np.cumsum(lengths) - lengths)
 
 
-def locate(rows: Ranges, within: Ranges) -> Ranges:
-    """Where rows lie among the packed rows of ``within``, which hold them all."""
-    found, at, packed = [], 0, 0
-    for start, stop in rows:
-        while not within[at][0] <= start < within[at][1]:
-            packed += within[at][1] - within[at][0]
-            at += 1
-        shift = packed - within[at][0]
-        found.append((start + shift, stop + shift))
-    return tuple(found)
+def union(starts: ndarray, stops: ndarray) -> RowRanges:
+    """The ranges that hold the rows of these ranges, which may overlap and come in any order."""
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    gaps = starts[1:] > reach[:-1]
+    first = np.flatnonzero(np.append(True, gaps)[: len(starts)])
+    last = np.flatnonzero(np.append(gaps, True)[: len(starts)])
+    return RowRanges(starts[first], reach[last])

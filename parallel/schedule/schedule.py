@@ -1,60 +1,32 @@
 """``Schedule``: who computes what with whose keys. Pure; answers without a process.
 
-A layout's *ring indices* are the groups of ranks that hold the same rows: single ranks, or the ``ulysses`` ranks that
-share a ring index's rows by heads. For each two ring indices the schedule knows which rows of the owner travel to the
-receiver (those that some query there sees, nothing else) and what the receiver computes with them.
+A *ring rank* stands for the ranks that hold the same rows: a single rank, or the ``ulysses`` ranks that share its rows
+by heads. For each two ring ranks the schedule knows which rows of the owner travel to the receiver (those that some
+query there sees, nothing else) and what the receiver computes with them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.kernels.attention.slices import AttentionSlice, slice_table, table_slices
-from longctx.model.attention.strided import Strided, reach
+from longctx.kernels.attention.slices import AttentionSlice, shifted, table_slices
+from longctx.model.attention.work import Work
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.heads import AttentionShape, HeadSplit
-from parallel.schedule.pairs import Bands, Bounds, Rows, area, band_pairs, mask_bounds, own_pairs, whole_pairs
-from parallel.schedule.rows import Ranges, locate, num_rows, union
-from parallel.schedule.strided import ClassRows, neighbours, strided_work
+from parallel.schedule import costs
+from parallel.schedule.bands import area
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.rows import RowRanges
+from parallel.schedule.work import Hop, Mask, RingWork
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One ring index's work with one owner's keys."""
-
-    owner: int
-    """Ring index whose keys these are."""
-    rows: Ranges
-    """The owner's local rows that travel, in ascending order; the receiver sees them packed together."""
-    queries: tuple[int, int]
-    """Hull [start, stop) of the local query rows with work."""
-    pairs: tuple[AttentionSlice, ...]
-    """The work; query rows count from ``queries[0]``, key rows from the first packed row."""
-    strided: Strided | None = None
-    """What a stride adds to it, rows counted likewise."""
-
-    @cached_property
-    def slice_table(self) -> Tensor:
-        """``pairs`` as a kernel takes them."""
-        return slice_table(self.pairs)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that travel."""
-        return num_rows(self.rows)
 
 
 @dataclass(frozen=True)
@@ -70,9 +42,9 @@ class Schedule:
     sink_tokens: int
     stride: int = 0
     distances: bool = False
-    """Whether every pair tells its tokens' distance; without, pieces of a document are taken together."""
+    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
     _known: dict = field(default_factory=dict, compare=False, repr=False)
-    """Rows by ring index and work by (receiver, owner), computed when first asked for."""
+    """Segments by ring rank and work by (receiver, owner), computed when first asked for."""
 
     @classmethod
     def build(
@@ -96,17 +68,11 @@ class Schedule:
         check_window(window, sink_tokens)
         check_stride(stride, window, sink_tokens, causal)
         keys = layout if key_layout is None else key_layout
-        if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
-            raise ConfigError(
-                f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring indices, the queries' "
-                f"{layout.num_tokens} on {layout.ring_degree}; both must agree."
-            )
-        if stride and keys != layout:
-            raise ConfigError(f"stride={stride} wants queries and keys in one layout; leave key_layout out.")
+        check_key_layout(layout, keys, stride)
         return cls(layout, keys, documents.bounds, causal, window, sink_tokens, stride)
 
     def with_distances(self) -> Schedule:
-        """The same schedule with each pair's distances, for scores that depend on them."""
+        """The same schedule with each slice's distances, for scores that depend on them."""
         if self.distances:
             return self
         return self.cached("with distances", lambda: replace(self, distances=True, _known={}))
@@ -126,84 +92,60 @@ class Schedule:
 
     def describe(self) -> str:
         """Layout and mask on one line."""
-        wishes = "" if self.window is None else f", window {self.window}, {self.sink_tokens} sink tokens"
-        wishes += f", stride {self.stride}" if self.stride else ""
-        kind = "causal" if self.causal else "bidirectional"
-        x = self.layout
-        return (
-            f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks (ulysses {x.ulysses}), "
-            f"{len(self.cu_seqlens) - 1} documents, {kind}{wishes}"
-        )
+        x, documents = self.layout, len(self.cu_seqlens) - 1
+        said = f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks (ulysses {x.ulysses}), "
+        said += f"{documents} documents, {'causal' if self.causal else 'bidirectional'}"
+        if self.window is not None:
+            said += f", window {self.window}, {self.sink_tokens} sink tokens"
+        if self.stride:
+            said += f", stride {self.stride}"
+        return said
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
-        """A rank's work; entry h meets the keys of the ring index h places before its own (entry 0: its own)."""
-        ring = self.layout.ring_degree
-        me = rank // self.layout.ulysses
-        return tuple(self.hop(me, (me - h) % ring) for h in range(ring))
+        """A rank's work; entry h meets the keys of the ring rank h before its own (entry 0: its own)."""
+        degree, receiver = self.layout.ring_degree, rank // self.layout.ulysses
+        return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
     def hop(self, receiver: int, owner: int) -> Hop:
-        """The work of ring index ``receiver`` with the keys of ring index ``owner``."""
-        return self.cached((receiver, owner), lambda: self._build_hop(receiver, owner))
+        """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
+        return self._ring.hop(receiver, owner)
+
+    def gathered_work(self, receiver: int) -> tuple[Work, ...]:
+        """A ring rank's work with the keys of all others, where those of all ring ranks lie side by side."""
+        return self._ring.gathered(receiver)
 
     def pairs(self, rank: int) -> tuple[tuple[AttentionSlice, ...], ...]:
-        """For each hop its pairs, query rows counted in the ring index's rows and key rows as they arrive.
+        """For each hop its slices, query rows counted in the ring rank's rows and key rows as they arrive.
 
-        A stride's work is not in them: it counts rows in another order, see ``Hop.strided``.
+        A stride's work is not in them: it counts rows in another order, see ``Hop.work``.
         """
-        return tuple(tuple(p.shifted(queries=hop.queries[0]) for p in hop.pairs) for hop in self.hops(rank))
+        tables = [(hop.queries[0], hop.work[0].slices if hop.work else None) for hop in self.hops(rank)]
+        return tuple(() if t is None else table_slices(shifted(t, queries=first)) for first, t in tables)
 
-    def pairs_in_place(self, receiver: int, owner: int) -> list[AttentionSlice]:
-        """The work with both rows counted in the ring indices' own rows, as when all of the owner's rows are there."""
-        if owner == receiver and self._plain and self.key_layout is self.layout:
-            return own_pairs(self._rows(owner), self.causal)
-        bands = self._bands(receiver, owner)
-        if bands is not None:
-            return bands.pairs()
-        queries, keys = self._rows(receiver), self._rows(owner, keys=True)
-        if self._plain and queries.step == keys.step == 1 and self.key_layout is self.layout:
-            return whole_pairs(queries, keys, self.causal)
-        return [p for b in self._bounds for p in band_pairs(queries, keys, b, self.cu_seqlens, self.sink_tokens)]
-
-    def strided_in_place(self, receiver: int, owner: int) -> Strided | None:
-        """What a stride adds to ``pairs_in_place``, rows counted likewise; None where it adds nothing."""
-        if not self.stride:
-            return None
-        queries, keys = self._classes(receiver), self._classes(owner, keys=True)
-        return self.cached(("strided", receiver, owner), lambda: strided_work(queries, keys))
-
-    def rows_needed(self, receiver: int, owner: int) -> Ranges:
+    def rows_needed(self, receiver: int, owner: int) -> RowRanges:
         """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
-        bands = None if receiver == owner or self.stride else self._bands(receiver, owner)
-        if bands is None:
-            return self.hop(receiver, owner).rows
-        return self.cached(("rows", receiver, owner), bands.rows)
+        return self._ring.rows_needed(receiver, owner)
+
+    def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
+        """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
+        return self._ring.rows_to_node(owner, receivers)
 
     def rows_received(self, rank: int) -> int:
-        """Key/value rows that travel to a rank's ring index from the others."""
+        """Key/value rows that travel to a rank's ring rank from the others."""
         return sum(hop.num_rows for hop in self.hops(rank)[1:])
 
-    def rows_to_node(self, owner: int, receivers: Sequence[int]) -> Ranges:
-        """The owner's rows that at least one of these ring indices needs: what crosses to their node, once."""
-        return self.cached(
-            ("to node", owner, *receivers), lambda: union([r for x in receivers for r in self.rows_needed(x, owner)])
-        )
-
     def work(self, rank: int) -> int:
-        """Query-key pairs of tokens that a rank's ring index computes, for each head."""
-        strided = [table_slices(hop.strided.slices) for hop in self.hops(rank) if hop.strided is not None]
-        return sum(area(pair) for pairs in (*self.pairs(rank), *strided) for pair in pairs)
+        """Query-key pairs of tokens that a rank's ring rank computes, for each head."""
+        return sum(area(work.slices.numpy()) for hop in self.hops(rank) for work in hop.work)
 
     def imbalance(self) -> float:
-        """Most work on a ring index over the mean: 1.0 when attention is even."""
-        u = self.layout.ulysses
-        work = [self.work(rank) for rank in range(0, self.layout.degree, u)]
+        """Most work on a ring rank over the mean: 1.0 when attention is even."""
+        work = [self.work(rank) for rank in range(0, self.layout.degree, self.layout.ulysses)]
         return max(work) * len(work) / sum(work)
 
     def flops(self, rank: int, shape: AttentionShape) -> int:
         """Floating-point operations of a rank's forward pass, 2·(D + V) a pair and head; backward takes 2.5 × that."""
-        heads = HeadSplit.build(shape.num_heads, shape.num_kv_heads, self.layout.ulysses)
-        start, stop = heads.queries[rank % self.layout.ulysses]
-        return 2 * (stop - start) * shape.key_and_value_dim * self.work(rank)
+        return costs.flops(self.work(rank), shape, self.layout.ulysses, rank)
 
     def bytes_received(
         self, rank: int, shape: AttentionShape, transport: str = "p2p", ranks_per_node: int | None = None
@@ -211,96 +153,18 @@ class Schedule:
         """Bytes that a rank receives in a forward pass: rows of keys and values, and heads where Ulysses trades them.
 
         ``p2p`` brings the rows that are needed, ``all_gather`` all rows, ``two_level`` what is needed plus, at the rank
-        that hands rows round in its node (of ``ranks_per_node`` ring indices), what it passes on and does not need.
+        that hands rows round in its node (of ``ranks_per_node`` ring ranks), what it passes on and does not need.
         """
-        u = self.layout.ulysses
-        split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, u)
-        start, stop = split.keys[rank % u]
-        rows = self._rows_arriving(rank // u, transport, ranks_per_node)
-        ring = rows * (stop - start) * shape.key_and_value_dim * shape.bytes_per_value
-        return ring + split.bytes_received(rank % u, self.layout.num_local(rank), shape.bytes_per_value, shape)
+        return costs.bytes_received(self._ring, rank, shape, transport, ranks_per_node)
 
-    def _rows_arriving(self, ring_index: int, transport: str, ranks_per_node: int | None) -> int:
-        rank = ring_index * self.layout.ulysses
-        if transport == "p2p":
-            return self.rows_received(rank)
-        if transport == "all_gather":
-            return self.key_layout.num_tokens - self.key_layout.num_ring(ring_index)
-        if transport != "two_level":
-            raise ConfigError(f"parallel.transport={transport!r} is unknown. Try p2p, two_level or all_gather.")
-        return sum(self.rows_by_link(ring_index, ranks_per_node or self.layout.ring_degree))
-
-    def rows_by_link(self, ring_index: int, ranks_per_node: int) -> tuple[int, int]:
-        """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring index."""
-        G = ranks_per_node
-        node, place = divmod(ring_index, G)
-        here = range(node * G, node * G + G)
-        within = across = 0
-        for owner in range(self.layout.ring_degree):
-            if owner == ring_index:
-                continue
-            if owner // G == node or owner % G != place:  # from a neighbour: its own rows, or rows it received
-                within += self.hop(ring_index, owner).num_rows
-            else:
-                across += num_rows(self.rows_to_node(owner, here))
-        return within, across
-
-    @property
-    def _plain(self) -> bool:
-        return self.window is None and not self.distances
+    def rows_by_link(self, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
+        """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
+        return costs.rows_by_link(self._ring, ring_rank, ranks_per_node)
 
     @cached_property
-    def _bounds(self) -> tuple[Bounds, ...]:
-        return mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens)
-
-    @cached_property
-    def _boundaries(self) -> np.ndarray:
-        return np.array(self.cu_seqlens)
-
-    def _rows(self, ring_index: int, *, keys: bool = False) -> Rows:
-        name = (ring_index, "keys" if keys and self.key_layout is not self.layout else "queries")
-        layout = self.key_layout if keys else self.layout
-        return self.cached(
-            name,
-            lambda: Rows(layout.runs[ring_index], self.cu_seqlens if layout.runs[0][0].step == 1 else self._boundaries),
-        )
-
-    def _classes(self, ring_index: int, *, keys: bool = False) -> ClassRows:
-        assert self.window is not None
-        runs, back = (self.key_layout if keys else self.layout).runs[ring_index], reach(self.window, self.stride)
-        return self.cached(
-            ("classes", ring_index, keys), lambda: ClassRows(runs, self.cu_seqlens, self.stride, back, keys=keys)
-        )
-
-    def _bands(self, receiver: int, owner: int) -> Bands | None:
-        """The work in columns, between two ring indices that have a segment of each of many documents."""
-        queries, keys = self._rows(receiver), self._rows(owner, keys=True)
-        if queries.step != keys.step or keys.step == 1:
-            return None
-        return self.cached(
-            ("bands", receiver, owner),
-            lambda: Bands(queries, keys, self._bounds, self._boundaries, self.sink_tokens),
-        )
-
-    def _build_hop(self, receiver: int, owner: int) -> Hop:
-        bands = None if receiver == owner or self.stride else self._bands(receiver, owner)
-        if bands is not None and bands.columns.size:
-            rows, queries = bands.rows(), (int(bands.columns[0].min()), int(bands.columns[1].max()))
-            return Hop(owner, rows, queries, tuple(bands.pairs(rows, queries[0])))
-        found = self.pairs_in_place(receiver, owner)
-        strided = self.strided_in_place(receiver, owner)
-        if receiver == owner:  # own rows stay where they are
-            own = (0, self.key_layout.num_ring(owner))
-            return Hop(owner, (own,), (0, self.layout.num_ring(owner)), tuple(found), strided)
-        if not found and strided is None:
-            return Hop(owner, (), (0, 0), ())
-        keys, queries = [(p.k_start, p.k_stop) for p in found], [(p.q_start, p.q_stop) for p in found]
-        if strided is not None:
-            keys += neighbours(strided.keys_m)
-            queries.append((int(strided.queries_n.min()), int(strided.queries_n.max()) + 1))
-        rows, hull = union(keys), (min(start for start, _ in queries), max(stop for _, stop in queries))
-        packed = None if strided is None else _packed_rows(strided, rows, -hull[0])
-        return Hop(owner, rows, hull, tuple(_packed(found, rows, -hull[0])), packed)
+    def _ring(self) -> RingWork:
+        mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
+        return RingWork(self.layout, self.key_layout, self.cu_seqlens, mask, self.distances)
 
 
 def check_window(window: int | None, sink_tokens: int) -> None:
@@ -323,16 +187,12 @@ def check_stride(stride: int, window: int | None, sink_tokens: int, causal: bool
         )
 
 
-def _packed(pairs: Sequence[AttentionSlice], rows: Ranges, by_queries: int) -> list[AttentionSlice]:
-    """The pairs with key rows counted in the packed rows that travel."""
-    starts = [start for start, _ in rows]
-    shifts = [packed - start for (start, _), (packed, _) in zip(rows, locate(rows, rows), strict=True)]
-    return [p.shifted(queries=by_queries, keys=shifts[bisect_right(starts, p.k_start) - 1]) for p in pairs]
-
-
-def _packed_rows(strided: Strided, rows: Ranges, by_queries: int) -> Strided:
-    """The same for work that names its rows one by one."""
-    start, stop = torch.tensor(rows).T.contiguous()
-    shift = (stop - start).cumsum(0) - stop  # of a range: packed rows before it, less its start
-    keys = strided.keys_m + shift[torch.bucketize(strided.keys_m, start, right=True) - 1]
-    return strided._replace(queries_n=strided.queries_n + by_queries, keys_m=keys)
+def check_key_layout(layout: SequenceLayout, keys: SequenceLayout, stride: int) -> None:
+    """ConfigError unless the keys may live in this layout."""
+    if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
+        raise ConfigError(
+            f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring ranks, the queries' "
+            f"{layout.num_tokens} on {layout.ring_degree}; both must agree."
+        )
+    if stride and keys != layout:
+        raise ConfigError(f"stride={stride} wants queries and keys in one layout; leave key_layout out.")

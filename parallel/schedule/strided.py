@@ -1,129 +1,119 @@
 """A stride's work between two ranks: rows sorted by class, then bands as between any other rows. Pure.
 
-Tokens whose places in their document are equal modulo the stride are a class
+Tokens whose indices in their document are equal modulo the stride are a class
 (``longctx/model/attention/strided.py``). Those of one class in one segment are equally far apart, so row indices tell
 distances once a segment's rows are sorted by class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy import ndarray
-from torch import Tensor
 
-from longctx.kernels.attention.slices import slice_table
-from longctx.model.attention.strided import Strided
-from parallel.layout.sequence import Run
-from parallel.schedule.pairs import Bounds, Segment, column_pairs, cut_segments, meet
-
-
-class ClassSegment(NamedTuple):
-    """The classes of one segment, each a column: class, first token, tokens, first sorted row."""
-
-    start: int
-    """First token."""
-    stop: int
-    """One past the last one."""
-    columns: ndarray
+from longctx.kernels.attention.slices import K_START, K_STOP, Q_START, Q_STOP
+from longctx.model.attention.work import Work
+from parallel.schedule.bands import Bounds, meeting_segments, shift_slices, slices_between
+from parallel.schedule.segments import Segments, expand_ranges
 
 
-class ClassRows:
-    """One rank's rows, each segment's sorted by class.
+@dataclass(frozen=True)
+class ClassSegments:
+    """One rank's rows, those of each segment sorted by class."""
 
-    Rows are left out where they stand too early in their document to see anything outside of a window (``keys``: too
-    late to be seen). Tokens of a class are ``step`` apart.
+    pieces: Segments
+    """The classes of each segment, by class; their ``document`` is the class (its first token), and rows count in
+    ``order``."""
+    segment: ndarray
+    """The segment of each piece."""
+    order: ndarray
+    """The local row of every sorted row."""
+
+
+class StridedWork(NamedTuple):
+    """Slices between rows that are gathered in another order first."""
+
+    query_rows: ndarray
+    """Each at most once, in the order in which the slices count them."""
+    key_rows: ndarray
+    """Likewise."""
+    slices: ndarray
+
+    def shifted(self, queries: int = 0, keys: ndarray | int = 0) -> StridedWork:
+        """The same work with rows counted otherwise by the ranks that hold them."""
+        return self._replace(query_rows=self.query_rows + queries, key_rows=self.key_rows + keys)
+
+    def entry(self) -> Work:
+        """The work as a kernel's caller takes it."""
+        return Work(*map(torch.from_numpy, self))
+
+
+def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, keys: bool) -> ClassSegments:
+    """The rank's rows by class, without those that have no work.
+
+    Rows have none that stand too early in their document to see tokens ``reach`` before them (``keys``: too late to be
+    seen from there).
     """
-
-    def __init__(self, runs: Sequence[Run], cu_seqlens: Sequence[int], stride: int, back: int, *, keys: bool) -> None:
-        """``back`` is the mask's ``reach``."""
-        self.stride, self.back, self._keys = stride, back, keys
-        self._runs, self._cu_seqlens, self._row_step = runs, cu_seqlens, runs[0].step
-        self.step = lcm(stride, self._row_step)
-
-    @property
-    def of_document(self) -> dict[int, list[ClassSegment]]:
-        """Each document's segments, in the order of the sequence."""
-        return self._sorted[0]
-
-    @property
-    def order(self) -> ndarray:
-        """The local row of every sorted row."""
-        return self._sorted[1]
-
-    @cached_property
-    def _sorted(self) -> tuple[dict[int, list[ClassSegment]], ndarray]:
-        found: dict[int, list[ClassSegment]] = {}
-        order, done = [np.empty(0, dtype=np.int64)], 0
-        for segment in cut_segments(self._runs, self._cu_seqlens):
-            cut = self._with_work(segment)
-            if cut.count > 0:
-                columns, rows = self._classes(cut, done)
-                last = cut.start + (cut.count - 1) * self._row_step
-                found.setdefault(cut.document, []).append(ClassSegment(cut.start, last + 1, columns))
-                order.append(rows)
-                done += cut.count
-        return found, np.concatenate(order)
-
-    def _with_work(self, segment: Segment) -> Segment:
-        """The part of a segment that sees, or is seen by, tokens at least ``back`` away."""
-        document, token, count, local = segment
-        least, most = self._cu_seqlens[document], self._cu_seqlens[document + 1]
-        least, most = (least, most - self.back) if self._keys else (least + self.back, most)
-        first = max(0, -((token - least) // self._row_step))
-        last = min(count, -((token - most) // self._row_step))
-        return Segment(document, token + first * self._row_step, last - first, local + first)
-
-    def _classes(self, segment: Segment, done: int) -> tuple[ndarray, ndarray]:
-        """The columns of a segment's classes, and its local rows in their order."""
-        every = self.step // self._row_step
-        rows = np.arange(segment.count)
-        places = rows[:every]
-        tokens = segment.start + places * self._row_step
-        counts = -((places - segment.count) // every)
-        of = segment.document * self.stride + (tokens - self._cu_seqlens[segment.document]) % self.stride
-        columns = np.stack((of, tokens, counts, done + np.cumsum(counts) - counts))
-        return columns, segment.local + np.argsort(rows % every, kind="stable")
+    segments = _with_work(segments, boundaries, reach, keys=keys)
+    step = lcm(stride, segments.step)  # between tokens of a class that are neighbours on the rank
+    num_classes = step // segments.step
+    segment, place = expand_ranges(np.zeros_like(segments.length), np.minimum(segments.length, num_classes))
+    start = segments.start[segment] + place * segments.step
+    length = -((place - segments.length[segment]) // num_classes)
+    document = segments.document[segment]
+    kind = boundaries[document] + (start - boundaries[document]) % stride
+    row = np.cumsum(length) - length
+    by_class = np.lexsort((start, kind))
+    pieces = Segments(kind[by_class], start[by_class], length[by_class], row[by_class], step)
+    return ClassSegments(pieces, segment[by_class], _class_order(segments, num_classes))
 
 
-def strided_work(queries: ClassRows, keys: ClassRows) -> Strided | None:
+def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, keys: bool) -> Segments:
+    """The parts of the segments that see, or are seen by, tokens at least ``reach`` away."""
+    least, most = boundaries[segments.document], boundaries[segments.document + 1]
+    if keys:
+        most = most - reach
+    else:
+        least = least + reach
+    first = np.maximum(0, -((segments.start - least) // segments.step))
+    stop = np.minimum(segments.length, -((segments.start - most) // segments.step))
+    some = np.flatnonzero(first < stop)
+    first, stop = first[some], stop[some]
+    start, row = segments.start[some] + first * segments.step, segments.row[some] + first
+    return Segments(segments.document[some], start, stop - first, row, segments.step)
+
+
+def _class_order(segments: Segments, num_classes: int) -> ndarray:
+    """The local rows of the segments, each segment's by class."""
+    segment, place = expand_ranges(np.zeros_like(segments.length), segments.length)
+    order = np.argsort(segment * num_classes + place % num_classes, kind="stable")
+    return (segments.row[segment] + place)[order]
+
+
+def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> StridedWork | None:
     """What the queries see of the keys outside of their windows, rows counted as the ranks hold them; None if nothing.
 
     Names the rows that have a part in it and no others.
     """
-    bounds, nothing = Bounds(keys.back, None), np.empty(0, dtype=np.int64)
-    parts = [
-        meet(q.columns, k.columns, keys.step, bounds, nothing, 0)
-        for document, segments in queries.of_document.items()
-        for k in keys.of_document.get(document, ())
-        for q in segments
-        if k.start + keys.back < q.stop
-    ]
-    found = np.concatenate(parts, axis=1) if parts else np.empty((7, 0), dtype=np.int64)
-    if not found.size:
+    bounds = Bounds(reach, None)
+    q, k = meeting_segments(queries.pieces, keys.pieces, bounds)
+    order = np.lexsort((queries.pieces.document[q], queries.segment[q], keys.segment[k]))
+    no_sinks = np.empty(0, dtype=np.int64)
+    table = slices_between(queries.pieces, q[order], keys.pieces, k[order], bounds, no_sinks)
+    if not len(table):
         return None
-    q0, q1, k0, k1 = found[:4]
-    query_rows, no_query = _kept(queries.order, q0, q1)
-    key_rows, no_key = _kept(keys.order, k0, k1)
-    pairs = column_pairs(found, -no_query[q0], -no_key[k0], keys.step)
-    return Strided(torch.from_numpy(query_rows), torch.from_numpy(key_rows), slice_table(pairs))
+    query_rows, queries_left_out = _rows_with_work(queries.order, table[:, Q_START], table[:, Q_STOP])
+    key_rows, keys_left_out = _rows_with_work(keys.order, table[:, K_START], table[:, K_STOP])
+    table = shift_slices(table, -queries_left_out[table[:, Q_START]], -keys_left_out[table[:, K_START]])
+    return StridedWork(query_rows, key_rows, table)
 
 
-def neighbours(rows: Tensor) -> list[tuple[int, int]]:
-    """Half-open ranges that hold these rows and no others."""
-    ascending = rows.sort().values
-    first = torch.cat((torch.tensor([True]), ascending.diff() > 1))
-    last = torch.cat((first[1:], torch.tensor([True])))
-    return list(zip(ascending[first].tolist(), (ascending[last] + 1).tolist(), strict=True))
-
-
-def _kept(order: ndarray, starts: ndarray, stops: ndarray) -> tuple[ndarray, ndarray]:
-    """The rows at these places of the order, and for each place how many before it are left out."""
+def _rows_with_work(order: ndarray, starts: ndarray, stops: ndarray) -> tuple[ndarray, ndarray]:
+    """The rows that some slice names, and for each place in the order how many before it no slice names."""
     edges = np.bincount(starts, minlength=len(order) + 1) - np.bincount(stops, minlength=len(order) + 1)
-    kept = edges.cumsum()[:-1] > 0
-    return order[kept], (~kept).cumsum()
+    named = edges.cumsum()[:-1] > 0
+    return order[named], (~named).cumsum()

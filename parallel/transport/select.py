@@ -1,10 +1,4 @@
-"""How keys and values reach the queries that need them, and how their gradients come home.
-
-A transport shows one rank's keys and values to its computation, visit by visit, and returns in backward the sum of all
-gradients of the rank's own rows, added in a fixed order: equal bits on every run. While a visit is computed the next
-one's rows are in flight. Axes: B batch, n key rows of a ring index, s rows of a visit, K key/value heads, D and V head
-sizes.
-"""
+"""Which transport brings keys and values to the queries that need them, and returns their gradients to the owners."""
 
 from __future__ import annotations
 
@@ -14,8 +8,9 @@ from longctx.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 from parallel.transport.all_gather import AllGather
-from parallel.transport.hops import Hops
-from parallel.transport.visit import Transport
+from parallel.transport.block import Transport
+from parallel.transport.point_to_point import PointToPoint
+from parallel.transport.two_level import TwoLevel
 
 TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
 
@@ -30,7 +25,9 @@ def build_transport(
     name = resolve_transport(name, mesh)
     if name == "all_gather":
         return AllGather(schedule, mesh, communication_dtype)
-    return Hops(schedule, mesh, mesh.ring_degree if name == "p2p" else mesh.ring_places, communication_dtype)
+    if name == "two_level":
+        return TwoLevel(schedule, mesh, mesh.ring_ranks_in_node, communication_dtype)
+    return PointToPoint(schedule, mesh, communication_dtype)
 
 
 def resolve_transport(name: str, mesh: Mesh) -> str:
@@ -40,10 +37,10 @@ def resolve_transport(name: str, mesh: Mesh) -> str:
     """
     if name not in TRANSPORTS:
         raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
-    ring, places = mesh.ring_degree, mesh.ring_places
+    ring, in_node = mesh.ring_degree, mesh.ring_ranks_in_node
     if name == "auto":
-        return "two_level" if 1 < places < ring else "p2p"
-    if name == "two_level" and places == 1 and mesh.ranks_per_node > 1 and ring > 1:
+        return "two_level" if 1 < in_node < ring else "p2p"
+    if name == "two_level" and in_node == 1 and mesh.ranks_per_node > 1 and ring > 1:
         raise ConfigError(
             f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "
             f"{mesh.ranks_per_node} ranks a node they do not.\nTry parallel.transport=p2p."

@@ -1,51 +1,118 @@
-"""Ulysses: the ranks of a ring index trade rows for heads, so that each holds all its rows for a share of the heads.
+"""Ulysses: the ranks of a ring rank trade rows for heads, so that each holds all its rows for a part of the heads.
 
 DeepSpeed-Ulysses, arXiv 2309.14509; here with any number of heads. Query heads that do not divide are dealt as evenly
 as they can be, and a key head goes to every rank that has a query head of its group.
 
-Axes: B batch, t rows of a rank, T rows of its ring index, H heads of all ranks, h heads of this one, D head size.
+Axes: B batch, t rows of a rank, T rows of its ring rank, s key rows, H heads of all ranks, h heads of this one, K key
+heads of this one, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.schedule.heads import HeadRange
+from parallel.mesh import Mesh
+from parallel.schedule.heads import HeadRange, HeadSplit
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Trades rows for heads and back; everything stays as it is where heads are not split."""
+
+    mesh: Mesh
+    split: HeadSplit
+    num_heads: int
+    num_kv_heads: int
+
+    @classmethod
+    def build(cls, mesh: Mesh, num_heads: int, num_kv_heads: int) -> HeadExchange:
+        """The exchange of these heads over the mesh. ConfigError when they cannot be split over so many ranks."""
+        return cls(mesh, HeadSplit.build(num_heads, num_kv_heads, mesh.ulysses), num_heads, num_kv_heads)
+
+    @property
+    def query_heads(self) -> slice:
+        """This rank's query heads."""
+        return slice(*self.split.queries[self.mesh.ulysses_rank])
+
+    @property
+    def key_heads(self) -> slice:
+        """The key heads that these use."""
+        return slice(*self.split.keys[self.mesh.ulysses_rank])
+
+    @property
+    def num_kernel_key_heads(self) -> int:
+        """Key heads that the kernel is given, see ``expand``."""
+        heads = self.key_heads if self._key_of_query is None else self.query_heads
+        return heads.stop - heads.start
+
+    def to_heads(self, x: Tensor, *, keys: bool = False) -> Tensor:
+        """[B, t, heads, …] → [B, T, this rank's heads, …]."""
+        group = self.mesh.ulysses_group
+        if group is None:
+            return x
+        ranges = self.split.keys if keys else self.split.queries
+        return rows_to_heads(x, ranges, self.mesh.ulysses_rank, group)
+
+    def to_rows(self, x: Tensor, *, keys: bool = False) -> Tensor:
+        """The inverse; heads that several ranks hold are summed."""
+        group = self.mesh.ulysses_group
+        if group is None:
+            return x
+        if keys:
+            return heads_to_rows(x, self.split.keys, self.num_kv_heads, group)
+        return heads_to_rows(x, self.split.queries, self.num_heads, group)
+
+    def expand(self, x_BsKD: Tensor) -> Tensor:
+        """Key heads as the kernel wants them: one for each query head where the rank's groups are uneven."""
+        key_of_query = self._key_of_query
+        return x_BsKD if key_of_query is None else x_BsKD[:, :, key_of_query]
+
+    def fold(self, grad_BshD: Tensor) -> Tensor:
+        """Gradients of expanded key heads, summed into the heads they came from."""
+        key_of_query = self._key_of_query
+        if key_of_query is None:
+            return grad_BshD
+        B, s, _, D = grad_BshD.shape
+        num_key_heads = self.key_heads.stop - self.key_heads.start
+        index = torch.tensor(key_of_query, device=grad_BshD.device)
+        return grad_BshD.new_zeros(B, s, num_key_heads, D).index_add_(2, index, grad_BshD)
+
+    @property
+    def _key_of_query(self) -> list[int] | None:
+        return self.split.key_of_query(self.mesh.ulysses_rank)
 
 
 def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], rank: int, group: ProcessGroup) -> Tensor:
-    """All rows of the ring index for this rank's range of heads: [B, t, H, D] on each rank becomes [B, T, h, D]."""
+    """All rows of the ring rank for this rank's range of heads: [B, t, H, D] on each rank becomes [B, T, h, D]."""
     B, t, _, D = x_BtHD.shape
-    parts = [x_BtHD[:, :, start:stop].reshape(-1) for start, stop in ranges]
-    h = ranges[rank][1] - ranges[rank][0]
-    u = len(ranges)
-    got = x_BtHD.new_empty(u * B * t * h * D)
-    _all_to_all(got, parts, [got.numel() // u] * u, group)
-    return got.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
+    start, stop = ranges[rank]
+    u, h = len(ranges), stop - start
+    outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
+    received = x_BtHD.new_empty(u * B * t * h * D)
+    _all_to_all(received, outgoing, [B * t * h * D] * u, group)
+    return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
 
 
 def heads_to_rows(x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, group: ProcessGroup) -> Tensor:
     """The inverse: this rank's rows for all heads, [B, t, H, D]; heads that several ranks hold are summed by rank."""
     B, T, _, D = x_BThD.shape
     t = T // len(ranges)
-    parts = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
+    outgoing = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
-    got = x_BThD.new_empty(sum(sizes))
-    _all_to_all(got, parts, sizes, group)
+    received = x_BThD.new_empty(sum(sizes))
+    _all_to_all(received, outgoing, sizes, group)
     out = x_BThD.new_zeros(B, t, num_heads, D)
-    for (start, stop), part in zip(ranges, got.split(sizes), strict=True):
+    for (start, stop), part in zip(ranges, received.split(sizes), strict=True):
         out[:, :, start:stop] += part.view(B, t, stop - start, D)
     return out
 
 
-def _all_to_all(got: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], group: ProcessGroup) -> None:
-    dist.all_to_all_single(got, torch.cat(list(parts)), list(sizes), [p.numel() for p in parts], group=group)
+def _all_to_all(received: Tensor, outgoing: Sequence[Tensor], sizes: Sequence[int], group: ProcessGroup) -> None:
+    outgoing_sizes = [part.numel() for part in outgoing]
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), list(sizes), outgoing_sizes, group=group)

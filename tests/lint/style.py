@@ -44,8 +44,6 @@ MARKDOWN_LIMIT = 1_000
 """Long lines of Markdown, all pages together."""
 
 EXCEPTIONS = {
-    "parallel/schedule/schedule.py:Schedule": "holds the work and its figures; to be divided",
-    "parallel/transport/hops.py:Hops": "point to point and two levels; to be divided",
     "parallel/zero/engine.py:ZeroEngine": "all ZeRO stages; to be divided",
 }
 """Classes, functions and files beyond ``SIZES``, and why each may stay."""

@@ -91,7 +91,7 @@ def test_neighbours_share_out_the_experts_whatever_they_read():
 def test_nodes_that_hold_equally_many_ranks_of_a_ring():
     def places(ranks_per_node, **axes):
         mesh = Mesh(rank=0, world_size=12, context=12, ranks_per_node=ranks_per_node, **axes)
-        return mesh.ring_places
+        return mesh.ring_ranks_in_node
 
     assert [places(n) for n in (1, 2, 3, 4, 6, 12)] == [1, 2, 3, 4, 6, 12]
     assert places(5) == 1, "5, 5 and 2 ranks: nodes that are not alike hand nothing round"

@@ -12,8 +12,8 @@ is copied:
   and backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the
   op's own, for a few per cent of its time.
 * bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (elsewhere the op is two
-  to five times slower in bfloat16). There, every tile's gradients are rounded to bfloat16 and summed in float32, a
-  query head at a time: the op itself adds up in bfloat16.
+  to five times slower in bfloat16) or the kernel is asked for the native way. There, every tile's gradients are rounded
+  to bfloat16 and summed in float32, a query head at a time: the op itself adds up in bfloat16.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.slices import table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.processor import has_native_bfloat16
+from longctx.kernels.processor import fastest_products
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +57,21 @@ class CpuFlashKernel:
     """The fast kernel on CPUs; docs/parallel.md holds a ring of it against ``scaled_dot_product_attention``.
 
     ``compute`` says in what bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (as they are), or
-    ``"auto"``: native for bfloat16 on processors that have instructions for it, else float32.
+    ``"auto"``: bfloat16 as ``fastest_products`` says, float16 in float32.
     """
-
-    name = "cpu_flash"
 
     def __init__(self, compute: str = "auto") -> None:
         if compute not in ("auto", "float32", "native"):
             raise ConfigError(f"compute={compute!r} is unknown. Try one of ['auto', 'float32', 'native'].")
-        self.compute = compute
+        self.compute, self.name = compute, "cpu_flash" if compute == "auto" else f"cpu_flash_{compute}"
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cpu":
-            return f"it runs on the CPU, not on {request.device_type}"
+            return f"runs on the CPU, not on {request.device_type}"
         if request.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            return f"it has no {request.dtype}"
-        for rule in ("softcap", "alibi", "relative_bias"):
-            if getattr(request, rule):
-                return f"it has no {rule.replace('_', ' ')}"
+            return f"no {str(request.dtype).removeprefix('torch.')}"
+        if request.rules:
+            return f"no {RULES[request.rules[0]]}; blockwise has"
         return None
 
     def forward(
@@ -124,7 +121,7 @@ class CpuFlashKernel:
         return Gradients(dq, dk, dv)
 
     def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: Scores) -> _Op:
-        if not scores.is_plain:
+        if scores.rules:
             raise ConfigError("kernel cpu_flash has no soft cap and no bias. Try parallel.kernel=blockwise.")
         dtype = _compute_dtype(q_BtHD.dtype, self.compute)
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
@@ -140,9 +137,9 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
     if dtype in (torch.float32, torch.float64):
         return dtype
     if compute == "auto":
-        compute = "native" if dtype == torch.bfloat16 and has_native_bfloat16() else "float32"
-        why = "float16 partial sums overflow"
+        compute, why = "float32", "float16 partial sums overflow"
         if dtype == torch.bfloat16:
+            compute = fastest_products()
             why = f"this processor has {'' if compute == 'native' else 'no '}bfloat16 instructions"
         log.info("cpu_flash computes %s %s: %s.", dtype, "as it is" if compute == "native" else "in float32", why)
     return dtype if compute == "native" else torch.float32

@@ -20,16 +20,11 @@ from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.strided import (
-    Piece,
-    Strided,
-    add_strided_gradients,
-    attend_strided_,
-    continuation,
-    strided_work,
-)
+from longctx.model.attention.strided import Piece, continuation, strided_work
+from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 
 
@@ -39,8 +34,10 @@ class LocalAttention:
     is_operator = True
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
-    def __init__(self, kernel: str = "auto") -> None:
+    def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
+        """``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one."""
         self.kernel = kernel
+        self.products: Products | None = products
 
     def __call__(
         self,
@@ -63,19 +60,17 @@ class LocalAttention:
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
         device, windowed = q_BtHD.device.type, mask.window is not None
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, *_wishes(scores))
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), self.products, windowed, scores.rules)
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
-            table, strided = _continuation_work(mask, T, k_BtKD.shape[1])
+            work = _continuation_work(mask, T, k_BtKD.shape[1])
         elif mask.documents.num_tokens != B * T:
             raise ValueError(f"{B} rows of {T} tokens are not the {mask.documents.num_tokens} tokens of cu_seqlens")
         else:
-            table, strided = mask.slice_table, mask.strided if mask.stride else None
+            work = _work(mask.slice_table, mask.strided if mask.stride else None)
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
         bias_table = None if scores.relative_bias is None else scores.relative_bias.table_NH
-        out = _Attention.apply(
-            q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, table, strided, kernel, scores, recompute_cache
-        )
+        out = _Attention.apply(q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, work, kernel, scores, recompute_cache)
         return out.view(B, T, H, V)
 
 
@@ -92,12 +87,18 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
 
 
 @torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
-def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Tensor, Strided | None]:
+def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Work, ...]:
     table = slice_table(continuation_slices(mask, num_queries, num_keys))
-    return table, strided_beyond(mask, continuation(num_queries, num_keys))
+    return _work(table, strided_beyond(mask, continuation(num_queries, num_keys)))
 
 
-def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Strided | None:
+def _work(table: Tensor, strided: Work | None) -> tuple[Work, ...]:
+    """The bands of the mask for all rows, then what a stride adds."""
+    bands = Work(EVERY_ROW, EVERY_ROW, table)
+    return (bands,) if strided is None else (bands, strided)
+
+
+def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Work | None:
     """What the stride adds to these pieces' windows."""
     if not mask.stride or mask.window is None:
         return None
@@ -120,20 +121,15 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
         yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
-def _wishes(scores: Scores) -> tuple[bool, bool, bool]:
-    return scores.softcap is not None, scores.alibi_slopes_H is not None, scores.relative_bias is not None
-
-
 @torch.compiler.assume_constant_result
 def _kernel_for(
     name: str,
     device_type: str,
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
+    products: Products | None,
     window: bool,
-    softcap: bool,
-    alibi: bool,
-    relative_bias: bool,
+    rules: tuple[str, ...],
 ) -> str:
     """The chosen kernel's name. Under ``torch.compile`` it is chosen while compiling, hence the plain arguments."""
     head_dim, num_heads, num_kv_heads, value_dim = sizes
@@ -145,15 +141,14 @@ def _kernel_for(
         num_kv_heads,
         value_dim,
         window=window,
-        softcap=softcap,
-        alibi=alibi,
-        relative_bias=relative_bias,
+        rules=rules,
+        products=products,
     )
     return choose_kernel(name, request).name
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a kernel whose slices hold all there is to see."""
+    """Autograd around a kernel whose work holds all there is to see."""
 
     @staticmethod
     def forward(
@@ -163,20 +158,17 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         bias_table: Tensor | None,
         sinks: Tensor | None,
-        slices: Tensor,
-        strided: Strided | None,
+        work: tuple[Work, ...],
         kernel: str,
         scores: Scores,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         """``bias_table`` is the one in ``scores``, named here for autograd."""
-        ctx.slices, ctx.strided, ctx.kernel, ctx.scores = slices, strided, kernel, scores
+        ctx.work, ctx.kernel, ctx.scores = work, kernel, scores
         known = None if recompute_cache is None else recompute_cache.load()
         if known is None:
             forward = partial(ops.forward, kernel, scores=scores)
-            out, lse = forward(q, k, v, slices)
-            if strided is not None:
-                attend_strided_(out, lse, q, k, v, strided, forward)
+            out, lse = attend_work(q, k, v, work, forward)
             if sinks is not None:
                 out, lse = apply_sinks(out, lse, sinks)
             out = out.to(q.dtype)
@@ -192,11 +184,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
-        grads = backward(dout, q, k, v, out, lse, ctx.slices)
-        if ctx.strided is not None:
-            grads = add_strided_gradients(grads, (dout, q, out, lse), k, v, ctx.strided, backward)
+        grads = attend_work_backward(dout, q, k, v, out, lse, ctx.work, backward)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))
         bias, dtable = ctx.scores.relative_bias, grads.dtable_NH
         dtable = None if bias is None or dtable is None else dtable.to(bias.table_NH.dtype)
         dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
-        return dq, dk, dv, dtable, dsinks, None, None, None, None, None
+        return dq, dk, dv, dtable, dsinks, None, None, None, None

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.model.attention.strided import Strided, whole_documents
+from longctx.model.attention.strided import whole_documents
+from longctx.model.attention.work import Work
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class AttentionMask:
         object.__setattr__(self, "slice_table", slice_table(document_slices(self)))
 
     @cached_property
-    def strided(self) -> Strided | None:
+    def strided(self) -> Work | None:
         """The rest of that work: what the stride lets queries see before their windows.
 
         Formed when it is first asked for, which should not be in a compiled layer; ranks that hold a part of the

@@ -11,26 +11,14 @@ n and m rows that are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, merge_
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
-
-
-class Strided(NamedTuple):
-    """Work between rows that are gathered in another order first."""
-
-    queries_n: Tensor
-    """Query rows (int64), each at most once, in the order in which the slices count them."""
-    keys_m: Tensor
-    """Key rows likewise."""
-    slices: Tensor
-    """The work, a ``slice_table``."""
+from longctx.model.attention.work import Work
 
 
 class Piece(NamedTuple):
@@ -61,7 +49,7 @@ def continuation(num_queries: int, num_keys: int) -> list[Piece]:
     return [Piece(-before, 0, num_keys, before)]
 
 
-def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Strided | None:
+def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
     """What these queries see before their windows; None when that is nothing.
 
     Only rows with work are named. A class whose queries are all there has as many queries as keys: plain causal.
@@ -78,60 +66,10 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Strided |
             keys.append(torch.arange(key_row + theirs.start, key_row + theirs.stop, stride))
             slices.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
             q, k = q + len(mine), k + len(theirs)
-    return Strided(torch.cat(queries), torch.cat(keys), slice_table(slices)) if slices else None
+    return Work(torch.cat(queries), torch.cat(keys), slice_table(slices)) if slices else None
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
     """The newest queries of a class and its keys; the last of each are ``back`` tokens apart."""
     apart = q_stop - k_stop
     return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)
-
-
-def attend_strided_(
-    out_BtHV: Tensor,
-    lse_BtH: Tensor,
-    q_BtHD: Tensor,
-    k_BsKD: Tensor,
-    v_BsKV: Tensor,
-    strided: Strided,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
-    """Fold what queries see in the strided work into their partial results, in place.
-
-    ``forward(q, k, v, slices)`` is a kernel's, its scores given.
-    """
-    queries, keys = (rows.to(q_BtHD.device) for rows in strided[:2])
-    part = forward(_rows(q_BtHD, queries), _rows(k_BsKD, keys), _rows(v_BsKV, keys), strided.slices)
-    out, lse = _rows(out_BtHV, queries), _rows(lse_BtH, queries)
-    merge_(out, lse, *part)
-    out_BtHV.index_copy_(1, queries, out)
-    lse_BtH.index_copy_(1, queries, lse)
-
-
-def add_strided_gradients(
-    grads: Gradients,
-    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    k_BsKD: Tensor,
-    v_BsKV: Tensor,
-    strided: Strided,
-    backward: Callable[..., Gradients],
-) -> Gradients:
-    """The gradients with those of the strided work added, in place but for the bias table's.
-
-    ``of_queries`` are dout [B, t, H, V], q [B, t, H, D] and the global out [B, t, H, V] and log-sum-exp [B, t, H];
-    ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, its scores given. Each row is added to once, so sums
-    have one order.
-    """
-    queries, keys = (rows.to(k_BsKD.device) for rows in strided[:2])
-    dout, q, out, lse = (_rows(x, queries) for x in of_queries)
-    part = backward(dout, q, _rows(k_BsKD, keys), _rows(v_BsKV, keys), out, lse, strided.slices)
-    grads.dq_BtHD.index_add_(1, queries, part.dq_BtHD)
-    grads.dk_BsKD.index_add_(1, keys, part.dk_BsKD)
-    grads.dv_BsKV.index_add_(1, keys, part.dv_BsKV)
-    if grads.dtable_NH is None or part.dtable_NH is None:
-        return grads
-    return grads._replace(dtable_NH=grads.dtable_NH + part.dtable_NH)
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(1, rows)

@@ -16,11 +16,10 @@ from launcher.config.check import check_run
 from launcher.config.load import from_values
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.attention.slices import slice_table, table_slices
+from longctx.kernels.attention.slices import table_slices
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.strided import Strided
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import KINDS, SequenceLayout
@@ -39,28 +38,27 @@ from tests.parallel.schedule.test_schedule import full_mask
 
 
 def scheduled(schedule: Schedule, rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(how often each query of a ring index meets each key, these queries' tokens, the tokens that travelled to it)."""
-    layout, ring_index = schedule.layout, rank // schedule.layout.ulysses
+    """(how often each query of a ring rank meets each key, these queries' tokens, the tokens that travelled to it)."""
+    layout, ring_rank = schedule.layout, rank // schedule.layout.ulysses
     tokens = [torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs]) for runs in layout.runs]
-    seen = torch.zeros(len(tokens[ring_index]), layout.num_tokens, dtype=torch.int64)
+    seen = torch.zeros(len(tokens[ring_rank]), layout.num_tokens, dtype=torch.int64)
     travelled: list[int] = []
-    for hop, band in zip(schedule.hops(rank), schedule.pairs(rank), strict=True):
+    for hop in schedule.hops(rank):
         keys = torch.cat([tokens[hop.owner][a:b] for a, b in hop.rows]) if hop.rows else torch.empty(0).long()
-        travelled += keys.tolist() if hop.owner != ring_index else []
-        works = [Strided(torch.arange(len(seen)), torch.arange(len(keys)), slice_table(band))]
-        if hop.strided is not None:
-            assert all(len(rows.unique()) == len(rows) for rows in hop.strided[:2])
-            assert int(hop.strided.queries_n.max()) < hop.queries[1] - hop.queries[0]
-            works.append(hop.strided._replace(queries_n=hop.strided.queries_n + hop.queries[0]))
-        for query_rows, key_rows, table in works:
-            for p in table_slices(table):
+        travelled += keys.tolist() if hop.owner != ring_rank else []
+        queries = torch.arange(*hop.queries)
+        for number, (query_rows, key_rows, slices) in enumerate(hop.work):
+            if number:
+                assert all(len(rows.unique()) == len(rows) for rows in (query_rows, key_rows))
+            for p in table_slices(slices):
                 i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
                 inside = (i - j >= (-(2**40) if p.lo is None else p.lo)) & (i - j <= (2**40 if p.hi is None else p.hi))
-                seen[query_rows[i], keys[key_rows[j]]] += inside
-                apart = tokens[ring_index][query_rows[i]] - keys[key_rows[j]]
-                if schedule.distances or table is not works[0].slices:
+                local, token = queries[query_rows][i], keys[key_rows][j]
+                seen[local, token] += inside
+                if schedule.distances or number:
+                    apart = tokens[ring_rank][local] - token
                     assert torch.equal((p.step * (i - j) + p.offset)[inside], apart[inside])
-    return seen, tokens[ring_index], travelled
+    return seen, tokens[ring_rank], travelled
 
 
 @st.composite

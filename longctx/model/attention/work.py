@@ -1,0 +1,115 @@
+"""Work: which query rows meet which key rows, and in which slices; dense, windowed and strided work are entries alike.
+
+A process computes a list of entries over the same keys. The first covers every query row it is handed; the results of
+the others are merged into that one, in order.
+
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longctx.kernels.attention.contract import Gradients, merge_
+
+Rows = slice | Tensor
+"""A contiguous range of rows, or an int64 index that gathers them in another order, each row at most once."""
+
+EVERY_ROW = slice(None)
+
+
+class Work(NamedTuple):
+    """Slices between some query rows and some key rows."""
+
+    query_rows: Rows
+    key_rows: Rows
+    slices: Tensor
+    """A table (``longctx/kernels/attention/slices.py``); rows count within ``query_rows`` and ``key_rows``."""
+
+
+def attend_work(
+    q_BtHD: Tensor,
+    k_BsKD: Tensor,
+    v_BsKV: Tensor,
+    work: Sequence[Work],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Output [B, t, H, V] and log-sum-exp [B, t, H] of all entries together, as the kernel gives them.
+
+    ``forward(q, k, v, slices)`` is a kernel's, its scores given.
+    """
+    first, *others = work
+    out, lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, first, forward)
+    for entry in others:
+        part = _forward_entry(q_BtHD, k_BsKD, v_BsKV, entry, forward)
+        _merge_rows_(out, lse, entry.query_rows, part)
+    return out, lse
+
+
+def attend_work_backward(
+    dout_BtHV: Tensor,
+    q_BtHD: Tensor,
+    k_BsKD: Tensor,
+    v_BsKV: Tensor,
+    out_BtHV: Tensor,
+    lse_BtH: Tensor,
+    work: Sequence[Work],
+    backward: Callable[..., Gradients],
+) -> Gradients:
+    """The sum of the entries' gradients, given the *global* output and log-sum-exp of every query row.
+
+    ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, its scores given. An entry adds to each row once, so
+    sums have one order.
+    """
+    total: Gradients | None = None
+    for query_rows, key_rows, slices in work:
+        dout, q, out, lse = (_take(x, query_rows) for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH))
+        k, v = _take(k_BsKD, key_rows), _take(v_BsKV, key_rows)
+        part = backward(dout, q, k, v, out, lse, slices)
+        if total is None:  # the first entry covers every row
+            total = part
+            continue
+        _add_rows_(total.dq_BtHD, query_rows, part.dq_BtHD)
+        _add_rows_(total.dk_BsKD, key_rows, part.dk_BsKD)
+        _add_rows_(total.dv_BsKV, key_rows, part.dv_BsKV)
+        if total.dtable_NH is not None and part.dtable_NH is not None:
+            total = total._replace(dtable_NH=total.dtable_NH + part.dtable_NH)
+    assert total is not None, "no work at all"
+    return total
+
+
+def _forward_entry(
+    q: Tensor, k: Tensor, v: Tensor, entry: Work, forward: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    query_rows, key_rows, slices = entry
+    return forward(_take(q, query_rows), _take(k, key_rows), _take(v, key_rows), slices)
+
+
+def _take(x: Tensor, rows: Rows) -> Tensor:
+    """The given rows: a view of a range, a copy of gathered ones."""
+    if isinstance(rows, slice):
+        return x[:, rows]
+    return x.index_select(1, rows.to(x.device))
+
+
+def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part: tuple[Tensor, Tensor]) -> None:
+    """Merge the result of some rows into that of all, in place."""
+    if isinstance(rows, slice):
+        merge_(out[:, rows], lse[:, rows], *part)
+        return
+    index = rows.to(out.device)
+    row_out, row_lse = out.index_select(1, index), lse.index_select(1, index)
+    merge_(row_out, row_lse, *part)
+    out.index_copy_(1, index, row_out)
+    lse.index_copy_(1, index, row_lse)
+
+
+def _add_rows_(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """Add the gradient of some rows to that of all, in place."""
+    if isinstance(rows, slice):
+        total[:, rows] += part
+    else:
+        total.index_add_(1, rows.to(total.device), part)

@@ -1,0 +1,171 @@
+"""Which rows of one rank meet which rows of another: a table of slices between two lists of segments. Pure.
+
+A token's document and its index in the sequence decide what it sees; a kernel wants row indices. Between two segments
+of the same document the one follows from the other: query row i and key row j stand ``step·(i − j) + offset`` tokens
+apart, so every bound on the distance is a bound on i − j.
+
+Tables are int64 arrays [n, 8] whose columns ``longctx/kernels/attention/slices.py`` describes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from longctx.kernels.attention.slices import HI, K_START, LO, OFFSET, OPEN, STEP
+from parallel.schedule.segments import MOST_TOKENS, Segments, expand_ranges, sort_key
+
+NO_SLICES = np.empty((0, 8), dtype=np.int64)
+
+
+class Bounds(NamedTuple):
+    """Tokens that a query sees lie ``least`` to ``most`` before it; ``sinks`` restricts them to a document's first."""
+
+    least: int | None
+    most: int | None
+    sinks: bool = False
+
+
+def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[Bounds, ...]:
+    """The mask as disjoint bounds on the distance of query to key."""
+    if window is None:
+        return (Bounds(0 if causal else None, None),)
+    found = [Bounds(0 if causal else 1 - window, window - 1)]
+    if sink_tokens:
+        found.append(Bounds(window, None, sinks=True))
+        if not causal:
+            found.append(Bounds(None, -window, sinks=True))
+    return tuple(found)
+
+
+def own_slices(segments: Segments, causal: bool) -> ndarray:
+    """A rank's rows among themselves without a window: one slice a document.
+
+    A document's rows on a rank are neighbours in ascending order, so causality between them is local.
+    """
+    changes = segments.document[1:] != segments.document[:-1]
+    first = np.flatnonzero(np.append(True, changes))
+    last = np.flatnonzero(np.append(changes, True))
+    start, stop = segments.row[first], (segments.row + segments.length)[last]
+    return _table(start, stop, start, stop, lo=0 if causal else OPEN)
+
+
+def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
+    """Slices between two ranks' runs of neighbouring tokens, without a window: full rectangles only.
+
+    Ranges of two ranks never overlap, so what a query segment sees of a document on the other rank is the rows before
+    it: a prefix of that document's rows there, which are neighbours.
+    """
+    first = np.searchsorted(keys.document, queries.document, side="left")
+    stop = np.searchsorted(keys.document, queries.document, side="right")
+    if causal:
+        stop = np.minimum(stop, np.searchsorted(keys.start, queries.start))
+    some = np.flatnonzero(first < stop)
+    first, last = first[some], stop[some] - 1
+    q_start = queries.row[some]
+    q_stop = q_start + queries.length[some]
+    k_start, k_stop = keys.row[first], keys.row[last] + keys.length[last]
+    # Neighbouring query segments that see the same keys are one slice.
+    joined = (q_stop[:-1] == q_start[1:]) & (k_start[:-1] == k_start[1:]) & (k_stop[:-1] == k_stop[1:])
+    begin, end = np.append(True, ~joined)[: len(some)], np.append(~joined, True)[: len(some)]
+    return _table(q_start[begin], q_stop[end], k_start[begin], k_stop[begin])
+
+
+def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: ndarray) -> ndarray:
+    """Slices between two ranks' segments, one for each two that meet, with their exact distances.
+
+    A query segment's keys come from the nearest segment back to the farthest. ``sink_ends`` has the token behind each
+    document's sinks. Where the two step differently (a key layout of its own) i − j is no measure of distance; there
+    each query row is a segment of its own.
+    """
+    if queries.step != keys.step:
+        queries = queries.single_rows()
+    q, k = meeting_segments(queries, keys, bounds)
+    return slices_between(queries, q, keys, k, bounds, sink_ends)
+
+
+def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple[ndarray, ndarray]:
+    """(query segment, key segment) of every two of one document with tokens that the bounds may let meet."""
+    nearest = MOST_TOKENS if bounds.least is None else queries.last - bounds.least
+    farthest = 0 if bounds.most is None else queries.start - bounds.most
+    stop = np.searchsorted(keys.start_keys, sort_key(queries.document, nearest), side="right")
+    first = np.searchsorted(keys.last_keys, sort_key(queries.document, farthest), side="left")
+    q, k = expand_ranges(first, stop)
+    return q, (first + stop - 1)[q] - k  # from the nearest back
+
+
+def slices_between(
+    queries: Segments, q: ndarray, keys: Segments, k: ndarray, bounds: Bounds, sink_ends: ndarray
+) -> ndarray:
+    """The slices of query segments ``q`` with key segments ``k``, trimmed; none for two of which no tokens meet."""
+    if not len(q):
+        return NO_SLICES
+    step = keys.step
+    q_row, q_length, k_row, k_length = queries.row[q], queries.length[q], keys.row[k], keys.length[k]
+    if bounds.sinks:
+        num_sinks = -((keys.start[k] - sink_ends[keys.document[k]]) // step)
+        k_length = np.clip(num_sinks, 0, k_length)
+    offset = (queries.start[q] - step * q_row) - (keys.start[k] - step * k_row)
+    lo, hi = np.full_like(offset, -OPEN), np.full_like(offset, OPEN)
+    if bounds.least is not None:
+        lo = -((offset - bounds.least) // step)
+    if bounds.most is not None:
+        hi = (bounds.most - offset) // step
+    # Without rows that see nothing, and keys that nobody sees.
+    q_start, k_stop = np.maximum(q_row, k_row + lo), np.minimum(k_row + k_length, q_row + q_length - lo)
+    q_stop, k_start = np.minimum(q_row + q_length, k_row + k_length + hi), np.maximum(k_row, q_row - hi)
+    # Without bounds that hold anyway.
+    lo_holds, hi_holds = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
+    some = (q_start < q_stop) & (k_start < k_stop) & (lo <= hi) & (k_length > 0)
+    lo, hi = np.where(lo_holds, OPEN, lo), np.where(hi_holds, OPEN, hi)
+    return _table(q_start, q_stop, k_start, k_stop, lo, hi, step, offset)[some]
+
+
+def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int = 0) -> ndarray:
+    """The same work with query rows counted ``queries`` and key rows ``keys`` further on, for all or for each slice."""
+    by = np.asarray(queries) - np.asarray(keys)
+    moved = table.copy()
+    moved[:, :K_START] += np.reshape(queries, (-1, 1))
+    moved[:, K_START:LO] += np.reshape(keys, (-1, 1))
+    for bound in (LO, HI):
+        moved[:, bound] = np.where(table[:, bound] == OPEN, OPEN, table[:, bound] + by)
+    moved[:, OFFSET] -= table[:, STEP] * by
+    return moved
+
+
+def area(table: ndarray) -> int:
+    """Pairs of rows inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
+    q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
+    n, m, first = q_stop - q_start, k_stop - k_start, q_start - k_start
+    below = np.where(lo == OPEN, -OPEN, lo) - 1
+    return int((_num_at_most(n, m, hi - first) - _num_at_most(n, m, below - first)).sum())
+
+
+def _num_at_most(n: ndarray, m: ndarray, bound: ndarray) -> ndarray:
+    """Pairs (i, j) of an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
+    bound = np.clip(bound, -m, n)
+
+    def staircase(height: ndarray) -> ndarray:  # Σ max(0, height − i) over the n rows
+        rows = np.clip(height, 0, n)
+        return rows * height - rows * (rows - 1) // 2
+
+    return staircase(m + bound) - staircase(bound)
+
+
+def _table(
+    q_start: ndarray,
+    q_stop: ndarray,
+    k_start: ndarray,
+    k_stop: ndarray,
+    lo: ndarray | int = OPEN,
+    hi: ndarray | int = OPEN,
+    step: int = 1,
+    offset: ndarray | int = 0,
+) -> ndarray:
+    """Columns as a table."""
+    table = np.empty((len(q_start), 8), dtype=np.int64)
+    for number, column in enumerate((q_start, q_stop, k_start, k_stop, lo, hi, step, offset)):
+        table[:, number] = column
+    return table

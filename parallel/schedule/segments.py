@@ -1,0 +1,90 @@
+"""Segments: the rows of a ring rank, cut into pieces of one document. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy import ndarray
+
+from parallel.layout.sequence import Run
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Pieces of documents in the order of the sequence, an entry of each array for each piece."""
+
+    document: ndarray
+    start: ndarray
+    """First token, counted in the whole sequence."""
+    length: ndarray
+    """Tokens."""
+    row: ndarray
+    """Local row of the first token."""
+    step: int
+    """Distance in tokens between neighbouring rows: 1, except in striped layouts."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @cached_property
+    def last(self) -> ndarray:
+        """Last token of each piece."""
+        return self.start + (self.length - 1) * self.step
+
+    @cached_property
+    def start_keys(self) -> ndarray:
+        """``sort_key`` of the first tokens."""
+        return sort_key(self.document, self.start)
+
+    @cached_property
+    def last_keys(self) -> ndarray:
+        """``sort_key`` of the last tokens."""
+        return sort_key(self.document, self.last)
+
+    def may_meet(self, others: Segments) -> bool:
+        """Whether the two can have a document in common: False for most ranks of many documents."""
+        if not len(self) or not len(others):
+            return False
+        return bool(self.document[0] <= others.document[-1] and others.document[0] <= self.document[-1])
+
+    def single_rows(self) -> Segments:
+        """The same rows, each a segment of its own."""
+        of, place = expand_ranges(np.zeros_like(self.length), self.length)
+        start = self.start[of] + self.step * place
+        return Segments(self.document[of], start, np.ones_like(start), self.row[of] + place, self.step)
+
+
+MOST_TOKENS = 2**31
+"""No sequence is longer, so that a document and a token fit into one int64."""
+
+
+def sort_key(document: ndarray, token: ndarray | int) -> ndarray:
+    """Ascends with the document and, within one, with the token."""
+    return document * MOST_TOKENS + np.clip(token, 0, MOST_TOKENS - 1)
+
+
+def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
+    """A rank's runs cut at the document boundaries, in local (and global) order."""
+    start, count, steps = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    step = int(steps[0])
+    first = np.searchsorted(boundaries, start, side="right") - 1
+    last = np.searchsorted(boundaries, start + (count - 1) * step, side="right") - 1
+    run, document = expand_ranges(first, last + 1)
+    start, count, first_row = start[run], count[run], (np.cumsum(count) - count)[run]
+    # Rows of the run before each document's first token, and before the token behind its last.
+    begin = np.clip(-((start - boundaries[document]) // step), 0, count)
+    end = np.clip(-((start - boundaries[document + 1]) // step), 0, count)
+    some = np.flatnonzero(end > begin)  # a document that is empty, or falls between two rows, leaves nothing
+    begin, end = begin[some], end[some]
+    return Segments(document[some], start[some] + step * begin, end - begin, first_row[some] + begin, step)
+
+
+def expand_ranges(start: ndarray, stop: ndarray) -> tuple[ndarray, ndarray]:
+    """(number of the range, value) for every value of the ranges [start, stop), one range after another."""
+    counts = np.maximum(stop - start, 0)
+    of = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return of, np.arange(len(of)) + (start - before)[of]

@@ -1,0 +1,51 @@
+"""KVBlock: keys and values that a rank attends to; the Transport protocol that brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longctx.kernels.attention.contract import merge_
+from longctx.model.attention.work import Work
+from parallel.schedule.work import Hop
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""[B, s, K, D] and [B, s, K, V], or their gradients."""
+
+PartialResult = tuple[Tensor, Tensor]
+"""Output [B, t, H, V] and log-sum-exp [B, t, H] over some of the keys."""
+
+
+class KVBlock(NamedTuple):
+    """Keys and values that a rank attends to, and its work with them."""
+
+    keys_BsKD: Tensor
+    values_BsKV: Tensor
+    queries: slice
+    """Query rows with work."""
+    work: tuple[Work, ...]
+    """Query rows count from the start of ``queries``."""
+
+    @classmethod
+    def of_hop(cls, hop: Hop, keys_and_values: KeysAndValues) -> KVBlock:
+        """The block of a hop whose rows have arrived."""
+        return cls(*keys_and_values, slice(*hop.queries), hop.work)
+
+
+class Transport(Protocol):
+    """Brings the keys and values of a ring to one rank, block by block, and returns their gradients to their owners."""
+
+    def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
+        """Attention of this rank's queries over all blocks: ``compute`` of each, merged in order, its own first."""
+        ...
+
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
+        """dK and dV of this rank's own rows, summed in a fixed order; ``compute`` gives those of each block."""
+        ...
+
+
+def merge_block_(out_BtHV: Tensor, lse_BtH: Tensor, block: KVBlock, part: PartialResult) -> None:
+    """Merge the result of a block into that of the blocks before it, in place."""
+    merge_(out_BtHV[:, block.queries], lse_BtH[:, block.queries], *part)

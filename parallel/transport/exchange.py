@@ -1,0 +1,135 @@
+"""What transports share: rows taken out and added back, buffers for what arrives, exchanges under way.
+
+An exchange sends to one peer and receives from another; either side may have nothing to do in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.kernels.dtypes import accumulate_dtype
+from parallel.mesh import Mesh
+from parallel.runtime.communicate import named_collective
+from parallel.schedule.rows import RowRanges
+from parallel.transport.block import KeysAndValues
+
+TAG_KEYS, TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS, TAG_GRADIENTS_BETWEEN_NODES = 1, 3, 5, 7
+"""Message tags; the second tensor of an exchange has the next number."""
+
+
+@dataclass
+class PendingExchange:
+    """Keys and values, or their gradients, under way."""
+
+    received: KeysAndValues | None = None
+    """Buffers that are being filled; None when nothing is to come."""
+    sent: tuple[Tensor, ...] = ()
+    """What leaves stays alive until it is through."""
+    works: list[dist.Work] = field(default_factory=list)
+    described: str = ""
+
+    def wait(self) -> KeysAndValues | None:
+        """Return what arrived. ClusterError when the peer is gone or too late."""
+        named_collective(lambda: [work.wait() for work in self.works], self.described)
+        self.sent = ()
+        return self.received
+
+
+@dataclass
+class PendingGradients:
+    """Gradients on their way back to the rank that holds the rows."""
+
+    exchange: PendingExchange = field(default_factory=PendingExchange)
+    rows: RowRanges | None = None
+    """Where they belong among the receiver's rows."""
+
+    def add_to(self, total: KeysAndValues | None) -> None:
+        """Wait for them and add them to the gradients of the rows they belong to."""
+        gradients = self.exchange.wait()
+        if gradients is not None:
+            assert total is not None
+            assert self.rows is not None
+            add_rows_(total, gradients, self.rows)
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """Starts exchanges between the ranks of a ring, which are named by their ring ranks."""
+
+    mesh: Mesh
+    communication_dtype: torch.dtype | None
+    """Of gradients under way; None: as they were accumulated."""
+
+    def keys(
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, tag: int
+    ) -> PendingExchange:
+        """Send keys and values; receive ``rows`` of them in the dtype of ``like``."""
+        return self._start(outgoing, to, empty_rows(like, rows), source, tag, "keys and values")
+
+    def gradients(
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, tag: int
+    ) -> PendingGradients:
+        """Send gradients; receive those of ``rows``, the receiver's own."""
+        dtype = self.communication_dtype or accumulate_dtype(like[0].dtype)
+        buffers = empty_rows(like, rows.num_rows, dtype)
+        if outgoing is not None:
+            dk, dv = outgoing
+            outgoing = (self._to_communicate(dk), self._to_communicate(dv))
+        return PendingGradients(self._start(outgoing, to, buffers, source, tag, "gradients"), rows)
+
+    def _to_communicate(self, gradient: Tensor) -> Tensor:
+        return gradient.to(self.communication_dtype or gradient.dtype).contiguous()
+
+    def _start(
+        self,
+        outgoing: KeysAndValues | None,
+        to: int,
+        buffers: KeysAndValues | None,
+        source: int,
+        tag: int,
+        what: str,
+    ) -> PendingExchange:
+        group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
+        described = f"rank {self.mesh.rank} exchanging {what} with ranks {receiver} (to) and {sender} (from)"
+        ops = []
+        for n, x in enumerate(outgoing or ()):
+            ops.append(dist.P2POp(dist.isend, x, receiver, group, tag + n))
+        for n, x in enumerate(buffers or ()):
+            ops.append(dist.P2POp(dist.irecv, x, sender, group, tag + n))
+        works = named_collective(lambda: dist.batch_isend_irecv(ops), described) if ops else []
+        return PendingExchange(buffers, outgoing or (), works, described)
+
+
+def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
+    """The given rows of both, each in one piece of memory; no copy where they lie in one already. None for no rows."""
+    if not rows:
+        return None
+    k, v = tensors
+    if len(rows) == 1:
+        ((start, stop),) = rows
+        return k[:, start:stop].contiguous(), v[:, start:stop].contiguous()
+    index = rows.index(k.device)
+    return k.index_select(1, index), v.index_select(1, index)
+
+
+def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None) -> KeysAndValues | None:
+    """Buffers for so many rows; None for none."""
+    if not rows:
+        return None
+    k, v = like
+    buffers = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=dtype or x.dtype) for x in (k, v))
+    return next(buffers), next(buffers)
+
+
+def add_rows_(total: KeysAndValues, parts: KeysAndValues, rows: RowRanges) -> None:
+    """Add packed rows to the places they belong to, in place."""
+    for whole, part in zip(total, parts, strict=True):
+        if len(rows) == 1:
+            ((start, stop),) = rows
+            whole[:, start:stop] += part
+        else:  # every row once, so the order of additions is that of the calls
+            whole.index_add_(1, rows.index(whole.device), part.to(whole.dtype))

@@ -1,0 +1,100 @@
+"""Ring attention, point to point: every rank receives keys and values straight from the rank that owns them.
+
+Axes: B batch, n key rows of a rank, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parallel.mesh import Mesh
+from parallel.schedule.schedule import Schedule
+from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
+from parallel.transport.exchange import (
+    TAG_GRADIENTS,
+    TAG_KEYS,
+    PendingExchange,
+    PendingGradients,
+    RingExchange,
+    take_rows,
+)
+
+
+class PointToPoint:
+    """The ring. In hop h rank r computes with rows of rank r − h; nothing is forwarded, only rows that are seen travel.
+
+    ::
+
+        rank r      hop 0          hop 1                      hop 2
+        compute     own rows       rows of r − 1              rows of r − 2
+        in flight   KV of hop 1    KV of hop 2                KV of hop 3, gradients of hop 1
+
+    In backward the gradients of a hop return to their owner while the next hop is computed, and an owner adds what it
+    receives hop by hop: equal bits on every run.
+    """
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
+        self.schedule, self.rank, self.degree = schedule, mesh.ring_rank, mesh.ring_degree
+        self.exchange = RingExchange(mesh, communication_dtype)
+
+    def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
+        own = (k_BnKD, v_BnKV)
+        arriving = self._fetch(own, hop=1)
+        out, lse = compute(self._own_block(own))
+        for hop in range(1, self.degree):
+            block = self._block(hop, arriving.wait())
+            arriving = self._fetch(own, hop + 1)  # in flight while this hop computes
+            if block is not None:
+                merge_block_(out, lse, block, compute(block))
+        return out, lse
+
+    def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
+        own = (k_BnKD, v_BnKV)
+        arriving, returning = self._fetch(own, hop=1), PendingGradients()
+        own_gradients = compute(self._own_block(own))
+        for hop in range(1, self.degree):
+            block = self._block(hop, arriving.wait())
+            arriving = self._fetch(own, hop + 1)
+            gradients = None if block is None else compute(block)
+            returning.add_to(own_gradients)  # of the hop before, from the rank that computed it
+            returning = self._return_to_owner(own, gradients, hop)  # in flight while the next hop computes
+        returning.add_to(own_gradients)
+        return own_gradients
+
+    def _fetch(self, own: KeysAndValues, hop: int) -> PendingExchange:
+        """Start the exchange of a hop: rows of its owner come here, this rank's rows go to the rank that needs them."""
+        if hop == self.degree:
+            return PendingExchange()
+        owner, receiver = self._owner(hop), self._receiver(hop)
+        outgoing = take_rows(own, self.schedule.rows_needed(receiver, self.rank))
+        rows = self.schedule.hop(self.rank, owner).num_rows
+        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS)
+
+    def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
+        """Start the way back: gradients go to the rows' owner, those of this rank's own rows come here."""
+        owner, receiver = self._owner(hop), self._receiver(hop)
+        rows = self.schedule.rows_needed(receiver, self.rank)
+        return self.exchange.gradients(gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS)
+
+    def _owner(self, hop: int) -> int:
+        """The ring rank whose rows this rank meets in a hop."""
+        return (self.rank - hop) % self.degree
+
+    def _receiver(self, hop: int) -> int:
+        """The ring rank that meets this rank's rows in a hop."""
+        return (self.rank + hop) % self.degree
+
+    def _own_block(self, own: KeysAndValues) -> KVBlock:
+        hop = self.schedule.hop(self.rank, self.rank)
+        rows = take_rows(own, hop.rows)
+        assert rows is not None, "a rank has rows of its own"
+        return KVBlock.of_hop(hop, rows)
+
+    def _block(self, hop: int, arrived: KeysAndValues | None) -> KVBlock | None:
+        """What this rank meets in a hop; None where no query of it sees a row of the owner."""
+        if arrived is None:
+            return None
+        return KVBlock.of_hop(self.schedule.hop(self.rank, self._owner(hop)), arrived)
