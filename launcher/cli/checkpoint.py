@@ -101,7 +101,7 @@ def _cell(key: str, value: Any) -> str:
 def _problems(folder: Path) -> list[str]:
     """Everything that is wrong with one checkpoint, its files read one by one."""
     from longctx.checkpoint_format import CheckpointReader
-    from longctx.conversion.convert import check_tensors
+    from longctx.conversion.checks import check_tensors
 
     try:
         reader = CheckpointReader(folder)

@@ -1,4 +1,4 @@
-"""Which dtype a converted tensor is written in. Bits are lost only where someone asked for it."""
+"""The dtype in which a converted tensor is written. Bits are lost only where a user asked for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longctx.checkpoint_format import CheckpointReader, is_buffer
 from longctx.errors import CheckpointError
 
 _BLOCK = 8 * 2**20
-"""Values of a checkpoint read at a time: its pages count as resident memory until the file is closed."""
+"""Values of a checkpoint read at a time: pages that were read stay resident until the file is closed."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
-    """Tensor -> a dtype that holds it whole: float32, or its own where the model was imported and not trained since."""
+    """Tensor -> a dtype that loses no bit: float32, or its own where the model was imported and not trained since."""
     origin = reader.manifest["training"].get("imported")
     if origin is None:
         return dict.fromkeys(reader.names(), torch.float32)
@@ -34,18 +34,20 @@ def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[s
 
     A router's correction bias is never made narrower.
     """
-    own, origin = own_dtypes(reader), reader.manifest["training"].get("imported")
-    if (
-        origin is not None
-        and asked is None
-        and reader.manifest["dtype"] != origin.get("dtype", reader.manifest["dtype"])
-    ):
-        asked = reader.dtype
-    return {name: dtype if asked is None or is_buffer(name) else asked for name, dtype in own.items()}
+    own = own_dtypes(reader)
+    origin = reader.manifest["training"].get("imported")
+    if origin is not None and asked is None:
+        # The import may have asked for another dtype than the model's own.
+        default = reader.manifest["dtype"]
+        if default != origin.get("dtype", default):
+            asked = reader.dtype
+    if asked is None:
+        return own
+    return {name: dtype if is_buffer(name) else asked for name, dtype in own.items()}
 
 
 def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """How many tensors go from one dtype to another that cannot hold all its values, by ``"float32 → bfloat16"``."""
+    """Number of tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
     pairs = Counter((before[name], after[name]) for name in before)
     return {
         f"{dtype_name(old)} → {dtype_name(new)}": count
@@ -55,7 +57,7 @@ def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dty
 
 
 def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exactly: bool = False) -> Tensor:
-    """A checkpoint's tensor cast to ``dtype``; besides the result, memory holds a block.
+    """Read a checkpoint's tensor, cast to ``dtype``; besides the result, memory holds a block.
 
     CheckpointError where a value would become infinite, or ``exactly`` is asked for and a value would change.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint of step 0 from a stream of weights: fp32 masters, no optimiser moments."""
+"""Write a stream of weights as a checkpoint of step 0: fp32 masters, no optimiser moments."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from longctx.checkpoint_format import (
     hash_file,
 )
 from longctx.config import ModelConfig
-from longctx.conversion.hf import Progress, raise_differences
+from longctx.conversion.differences import raise_differences
+from longctx.conversion.hf import Progress
 from longctx.conversion.tensors import parameter_shapes
-from longctx.conversion.weights.folder import staged_folder, write_json
+from longctx.conversion.weights.folder import staged_folder
+from longctx.conversion.weights.json_files import write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 
 
@@ -71,18 +73,20 @@ def save_masters(
             "training": training,
         }
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
-        CheckpointReader(staging).close()  # its own checks: every value of every tensor lies in one file
+        CheckpointReader(staging).close()  # the reader checks that one file holds every value of every tensor
     return output
 
 
 def _each_once(
     tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; CheckpointError unless each of ``shapes`` comes once, and no other."""
     remaining = dict(shapes)
     for name, tensor in tensors:
         if name not in remaining:
             raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
-        if tuple(tensor.shape) != (wanted := remaining.pop(name)):
+        wanted = remaining.pop(name)
+        if tuple(tensor.shape) != wanted:
             wrong = [f"{name} {tuple(tensor.shape)} instead of {wanted}"]
             raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
         yield name, tensor
@@ -90,5 +94,6 @@ def _each_once(
 
 
 def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
+    """The manifest's entry of a tensor that one file holds whole."""
     piece = {"file": file, "key": name, "start": 0, "numel": torch.Size(shape).numel()}
     return {"shape": list(shape), "roles": {ROLES[0]: [piece]}}

@@ -1,6 +1,6 @@
 """The files beside a model's weights that a round trip must not lose: an HF-only tokenizer and generation settings.
 
-They are carried through a checkpoint byte for byte. Only files of these names are; others of the folder stay behind.
+A checkpoint carries them byte for byte. Only files of these names are carried; others of the folder stay behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ CARRIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 
 def find_companions(folder: Path) -> list[Path]:
     """The folder's files to carry, ``tokenizer.model`` included; CheckpointError for a link that leads out of it."""
-    present = [name for name in (TOKENIZER, *CARRIED_FILES) if (folder / name).exists() or (folder / name).is_symlink()]
-    return [checked_path(folder, name, said_by=folder) for name in present]
+    paths = [folder / name for name in (TOKENIZER, *CARRIED_FILES)]
+    # A link that leads nowhere does not exist, and is refused below instead of left out.
+    present = [path.name for path in paths if path.exists() or path.is_symlink()]
+    return [checked_path(folder, name, named_by=folder) for name in present]
 
 
 def carried_names(reader: CheckpointReader) -> list[str]:
@@ -32,7 +34,7 @@ def carried_names(reader: CheckpointReader) -> list[str]:
 
 
 def has_own_tokenizer(reader: CheckpointReader) -> bool:
-    """Whether it carries Hugging Face tokenizer files, which then go out as they came."""
+    """Whether a checkpoint carries Hugging Face tokenizer files, which are then exported as they came."""
     return any(name in TOKENIZER_FILES for name in carried_names(reader))
 
 

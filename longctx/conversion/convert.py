@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import CHECKPOINTS, TOKENIZER, CheckpointReader, find_checkpoint, is_buffer, model_config
+from longctx.checkpoint_format import TOKENIZER, CheckpointReader, is_buffer, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.checks import check_folders, check_tensors, open_checked
 from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
-from longctx.conversion.hf import HfReader, raise_differences, save_hf
-from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.hf import HfReader, save_hf
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -26,10 +26,10 @@ from longctx.conversion.verify import (
     why_no_logits,
 )
 from longctx.conversion.weights.folder import has_usual_names, staged_folder
-from longctx.errors import CheckpointError, ConfigError
+from longctx.errors import ConfigError
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done to tensors, how many are done, and their number."""
+"""A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
 
 Items = Iterable[tuple[str, Tensor]]
 
@@ -40,13 +40,13 @@ class Conversion:
 
     folder: Path
     dtype: torch.dtype
-    """Of the weights that were written (the widest; in a checkpoint, what exports of it default to)."""
+    """Widest dtype of the weights that were written; of a checkpoint, what its exports default to."""
     lossy_casts: dict[str, int]
     """Tensors that lost bits because it was asked for, by ``"float32 → bfloat16"``."""
     carried: tuple[str, ...]
     """Files beside the weights that came along byte for byte."""
     tensors: TensorCheck | None
-    """None when nothing was to be verified."""
+    """None where nothing was to be verified."""
     logits: LogitsCheck | None
     no_logits: str | None
     """Why logits could not be compared; None also where nobody asked."""
@@ -66,20 +66,21 @@ def export_checkpoint(
 ) -> Conversion:
     """Write a checkpoint (or a run's newest) as a Hugging Face folder, with its tokenizer.
 
-    ``dtype`` asks for a cast that may lose bits. Without it a trained model is written as its float32 masters, an
-    imported one that was not trained since in the dtypes it came in. The checkpoint's hashes are checked first.
-    ``verify`` (see ``verify.KINDS``) reads every parameter back through the table and compares its bytes with the
-    source's, and compares logits with transformers'. The folder appears verified or not at all.
+    ``dtype`` asks for a cast that may lose bits. Without it a trained model is written as its float32 masters, and an
+    imported one that was not trained since in its own dtypes. The checkpoint's hashes are checked first. ``verify``
+    (see ``verify.KINDS``) reads every parameter back through the table and compares its bytes with the source's, and
+    compares logits with transformers'. The folder appears verified or not at all.
     """
     check_kind(verify)
-    check_places(checkpoint, output)
+    check_folders(checkpoint, output)
     reader = open_checked(checkpoint)
     config, origin = model_config(reader), reader.manifest["training"].get("imported", {})
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
     tokenizer = reader.folder / TOKENIZER
-    prints, masters = Fingerprints(), partial(_masters, reader, dtypes)
+    prints = Fingerprints()
+    masters = partial(_masters, reader, dtypes)
     with staged_folder(Path(output)) as staging:
         save_hf(
             config,
@@ -104,6 +105,7 @@ def export_checkpoint(
 
 
 def _masters(reader: CheckpointReader, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's weights, each in its dtype."""
     for name, dtype in dtypes.items():
         yield name, read_master(reader, name, dtype)
 
@@ -128,7 +130,7 @@ def import_hf(
     and compares logits with transformers'. The checkpoint appears verified or not at all.
     """
     check_kind(verify)
-    check_places(folder, output)
+    check_folders(folder, output)
     reader = HfReader(folder)
     companions = find_companions(reader.folder)
     source_dtype = reader.dtype
@@ -140,7 +142,7 @@ def import_hf(
         "model_type": reader.model_type,
         "token_ids": reader.token_ids,
         "dtype": dtype_name(source_dtype),
-        "dtypes": {},  # of the tensors that have another; filled as they go by
+        "dtypes": {},  # of the tensors that have another dtype; filled as they are read
     }
 
     def source() -> Iterator[tuple[str, Tensor]]:
@@ -179,46 +181,12 @@ def import_hf(
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def check_places(source: str | Path, output: str | Path) -> None:
-    """CheckpointError for an input that does not exist, and for an output within it.
-
-    Of a run its newest checkpoint is read: the run's folder itself may well hold what is made of it.
-    """
-    source, output = Path(source), Path(output)
-    if not source.is_dir():
-        raise CheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}.")
-    if (source / CHECKPOINTS).is_dir():
-        source = find_checkpoint(source)
-    if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
-        beside = source.resolve().with_name(f"{source.resolve().name}-converted")
-        raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")
-
-
-def open_checked(checkpoint: str | Path) -> CheckpointReader:
-    """A checkpoint, or a run's newest, whose files all have their hashes and whose tensors are those of its config."""
-    reader = CheckpointReader(find_checkpoint(checkpoint))
-    if problems := reader.verify():
-        raise CheckpointError("\n".join([f"{reader.folder} is damaged:", *(f"  {problem}" for problem in problems)]))
-    check_tensors(reader)
-    return reader
-
-
-def check_tensors(reader: CheckpointReader) -> None:
-    """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
-    meant = parameter_shapes(model_config(reader))
-    held = {name: reader.shape(name) for name in reader.names()}
-    wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
-    raise_differences(
-        str(reader.folder), missing=meant.keys() - held.keys(), unexpected=held.keys() - meant.keys(), wrong=wrong
-    )
-
-
 def _why_no_logits(
     verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, folder: Path | None = None
 ) -> str | None:
-    """Why logits are not to be compared, empty when nobody wants them; ConfigError when they were asked for.
+    """Why logits are not compared; None where they are, empty where nobody wants them.
 
-    ``folder`` is what transformers is to load, where we do not write it.
+    ConfigError when they were asked for and cannot be. ``folder`` is what transformers loads, where we do not write it.
     """
     if verify not in ("auto", "logits"):
         return ""
@@ -231,6 +199,7 @@ def _why_no_logits(
 
 
 def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the items, each counted as verified once it was taken."""
     for done, item in enumerate(items, start=1):
         yield item
         if progress is not None:
@@ -238,6 +207,7 @@ def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tu
 
 
 def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds every parameter; a router's correction bias does not count."""
     return reduce(torch.promote_types, (dtype for name, dtype in dtypes.items() if not is_buffer(name)))
 
 

@@ -1,7 +1,7 @@
 """Hugging Face folders: ``HfReader`` streams one in, ``save_hf`` streams one out, by the tables in ``families``.
 
-Memory holds one parameter at a time and its tensors on disk, and when writing also parameters that wait for others that
-lie in the same tensor (queries, keys and values of GPT-2).
+Memory holds one parameter at a time and its tensors on disk. When writing it also holds parameters that wait for others
+of the same tensor on disk (queries, keys and values of GPT-2).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
+from longctx.conversion.differences import listing, raise_differences
 from longctx.conversion.tensors import (
     EMBEDDINGS,
     HEAD,
@@ -27,14 +28,15 @@ from longctx.conversion.tensors import (
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import NASTY_TEXTS, check_tokenizer, export_tokenizer
-from longctx.conversion.weights.folder import INDEX, WeightsFolder, listing, read_json, staged_folder, write_json
+from longctx.conversion.tokenizer import HARD_TEXTS, check_tokenizer, export_tokenizer
+from longctx.conversion.weights.folder import INDEX, WeightsFolder, staged_folder
+from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind
 
 Progress = Callable[[int, int], None]
-"""Called with the parameters done so far and their number."""
+"""A function that takes the number of parameters done so far, and of all."""
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +89,9 @@ class HfReader:
             yield name, self.read(name)
 
     def _names_on_disk(self, hf_config: dict[str, Any]) -> set[str]:
-        """The tensors that parameters can be made of; what the family leaves out is taken off, and said."""
-        names, family = self._disk.names(), FAMILIES[self.model_type]
+        """The tensors that parameters are made of; a warning names further layers that the family leaves out."""
+        names = self._disk.names()
+        family = FAMILIES[self.model_type]
         if packed := [name for name in names if name.endswith(("_blocks", "_scales"))]:
             raise CheckpointError(
                 f"{self.folder} holds weights packed into 4-bit blocks (mxfp4): {listing(packed, limit=4)}.\n"
@@ -104,6 +107,7 @@ class HfReader:
         return names - left_out
 
     def _check_names(self, on_disk: set[str]) -> None:
+        """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""
         parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
         if self.config.tie_embeddings and {HEAD, self._embeddings} <= on_disk:
             self._check_tied_head()
@@ -114,10 +118,11 @@ class HfReader:
 
     @property
     def _embeddings(self) -> str:
-        """What the embedding table is called on disk."""
+        """The embedding table's name on disk."""
         return self._layouts[EMBEDDINGS].parts[0].name
 
     def _check_tied_head(self) -> None:
+        """CheckpointError where a tied head is on disk too, and differs from the embeddings."""
         head, embeddings = self._disk.read(HEAD), self._disk.read(self._embeddings)
         if head.dtype != embeddings.dtype or not torch.equal(head, embeddings):
             raise CheckpointError(
@@ -182,22 +187,12 @@ def save_hf(
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
         write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if tokenizer is not None:
-            check_tokenizer(tokenizer, staging, NASTY_TEXTS)
+            check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
 
 
-def raise_differences(
-    where: str, *, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str] = ()
-) -> None:
-    """CheckpointError that lists what does not fit; nothing when all three are empty."""
-    found = {"missing": list(missing), "unexpected": list(unexpected), "of the wrong shape": list(wrong)}
-    if any(found.values()):
-        lines = [f"  {kind} ({len(names)}): {listing(names)}" for kind, names in found.items() if names]
-        raise CheckpointError("\n".join([f"the tensors of {where} are not those of its config:", *lines]))
-
-
 def _choose_layout(spec: TensorSpec, on_disk: set[str]) -> Layout:
-    """The first layout that is there in full. When none is, the one we would write: its absent parts get reported."""
+    """The first layout that is complete on disk. Without one, the layout that we write: its missing parts are named."""
     complete = (layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts))
     return next(complete, spec.layouts[0])
 
@@ -213,7 +208,9 @@ def _write_parameters(
 ) -> set[torch.dtype]:
     """Hand every parameter's tensors on disk to the writer; the set of dtypes written, buffers' not among them."""
     remaining = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
-    total, dtypes, waiting = len(remaining), set(), {}
+    total = len(remaining)
+    dtypes: set[torch.dtype] = set()
+    waiting: dict[str, Tensor] = {}
     for done, (name, tensor) in enumerate(items, start=1):
         if name not in remaining:
             raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
@@ -222,7 +219,9 @@ def _write_parameters(
             wrong = [f"{name} {tuple(tensor.shape)} instead of {spec.shape}"]
             raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
         tensor = _cast(name, tensor, dtype)
-        dtypes |= set() if is_buffer(name) else {tensor.dtype}
+        if not is_buffer(name):
+            dtypes.add(tensor.dtype)
+        # A tensor on disk is written once all parameters of it have come.
         waiting[name] = tensor
         layout = spec.layouts[0]
         if all(member in waiting for member in layout.members):
@@ -236,7 +235,8 @@ def _write_parameters(
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The tensor as it is written; a router's correction bias keeps its dtype, whatever the others get."""
-    dtype = tensor.dtype if dtype is None or is_buffer(name) else dtype
+    if dtype is None or is_buffer(name):
+        dtype = tensor.dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype={dtype} of {name} cannot be exported. Choose float32, bfloat16 or float16.")
     cast = tensor.detach().to(dtype)

@@ -1,4 +1,4 @@
-"""Which tensors on disk a decoder's parameters are, and how one becomes the other."""
+"""The tensors on disk that make up a decoder's parameters, and how one becomes the other."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way in which a parameter lies on disk, alone or with others."""
+    """One way in which a parameter is stored on disk, alone or with others."""
 
     parts: tuple[Part, ...]
     """Tensors whose flattened values, one after the other, are those of the whole."""
     whole: Shape
-    """Shape of all members on one another along their first axis, before the steps."""
+    """Shape of all members, concatenated along their first axis, before the steps."""
     steps: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
     """The parameters of the whole, in order."""
     rows: tuple[int, int] = (0, 0)
-    """Where in the whole's first axis the parameter lies."""
+    """The parameter's range of the whole's first axis."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other parameters lie in the same tensors."""
+        """Whether other parameters are stored in the same tensors."""
         return len(self.members) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A parameter (or buffer) of the decoder and the ways it lies on disk: the first is written, all are read."""
+    """A parameter (or buffer) of the decoder and its layouts on disk: the first is written, all are read."""
 
     name: str
     shape: Shape
@@ -69,7 +69,7 @@ class Disk(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Another order of the same values: two views, of the disk's tensor and of ours, that agree place by place.
+    """Another order of the same values: two views, of the disk's tensor and of ours, that agree element by element.
 
     As views they cost nothing, and one copy between them is the conversion, in either direction.
     """
@@ -87,7 +87,7 @@ STEPS: dict[str, Step] = {
         our_view=lambda x: x,
         shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
     ),
-    # [E, 2F, …]: gate and up rows in turn on disk, all gate rows first in the decoder
+    # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder
     "alternating": Step(
         disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
         our_view=lambda x: x.unflatten(1, (2, -1)),
@@ -101,7 +101,8 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
 
     ``model_type`` chooses where several families can be the model; ConfigError where none can.
     """
-    family, shapes = family_of(config, model_type=model_type), parameter_shapes(config)
+    family = family_of(config, model_type=model_type)
+    shapes = parameter_shapes(config)
     rules = {name: rule for rule in family.tensors for name in rule.parameters}
     return [_spec(name, rules, shapes, config.num_experts) for name in shapes]
 
@@ -116,34 +117,40 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.Pattern[str]:
-    """What tensors on disk are called that no parameter is made of, by the family's own account."""
+    """A pattern of the tensors on disk that belong to no parameter, as the family has it."""
     layers = (rf"model\.layers\.{config.num_layers + n}\..*" for n in range(extra_layers))
     return re.compile("|".join((*family.ignored_tensors, *layers)) or r"(?!)")
 
 
 def assemble(spec: TensorSpec, layout: Layout, disk: Disk) -> Tensor:
-    """The parameter, read from disk; besides it, memory holds one tensor, or the whole that it is part of."""
+    """Read the parameter from disk; besides it, memory holds one tensor, or the whole that it is part of."""
     whole = _joined(layout.parts, disk)
     if not layout.steps and not layout.is_shared:
         return whole.view(spec.shape)
-    out, (start, stop) = torch.empty(spec.shape, dtype=whole.dtype), layout.rows
-    _our_view(out, layout.steps).copy_(_disk_view(whole.view(_disk_shape(layout)), layout.steps)[start:stop])
+    start, stop = layout.rows
+    out = torch.empty(spec.shape, dtype=whole.dtype)
+    on_disk = _disk_view(whole.view(_disk_shape(layout)), layout.steps)
+    _our_view(out, layout.steps).copy_(on_disk[start:stop])
     return out
 
 
 def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names and values on disk of the parameters that make up a layout, in its order; views where they can be."""
-    whole = members[0] if len(members) == 1 and not layout.steps else _whole(layout, members)
+    """Yield names and values on disk of the parameters that make up a layout, in its order; views where possible."""
+    if len(members) == 1 and not layout.steps:
+        whole = members[0]
+    else:
+        whole = _whole(layout, members)
     sizes = [math.prod(part.shape) for part in layout.parts]
     for part, values in zip(layout.parts, whole.reshape(-1).split(sizes), strict=True):
         yield part.name, values.reshape(part.shape)
 
 
 def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
-    """All members as they lie on disk together."""
+    """All members as one tensor in the disk's order."""
     dtype = reduce(torch.promote_types, (member.dtype for member in members))
-    whole, start = torch.empty(_disk_shape(layout), dtype=dtype), 0
+    whole = torch.empty(_disk_shape(layout), dtype=dtype)
     view = _disk_view(whole, layout.steps)
+    start = 0
     for member in members:
         stop = start + member.shape[0]
         view[start:stop].copy_(_our_view(member, layout.steps))
@@ -152,6 +159,7 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
 
 
 def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
+    """The disk's tensor in our order; the step that was done last for the disk is undone first."""
     return reduce(lambda view, step: STEPS[step].disk_view(view), reversed(steps), x)
 
 
@@ -160,11 +168,12 @@ def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
 
 
 def _joined(parts: tuple[Part, ...], disk: Disk) -> Tensor:
-    """The parts' values on one another, flat, in the narrowest dtype that holds them all."""
+    """The parts' values, flattened and concatenated, in the narrowest dtype that holds them all."""
     if len(parts) == 1:
         return disk.read(parts[0].name).reshape(-1)
     dtype = reduce(torch.promote_types, (disk.dtype(part.name) for part in parts))
-    out, start = torch.empty(sum(math.prod(part.shape) for part in parts), dtype=dtype), 0
+    out = torch.empty(sum(math.prod(part.shape) for part in parts), dtype=dtype)
+    start = 0
     for part in parts:
         stop = start + math.prod(part.shape)
         out[start:stop] = disk.read(part.name).reshape(-1)
@@ -173,10 +182,12 @@ def _joined(parts: tuple[Part, ...], disk: Disk) -> Tensor:
 
 
 def _disk_shape(layout: Layout) -> Shape:
+    """The whole's shape in the disk's order."""
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
 def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], experts: int) -> TensorSpec:
+    """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name)
     rule = rules.get(pattern)
     if rule is None:
@@ -191,6 +202,7 @@ def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], exp
 def _layout(
     on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, experts: int
 ) -> Layout:
+    """A family's way to store ``members``, with the names of this layer and the range of the parameter ``name``."""
     rows = [shapes[member][0] for member in members]
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])

@@ -1,7 +1,7 @@
 """A SentencePiece BPE as Hugging Face fast tokenizer files, checked id for id.
 
-SentencePiece writes a space as U+2581 inside its pieces. The exported pieces have real spaces instead: then no
-normaliser is needed, and U+2581 itself in a text falls back to its three bytes, as it does when training data is built.
+SentencePiece writes a space as U+2581 inside its pieces. The exported pieces have real spaces instead, so no normaliser
+is needed, and U+2581 itself in a text falls back to its three bytes, as it does when training data is built.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from longctx.conversion.weights.folder import write_json
+from longctx.conversion.weights.json_files import write_json
 from longctx.errors import ConfigError, DataError
 
 SPACE_MARK = "\u2581"
 SENTENCEPIECE_FILE = "tokenizer.model"
 
-NASTY_TEXTS = (
+HARD_TEXTS = (
     "",
     " ",
     "   leading, trailing   ",
@@ -33,13 +33,13 @@ NASTY_TEXTS = (
     f"{SPACE_MARK}raw{SPACE_MARK}{SPACE_MARK}mark {SPACE_MARK}",
     "=" * 67 + "-" * 33 + " " * 41 + "\t" * 9 + "ababababa" + "aaaaaaaaaaaa",
 )
-"""Texts that exports are checked on: whatever has told tokenizers apart before."""
+"""Texts that exports are checked on: tokenizers have differed on each kind of them."""
 
 
 def export_tokenizer(
     sentencepiece_model: str | Path, folder: str | Path, *, max_vocab_size: int, max_positions: int
 ) -> dict[str, int | None]:
-    """Write tokenizer.json, tokenizer_config.json and tokenizer.model; the begin, end and padding ids for config.json.
+    """Write tokenizer.json, tokenizer_config.json and tokenizer.model; return the begin, end and padding ids.
 
     DataError for a model whose ids a fast tokenizer cannot reproduce (not BPE, no byte fallback, a normaliser).
     """
@@ -58,16 +58,17 @@ def export_tokenizer(
 def check_tokenizer(sentencepiece_model: str | Path, folder: str | Path, texts: Iterable[str]) -> None:
     """DataError unless the folder's tokenizer, as transformers loads it, gives SentencePiece's ids and the text back.
 
-    Looks at ``texts`` and at every piece of the vocabulary. U+2581 is expected as its three bytes: SentencePiece alone
+    ``texts`` and every piece of the vocabulary are compared. U+2581 is expected as its three bytes: SentencePiece alone
     would read it as a space, training data never does.
     """
     model = _load(Path(sentencepiece_model))
     fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
-    fast.model_max_length = 2**60  # of this instance: long texts are no mistake here, so no warnings
+    fast.model_max_length = 2**60  # this instance shall not warn of long texts
     if len(fast) != model.vocab_size():
         raise DataError(f"{folder} has {len(fast)} token ids, {sentencepiece_model} has {model.vocab_size()}.")
     for text in (*texts, *_piece_texts(model)):
-        wanted, found = sentencepiece_ids(model, text), fast(text)["input_ids"]
+        wanted = sentencepiece_ids(model, text)
+        found = fast(text)["input_ids"]
         if wanted != found:
             at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), len(wanted))
             raise DataError(
@@ -83,11 +84,14 @@ def sentencepiece_ids(model: Any, text: str) -> list[int]:
     """The ids of a text as training data has them: SentencePiece's, but U+2581 as its bytes and not as a space."""
     mark = [model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     first, *others = text.split(SPACE_MARK)
-    return [*model.encode(first), *(i for part in others for i in (*mark, *model.encode(part)))]
+    ids = model.encode(first)
+    for part in others:
+        ids += mark + model.encode(part)
+    return ids
 
 
 def _piece_texts(model: Any, group: int = 100) -> Iterator[str]:
-    """The names of all pieces, some at a time, with and without something between them."""
+    """Yield the names of all pieces, ``group`` at a time, with and without white space between them."""
     names = _texts(model)
     for start in range(0, len(names), group):
         for between in ("", " ", "\n"):
@@ -95,6 +99,7 @@ def _piece_texts(model: Any, group: int = 100) -> Iterator[str]:
 
 
 def _load(path: Path) -> Any:
+    """The SentencePiece model; its library is imported only where a tokenizer is exported."""
     import sentencepiece
 
     try:
@@ -114,6 +119,7 @@ def _auto_tokenizer() -> Any:
 
 
 def _check_supported(model: Any, path: Path) -> None:
+    """DataError for a model whose ids a fast tokenizer cannot reproduce."""
     pieces = range(model.vocab_size())
     probe = " ①  ﬁ\tx  "  # every usual normaliser changes something in it
     reasons = {
@@ -133,7 +139,7 @@ def _check_supported(model: Any, path: Path) -> None:
 
 
 def _texts(model: Any) -> list[str]:
-    """What each piece stands for; the names of control and byte pieces as they are."""
+    """The text of each piece; the names of control and byte pieces as they are."""
     names = model.id_to_piece(list(range(model.vocab_size())))
     for i in _learned(model):
         names[i] = names[i].replace(SPACE_MARK, " ")
@@ -178,10 +184,10 @@ def _added(token: int, content: str) -> dict[str, Any]:
 
 
 def _merges(model: Any, texts: list[str]) -> Iterator[list[str]]:
-    """Every way to make a piece of two others, best piece first.
+    """Yield every way to make a piece of two others, best piece first.
 
-    SentencePiece ranks pieces, a fast tokenizer ranks pairs, so the pairs of one piece get an order that SentencePiece
-    does not have. It was never seen to matter: 1,500 vocabularies of one to three letters gave equal ids in any order.
+    SentencePiece ranks pieces and a fast tokenizer ranks pairs, so the pairs of one piece get an order that
+    SentencePiece does not have. The order did not matter in 1,500 vocabularies of one to three letters.
     """
     learned = _learned(model)
     known = {texts[i] for i in learned}
@@ -198,7 +204,7 @@ def _tokenizer_config(model: Any, max_positions: int) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{role: model.id_to_piece(i) if i >= 0 else None for role, i in roles.items()},
         "additional_special_tokens": others,
-        # control symbols in a text are text, as for SentencePiece; the ids themselves are put in by id
+        # Control symbols in a text are text, as for SentencePiece; control tokens are given as ids.
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,

@@ -6,8 +6,8 @@ router chooses, the output is the dense FFN's.
 *Granular* (arXiv 2410.07524): a copy is cut along the FFN's width into g shards of F/g columns, each an expert. The
 dense FFN is the *sum* of its shards, while gates weigh experts with a mean; so a shard's down projection is g times
 its columns of the dense one (in the weights, because few Hugging Face families have such a factor in their config). The
-shards of one copy share a random row of the router: their logits are equal, and a token that visits k = m·g experts
-visits its m best copies whole (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
+shards of one copy share a random row of the router: their logits are equal, and a token that is routed to k = m·g
+experts gets its m best copies whole (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
 
 What is equal at the start, up to rounding: the output for every token, the loss, the gradients of all that is not an
 expert or a router, and the sum over copies of the experts' gradients (of down projections, g times that sum). What is
@@ -33,6 +33,7 @@ from longctx.architecture.rules import GATED
 from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoint, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.checks import check_hashes
 from longctx.conversion.companions import carried_names
 from longctx.conversion.hf import Progress
 from longctx.errors import CheckpointError, ConfigError
@@ -48,11 +49,11 @@ class Upcycling:
     num_experts: int
     """Experts E of a layer, shards counted one by one: a multiple of granularity."""
     experts_per_token: int = 0
-    """Experts that each token visits: a multiple of granularity; 0 is two copies' worth."""
+    """Experts of each token: a multiple of granularity; 0 is two whole copies."""
     granularity: int = 1
     """Shards g that a copy of the dense FFN is cut into; 1 copies it whole. Divides the FFN's width."""
     seed: int = 0
-    """Of the routers' random rows."""
+    """Seed of the routers' random rows."""
 
     def __post_init__(self) -> None:
         if self.granularity < 1:
@@ -118,7 +119,7 @@ def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
 def upcycle_tensors(
     tensors: Iterable[tuple[str, Tensor]], dense: ModelConfig, upcycling: Upcycling
 ) -> Iterator[tuple[str, Tensor]]:
-    """The upcycled model's tensors from the dense one's, in any order; holds one layer's gate and up projection.
+    """Yield the upcycled model's tensors from the dense one's, in any order; memory holds one gate or up projection.
 
     Tensors keep their dtype. CheckpointError where a layer's gate or up projection does not come.
     """
@@ -140,7 +141,11 @@ def upcycle_tensors(
         if key not in waiting:
             waiting[key] = which, tensor
             continue
-        gate, up = (tensor, waiting.pop(key)[1]) if which == "gate" else (waiting.pop(key)[1], tensor)
+        other = waiting.pop(key)[1]
+        if which == "gate":
+            gate, up = tensor, other
+        else:
+            gate, up = other, tensor
         yield f"{layer}experts.gate_up_proj{suffix}", _gate_up(gate, up, config, upcycling.granularity)
     if waiting:
         raise CheckpointError(f"the dense model lacks the other half of gate and up projection: {sorted(waiting)}.")
@@ -162,11 +167,10 @@ def upcycle_checkpoint(
     reader = CheckpointReader(find_checkpoint(checkpoint))
     dense = model_config(reader)
     config = upcycle_config(dense, upcycling)
-    if problems := reader.verify():
-        raise CheckpointError("\n".join([f"{reader.folder} is damaged:", *(f"  {problem}" for problem in problems)]))
+    check_hashes(reader)
     tokenizer = reader.folder / TOKENIZER
     training: dict[str, Any] = {"upcycled": {"from": reader.folder.name, "step": reader.step, **asdict(upcycling)}}
-    if origin := reader.manifest["training"].get("imported"):  # its token ids serve; the dtypes it had do not
+    if origin := reader.manifest["training"].get("imported"):  # its token ids still hold; its dtypes do not
         training["imported"] = origin | {"dtype": "float32", "dtypes": {}}
     return save_masters(
         config,
@@ -191,7 +195,8 @@ def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
 def _gate_up(gate: Tensor, up: Tensor, config: ModelConfig, g: int) -> Tensor:
     """[E, 2X, M] of two [F, M], or [E, 2X] of two biases [F]: a shard's gate rows, then its up rows."""
     shards = torch.cat((gate.unflatten(0, (g, -1)), up.unflatten(0, (g, -1))), dim=1)
-    return shards.repeat(config.num_experts // g, *[1] * (shards.dim() - 1))
+    ones = (1,) * (shards.dim() - 1)
+    return shards.repeat(config.num_experts // g, *ones)
 
 
 def _down(down: Tensor, config: ModelConfig, g: int) -> Tensor:

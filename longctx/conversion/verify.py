@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -17,27 +16,30 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
-from longctx.conversion.weights.folder import listing
+from longctx.conversion.differences import listing
 from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
 
 NUM_TOKENS = 256
-"""Of the input that logits are compared on."""
+"""Tokens of the input that logits are compared on."""
 MAX_LOGIT_ERROR = 1e-5
-"""Bar on the largest difference of two logits in float32: other orders of the same sums stay well below it."""
+"""Bound on the largest difference of two logits in float32: other orders of the same sums stay well below it."""
 MAX_KL = 1e-10
-"""Bar on a token's KL divergence, in nats. A wrong RoPE permutation gives 1e-5, which cosines of 0.99 let through."""
+"""Bound on a token's KL divergence, in nats. A wrong RoPE permutation gives 1e-5, with a cosine above 0.99."""
 OWN_FACTOR = 4
-"""Where transformers' own two attentions differ by more than a quarter of a bar, as they do in models that are large or
-very sure of themselves, the bar is this many times their difference."""
+"""Where transformers' own two attentions differ by more than a quarter of a bound, as they do in models that are large
+or have large logits, the bound is this many times their difference."""
 TWO_ATTENTIONS = "eager and sdpa"
 TWO_PASSES = "one pass and two"
-"""What stands in for the two attentions in a model that has one only (Gemma 2, GPT-OSS)."""
+"""Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS)."""
 _PASSES_FACTOR = 4
-"""In models that have both, the two attentions are 2 to 5 times as far apart as the two ways to pass."""
+"""In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
+
+Fingerprint = tuple[str, tuple[int, ...], str]
+"""Dtype, shape and hash of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +54,42 @@ class Fingerprints:
     """The hash of every parameter that a conversion hands to its writer, to be compared with what was written."""
 
     def __init__(self) -> None:
-        self._facts: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        self._recorded: dict[str, Fingerprint] = {}
         self._num_bytes = 0
 
     def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same items, each hashed as it goes by."""
+        """Yield the items, each recorded before it is handed on."""
         for name, tensor in items:
             self.add(name, tensor)
             yield name, tensor
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember one parameter."""
-        self._facts[name] = _facts(tensor)
+        self._recorded[name] = _fingerprint(tensor)
         self._num_bytes += tensor.nbytes
 
     def check(self, found: Iterable[tuple[str, Tensor]], where: str) -> TensorCheck:
         """CheckpointError unless ``found`` are the recorded parameters: the same names, dtypes, shapes and bytes."""
-        left = dict(self._facts)
+        left = dict(self._recorded)
         wrong: list[str] = []
         for name, tensor in found:
-            expected, facts = left.pop(name, None), _facts(tensor)
-            if facts != expected:
-                wrong.append(f"{name} ({_difference(expected, facts)})")
+            expected = left.pop(name, None)
+            read_back = _fingerprint(tensor)
+            if read_back != expected:
+                wrong.append(f"{name} ({_difference(expected, read_back)})")
         wrong += [f"{name} (missing)" for name in left]
         if wrong:
             raise CheckpointError(
                 f"{where} does not hold what was converted; {len(wrong)} tensors differ: {listing(wrong, limit=6)}."
             )
-        return TensorCheck(num_tensors=len(self._facts), num_bytes=self._num_bytes)
+        return TensorCheck(num_tensors=len(self._recorded), num_bytes=self._num_bytes)
 
 
-def _facts(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+def _fingerprint(tensor: Tensor) -> Fingerprint:
     return dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(content_of(tensor))
 
 
-def _difference(expected: tuple[Any, ...] | None, found: tuple[Any, ...]) -> str:
+def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
     if expected is None:
         return "unexpected"
     if expected[:2] != found[:2]:
@@ -103,25 +106,26 @@ class LogitsCheck:
 
     num_tokens: int
     dtype: torch.dtype
-    """That both computed in."""
+    """Dtype that both computed in."""
     max_error: float
     max_kl: float
     own_error: float
-    """Between transformers' logits computed in two ways."""
+    """Largest difference between transformers' logits of two ways to compute them."""
     ways: str
-    """Which two."""
-    error_bar: float
-    kl_bar: float
+    """``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
+    error_bound: float
+    kl_bound: float
 
     @property
     def passed(self) -> bool:
-        """Whether both are within their bars (NaN is not)."""
-        return self.max_error <= self.error_bar and self.max_kl <= self.kl_bar
+        """Whether both are within their bounds (NaN is not)."""
+        return self.max_error <= self.error_bound and self.max_kl <= self.kl_bound
 
     def __str__(self) -> str:
         return (
-            f"{self.num_tokens} tokens in {dtype_name(self.dtype)}: logits at most {self.max_error:.1e} apart "
-            f"(allowed {self.error_bar:.1e}), KL at most {self.max_kl:.1e} nats a token (allowed {self.kl_bar:.1e}); "
+            f"{self.num_tokens} tokens in {dtype_name(self.dtype)}: "
+            f"logits at most {self.max_error:.1e} apart (allowed {self.error_bound:.1e}), "
+            f"KL at most {self.max_kl:.1e} nats a token (allowed {self.kl_bound:.1e}); "
             f"transformers' {self.ways} are {self.own_error:.1e} apart"
         )
 
@@ -132,7 +136,8 @@ def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) 
         import transformers  # noqa: F401
     except ImportError:
         return "transformers is not installed (pip install 'longctx[hf]')"
-    need, free = _bytes_needed(config, num_parameters, dtype), available_bytes()
+    need = _bytes_needed(config, num_parameters, dtype)
+    free = available_bytes()
     if need > free:
         return f"a model of {num_parameters:,} parameters needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
     return None
@@ -147,11 +152,11 @@ def compare_logits(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> LogitsCheck:
-    """Logits of the decoder with ``parameters`` beside those of ``folder`` as transformers loads it.
+    """Compare logits of the decoder with ``parameters`` and of ``folder`` as transformers loads it.
 
-    Both see the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
+    Both get the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
     in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
-    differ by more than the bars: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
+    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
     attention are far apart (``OWN_FACTOR``).
     """
     compute = torch.float32 if why_no_logits(config, num_parameters, torch.float32) is None else dtype
@@ -166,7 +171,7 @@ def compare_logits(
 
 
 def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype) -> LogitsCheck:
-    """Our logits beside transformers', which come computed in two ways, by ``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
+    """Our logits beside transformers', computed in the two ways of ``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
     ((ways, (reference_TV, other_TV)),) = theirs.items()
     error, kl = distance(reference_TV, ours_TV)
     own_error, own_kl = distance(reference_TV, other_TV)
@@ -178,8 +183,8 @@ def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, d
         max_kl=kl,
         own_error=own_error,
         ways=ways,
-        error_bar=max(MAX_LOGIT_ERROR, factor * own_error),
-        kl_bar=max(MAX_KL, factor**2 * own_kl),  # it grows with the square of the difference
+        error_bound=max(MAX_LOGIT_ERROR, factor * own_error),
+        kl_bound=max(MAX_KL, factor**2 * own_kl),  # it grows with the square of the difference
     )
 
 
@@ -212,7 +217,7 @@ def _our_logits(
 
 @torch.no_grad()
 def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits [T, V] computed in two ways, under the ways' name; no code of the folder is run."""
+    """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run."""
     from transformers import AutoModelForCausalLM
 
     with _silent_transformers():
@@ -223,7 +228,8 @@ def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[st
         except Exception as error:  # whatever a library that knows hundreds of models may raise
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(f"transformers cannot load {folder}: {first_line}") from error
-        tokens_BT, cut = tokens_T[None], len(tokens_T) * 2 // 5 | 1  # odd: other blocks of the same sums
+        tokens_BT = tokens_T[None]
+        cut = len(tokens_T) * 2 // 5 | 1  # odd: other blocks of the same sums
         eager_TV = model(tokens_BT, use_cache=False).logits[0].float()
         try:
             model.set_attn_implementation("sdpa")
@@ -236,10 +242,11 @@ def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[st
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Without its progress bars and warnings: what matters is compared."""
+    """Within the block transformers shows no progress bars and no warnings."""
     from transformers.utils import logging
 
-    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    had_bar = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -251,7 +258,7 @@ def _silent_transformers() -> Iterator[None]:
 
 
 def _bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
-    """One model, three times the logits in float32 and some blocks in float64, and room for activations."""
+    """Memory of one model, of three times the logits in float32, of some blocks in float64, and of activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * max(config.ffn_size, config.expert_ffn_size)
     return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
@@ -268,11 +275,13 @@ def available_bytes() -> int:
         used = int((group / "memory.current").read_text())
     except (OSError, ValueError):
         return free
-    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+    if not limit.isdigit():  # "max": the group has no limit
+        return free
+    return min(free, max(0, int(limit) - used))
 
 
 def check_kind(verify: str) -> None:
-    """ConfigError for anything but the kinds of verification that there are."""
+    """ConfigError for anything but one of ``KINDS``."""
     if verify not in KINDS:
         raise ConfigError(f"verify={verify!r} is not one of {', '.join(KINDS)}.")
 

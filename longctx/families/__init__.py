@@ -1,9 +1,9 @@
 """One table a family: which keys of config.json and which tensors on disk a decoder's fields and parameters are.
 
-A table serves both directions. ``rules`` of keys and fields (``spec.Rule``) read a config.json and write it; a family
-can be a model if what it writes reads back as the same function (``config_json.unsaid``), so a field without a key is
-never lost. Parameters have the decoder's names on disk, which are Llama's, unless a ``spec.TensorRule`` says otherwise:
-renamed, transposed, cut into a tensor an expert, several in one tensor.
+A table serves both directions. ``rules`` of keys and fields (``spec.Rule``) read a config.json and write it. A family
+can be a model if what it writes reads back as the same function (``config_json.lost_fields``), so no field without a
+key is ever lost. Parameters have the decoder's names on disk, which are Llama's, unless a ``spec.TensorRule`` says
+otherwise: renamed, transposed, cut into a tensor an expert, several in one tensor.
 """
 
 from longctx.families.config_json import config_from_hf, config_to_hf, effective, family_of, left_behind

@@ -1,4 +1,4 @@
-"""Between a config.json and a ModelFields, and which family a ModelFields is."""
+"""Read a config.json as ModelFields, write it, and find the family of a ModelFields."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
     """A config.json that transformers 4 and 5 read as this model; ConfigError where no family can be it.
 
-    ``model_type`` and ``own_tokenizer`` choose between families that all can (see ``family_of``). dtype and token ids
-    are the caller's to add.
+    ``model_type`` and ``own_tokenizer`` choose between several families that can (see ``family_of``). The caller adds
+    dtype and token ids.
     """
     return _written(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
 
 
 @lru_cache(maxsize=256)
 def family_of(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
-    """The family whose config.json says all that this config does; ConfigError that names what is left when none can.
+    """The family whose config.json says all of this config; ConfigError that names what the nearest family loses.
 
     Of several it is ``model_type`` if that is one of them, else the first. ``own_tokenizer`` leaves out families for
     which transformers would not load the tokenizer that we trained.
@@ -59,63 +59,64 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
     for family in order:
         if own_tokenizer and family.forces_own_tokenizer:
             continue
-        lost = unsaid(family, config)
+        lost = lost_fields(family, config)
         if not lost:
             return family
         reasons[family.model_type] = lost
     nearest = min(reasons, key=lambda name: (_NOT_AT_ALL in reasons[name], len(reasons[name])))
-    told = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
+    listed = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
     raise ConfigError(
         f"no supported Hugging Face family can be this model; supported: {sorted(FAMILIES)}.\n"
-        f"The nearest is {nearest}, whose config.json cannot say\n{told}"
+        f"The nearest is {nearest}, whose config.json cannot say\n{listed}"
     )
 
 
-def unsaid(family: Family, config: ModelFields) -> dict[str, str]:
-    """Fields of the config that come back otherwise from the family's config.json, and what they are and become."""
+def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
+    """Fields that the family's config.json reads back as other values: name -> what they are and would become."""
     try:
         back = ModelFields(**config_from_hf(_written(family, config)))
         check_model(back)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}
-    meant, said = effective(config), effective(back)
-    # what only one of them has, another field decides, and that one differs too
+    meant, read = effective(config), effective(back)
+    # A field that only one of them has is decided by another field, which differs too.
     return {
-        f"model.{name}": f"{meant[name]!r} (it would become {said[name]!r})"
+        f"model.{name}": f"{meant[name]!r} (it would become {read[name]!r})"
         for name in meant
-        if name in said and meant[name] != said[name]
+        if name in read and meant[name] != read[name]
     }
 
 
 def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
-    """Settings of training alone that this config.json does not say: name -> value. Defaults are not listed."""
-    said, usual = config_from_hf(hf), ModelFields()
-    return {
-        name: value
-        for name in sorted(names_of_role("training"))
-        if (value := getattr(config, name)) not in (said.get(name, getattr(usual, name)), getattr(usual, name))
-    }
+    """Settings of training alone that this config.json does not have: name -> value. Defaults are not listed."""
+    kept = config_from_hf(hf)
+    lost: dict[str, Any] = {}
+    for name in sorted(names_of_role("training")):
+        value, default = getattr(config, name), getattr(ModelFields(), name)
+        if value not in (kept.get(name, default), default):
+            lost[name] = value
+    return lost
 
 
 def effective(config: ModelFields) -> dict[str, Any]:
-    """What decides the function that weights are: fields that are read, in one form where several mean the same.
+    """The fields that decide which function the weights are, in one form where several forms mean the same.
 
-    Left out is what training alone reads (``left_behind`` names it, so that nobody loses it unasked).
+    What training alone reads is left out; ``left_behind`` names it.
     """
-    told = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
+    values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
     every = range(config.num_layers)
-    told["layers"] = tuple(config.layer_kind(layer) for layer in every)
-    told["attention_scale"] = config.attention_scale or config.head_dim**-0.5
-    told["value_head_dim"] = config.value_dim
+    values["layers"] = tuple(config.layer_kind(layer) for layer in every)
+    values["attention_scale"] = config.attention_scale or config.head_dim**-0.5
+    values["value_head_dim"] = config.value_dim
     if config.position == "rope":
-        told["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
+        values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
         ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
-        told["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
-        if all(rope == told["rope"][0] for rope in told["rope"]):
-            told["rope"] = told["rope"][:1]
+        values["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
+        if all(rope == values["rope"][0] for rope in values["rope"]):
+            values["rope"] = values["rope"][:1]
     if config.groups_per_token == config.expert_groups and config.num_experts:
-        told["expert_groups"] = told["groups_per_token"] = 1
-    return told
+        values["expert_groups"] = values["groups_per_token"] = 1
+    return values
 
 
 def _idle(config: ModelFields) -> frozenset[str]:
@@ -124,8 +125,10 @@ def _idle(config: ModelFields) -> frozenset[str]:
     if not config.num_experts:
         idle |= names_of_role("experts")
     elif len(config.dense_layers) < config.num_layers:
-        idle |= set() if config.dense_layers else {"ffn_size", "ffn_bias"}
-        idle |= set() if config.shared_ffn_size else {"shared_gate"}
+        if not config.dense_layers:
+            idle |= {"ffn_size", "ffn_bias"}
+        if not config.shared_ffn_size:
+            idle.add("shared_gate")
     if config.norm == "layernorm":
         idle.add("norm_offset")
     if config.position != "learned":
@@ -134,10 +137,11 @@ def _idle(config: ModelFields) -> frozenset[str]:
         idle |= {"relative_buckets", "relative_max_distance"}
     if config.position != "rope":
         idle |= {"rope", "rope_layers"}
-    return frozenset(idle | {"local_rope_theta"})  # it is in what ``rope`` says of each layer
+    return frozenset(idle | {"local_rope_theta"})  # ``effective`` has it in each layer's rope
 
 
 def _written(family: Family, config: ModelFields) -> dict[str, Any]:
+    """The family's config.json for this config, whether or not it says all of it."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     for rule in family.rules:
         hf |= rule.write(config)

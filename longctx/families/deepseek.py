@@ -36,20 +36,23 @@ _MTP_KEY = "num_nextn_predict_layers"
 
 
 def _head_sizes() -> Rule:
-    """Channels that do not turn and channels that do; ``head_dim`` and ``qk_head_dim`` follow from them."""
-    kept, turned, derived = "qk_nope_head_dim", "qk_rope_head_dim", ("head_dim", "qk_head_dim")
+    """Channels without and with rotary positions; ``head_dim`` and ``qk_head_dim`` follow from them."""
+    plain, rotary_key, derived = "qk_nope_head_dim", "qk_rope_head_dim", ("head_dim", "qk_head_dim")
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        sizes = {"head_dim": integer(hf, turned), "qk_head_dim": integer(hf, kept) + integer(hf, turned)}
+        rotary_size = integer(hf, rotary_key)
+        sizes = {"head_dim": rotary_size, "qk_head_dim": integer(hf, plain) + rotary_size}
         for key in derived:
             if hf.get(key, sizes[key]) not in (sizes[key], None):
-                raise ConfigError(f"{key}={hf[key]!r} in config.json contradicts {kept} and {turned}: {sizes[key]}.")
+                raise ConfigError(
+                    f"{key}={hf[key]!r} in config.json contradicts {plain} and {rotary_key}: {sizes[key]}."
+                )
         return {"head_dim": sizes["qk_head_dim"], "rope_head_dim": sizes["head_dim"]}
 
     def write(config: ModelFields) -> dict[str, Any]:
-        return {kept: config.head_dim - config.rope_head_dim, turned: config.rope_head_dim}
+        return {plain: config.head_dim - config.rope_head_dim, rotary_key: config.rope_head_dim}
 
-    return Rule(keys=(kept, turned, *derived), read=read, write=write)
+    return Rule(keys=(plain, rotary_key, *derived), read=read, write=write)
 
 
 def _shared_experts() -> Rule:

@@ -23,8 +23,8 @@ from longctx.families.rules import (
     only,
     optional,
     same,
+    translated,
     width_of_heads,
-    words,
 )
 from longctx.families.spec import Family, HfConfig, Rule
 
@@ -66,7 +66,7 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         _embedding_scale(),
         same("rms_norm_eps", "norm_eps", default=1e-6),
         same("tie_word_embeddings", "tie_embeddings", default=True),
-        words("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
+        translated("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
         same("intermediate_size", "ffn_size"),
         both_biases(default=False),
         optional("attn_logit_softcapping", "attention_softcap", default=attention_cap),

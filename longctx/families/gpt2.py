@@ -14,13 +14,13 @@ from longctx.families.rules import (
     constant,
     divided_head_dim,
     first_of,
-    head_share,
     integer,
     only,
     reads_only,
     same,
+    translated,
     typed,
-    words,
+    width_over_heads,
 )
 from longctx.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
 
@@ -33,7 +33,7 @@ def _all_heads() -> Rule:
     """Keys and values have as many heads as queries, and the heads share the width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        if integer(hf, "n_embd") != head_share(hf, "n_embd", "n_head") * integer(hf, "n_head"):
+        if integer(hf, "n_embd") != width_over_heads(hf, "n_embd", "n_head") * integer(hf, "n_head"):
             raise ConfigError(f"n_embd={hf['n_embd']} in config.json is no multiple of n_head={hf['n_head']}.")
         return {"num_kv_heads": integer(hf, "n_head")}
 
@@ -66,7 +66,7 @@ def _dropout() -> Rule:
 
 
 def _attention_dropout() -> Rule:
-    """Attention weights are never dropped here; training only, so it is said and not refused."""
+    """Attention weights are never dropped here. It matters in training only, so a warning is enough."""
     key = "attn_pdrop"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -105,7 +105,7 @@ _RULES = (
     same("layer_norm_epsilon", "norm_eps", default=1e-5),
     same("initializer_range", "init_std", default=0.02),
     same("tie_word_embeddings", "tie_embeddings", default=True),
-    words("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
+    translated("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
     divided_head_dim("n_embd", "n_head"),
     _all_heads(),
     _inner(),
@@ -134,7 +134,7 @@ def _renamed(*ours: str, theirs: str, steps: tuple[str, ...] = ()) -> TensorRule
 
 
 def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
-    """A weight, which lies [in, out], and its bias."""
+    """A weight, stored as [in, out], and its bias."""
     names = tuple(_BLOCK + name for name in ours)
     return (
         _renamed(*(f"{n}.weight" for n in names), theirs=f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),

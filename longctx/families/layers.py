@@ -1,4 +1,4 @@
-"""Rules about what differs from layer to layer: windows, and which layers have experts."""
+"""Rules of what differs between layers: windows, and which layers have experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.families.spec import HfConfig, Rule
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 Kinds = Callable[[HfConfig, int], list[str]]
-"""What the layers are where config.json has no layer_types: from config.json and their number."""
+"""The layers' kinds where config.json has no layer_types, from config.json and their number."""
 
 
 def full_attention() -> Rule:
@@ -145,7 +145,7 @@ def sparse_steps() -> Rule:
         named = hf.get("mlp_only_layers") or []
         if step < 1 or not isinstance(named, list) or any(type(n) is not int or not 0 <= n < count for n in named):
             raise ConfigError(
-                f"decoder_sparse_step={step} and mlp_only_layers={named!r} in config.json: wanted are a number of at "
+                f"decoder_sparse_step={step} and mlp_only_layers={named!r} in config.json must be a number of at "
                 f"least 1 and a list of layers from 0 to {count - 1}."
             )
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
@@ -170,6 +170,7 @@ def first_dense(default: int) -> Rule:
 
 
 def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
+    """Fields of windows in all layers or in none; ConfigError where layer_types says otherwise."""
     meant = [FULL if window is None else WINDOW] * integer(hf, "num_hidden_layers")
     given = _given(hf)
     if given is not None and given != meant:
@@ -181,6 +182,7 @@ def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
 
 
 def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
+    """Fields of layers of these kinds; ConfigError where they need a window and there is none."""
     if WINDOW not in kinds:
         return {"layers": ("full",), "window": 0}
     if window is None or typed("sliding_window", window, "int") < 1:
@@ -196,6 +198,7 @@ def _switched_on(hf: HfConfig) -> bool:
 
 
 def _given(hf: HfConfig) -> list[str] | None:
+    """The layer_types of config.json, where it has them."""
     kinds = hf.get("layer_types")
     return None if kinds is None else _checked(kinds, hf)
 
@@ -211,6 +214,7 @@ def _checked(kinds: Any, hf: HfConfig) -> list[str]:
 
 
 def _named(config: ModelFields) -> list[str]:
+    """The layer_types of a config."""
     return [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
 
 

@@ -31,7 +31,7 @@ _KEYS: dict[str, frozenset[str]] = {
 }
 """What each kind of rope reads, beside its name and base."""
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_PLACES = ("rope_scaling", "rope_parameters")
+_TABLE_KEYS = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
 """Also a key of its own beside longrope, where transformers 4 looks for it."""
 
@@ -46,9 +46,9 @@ def rotary(
 ) -> Rule:
     """One rope for all layers.
 
-    ``theta`` and ``default`` are the base and the scaling that are meant when none is there, ``interleaved`` (or its
-    key) tells which channels turn together, and ``scales_scores`` is for families whose ``mscale_all_dim`` also scales
-    whole scores (DeepSeek); elsewhere the two mscales only make up the attention factor.
+    ``theta`` and ``default`` are the base and the scaling of a config.json that has none. ``interleaved`` (or its key)
+    says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
+    (DeepSeek); elsewhere the two mscales only make up the attention factor.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -56,21 +56,25 @@ def rotary(
         pairs = hf.get(interleaved_key, interleaved) if interleaved_key else interleaved
         if not isinstance(pairs, bool):
             raise ConfigError(f"{interleaved_key}={pairs!r} in config.json must be of type bool.")
-        given = {place: _with_original(hf, _table(place, hf[place])) for place in _PLACES if hf.get(place)}
+        given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={hf[_ORIGINAL]!r} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
         found = {
-            place: _rope(place, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores)
-            for place, table in (given or {"rope_parameters": default or {}}).items()
+            where: _rope(where, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores)
+            for where, table in (given or {"rope_parameters": default or {}}).items()
         }
         return {"rope": _agreed(found)}
 
     def write(config: ModelFields) -> dict[str, Any]:
         written = _written(config, config.rope, scales_scores=scales_scores)
-        return written | ({interleaved_key: config.rope.interleaved} if interleaved_key else {})
+        if interleaved_key:
+            written[interleaved_key] = config.rope.interleaved
+        return written
 
-    keys = ("rope_theta", "partial_rotary_factor", _ORIGINAL, *_PLACES, *([interleaved_key] if interleaved_key else []))
+    keys = ("rope_theta", "partial_rotary_factor", _ORIGINAL, *_TABLE_KEYS)
+    if interleaved_key:
+        keys += (interleaved_key,)
     return Rule(keys=keys, read=read, write=write)
 
 
@@ -81,12 +85,12 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         _check_partial("config.json", hf)
         nested = _nested(hf.get("rope_parameters"))
         tables = {"rope_scaling": hf.get("rope_scaling"), "rope_parameters": nested.get(FULL)}
-        given = {place: _table(place, table) for place, table in tables.items() if table}
+        given = {where: _table(where, table) for where, table in tables.items() if table}
         local = _table("rope_parameters", nested.get(WINDOW) or {})
         if _kind("rope_parameters", local) != "default":
             raise ConfigError(f"rope_parameters={{{WINDOW!r}: {local!r}}} is not supported; supported: 'default'.")
         base = _base({"rope_theta": hf} | given, theta)
-        found = {place: _rope(place, table, hf, theta=base) for place, table in (given or {"": {}}).items()}
+        found = {where: _rope(where, table, hf, theta=base) for where, table in (given or {"": {}}).items()}
         of_window = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else {}
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
         return {"rope": _agreed(found), "local_rope_theta": local_base if has_windows(hf, kinds) else 0.0}
@@ -99,16 +103,18 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         tables = {FULL: written["rope_parameters"], WINDOW: {"rope_type": "default", "rope_theta": local}}
         return written | {"rope_local_base_freq": local, "rope_parameters": tables}
 
-    keys = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_PLACES)
+    keys = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_TABLE_KEYS)
     return Rule(keys=keys, read=read, write=write)
 
 
 def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
-    """What a rope does, without fields that its kind does not read, and NTK's grown base as the base it is."""
-    grown = rope.kind == "ntk"
-    told = {
-        "kind": "default" if grown else rope.kind,
-        "theta": _grown_theta(rope, rotary_size) if grown else rope.theta,
+    """The fields of a rope that its kind reads; NTK-aware scaling is the default kind with a larger base."""
+    kind, theta = rope.kind, rope.theta
+    if rope.kind == "ntk":
+        kind, theta = "default", _grown_theta(rope, rotary_size)
+    values = {
+        "kind": kind,
+        "theta": theta,
         "partial": rope.partial,
         "interleaved": rope.interleaved,
         "scale": rope.scale(),
@@ -121,11 +127,11 @@ def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
         "longrope": ("original_max_positions", "short_factor", "long_factor"),
         "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
     }.get(rope.kind, ())
-    return told | {name: getattr(rope, name) for name in fields}
+    return values | {name: getattr(rope, name) for name in fields}
 
 
 def _rope(
-    place: str,
+    where: str,
     table: Mapping[str, Any],
     hf: HfConfig,
     *,
@@ -134,34 +140,34 @@ def _rope(
     scales_scores: bool = False,
 ) -> Rope:
     """The rope that one table describes."""
-    _check_partial(place, table)
-    kind = _kind(place, table)
+    _check_partial(where, table)
+    kind = _kind(where, table)
     if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS):
-        raise ConfigError(f"{place}={dict(table)!r}: {unknown} mean nothing to rope_type {kind!r} here.")
+        raise ConfigError(f"{where}={dict(table)!r}: {unknown} mean nothing to rope_type {kind!r} here.")
     values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved}
     if kind == "default":
         return Rope(**values)
     longest = integer(hf, "max_position_embeddings")
     if kind != "linear":
-        values["original_max_positions"] = _original(place, table, longest, kind)
-    values["factor"] = _factor(place, table, longest, values.get("original_max_positions"))
+        values["original_max_positions"] = _original(where, table, longest, kind)
+    values["factor"] = _factor(where, table, longest, values.get("original_max_positions"))
     for key in ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
         if table.get(key) is not None:
-            values[key] = _number(place, table, key)
+            values[key] = _number(where, table, key)
     if kind == "llama3":
-        values |= {key: _number(place, table, key) for key in ("low_freq_factor", "high_freq_factor")}
+        values |= {key: _number(where, table, key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "longrope":
-        values |= {key: _numbers(place, table, key) for key in ("short_factor", "long_factor")}
+        values |= {key: _numbers(where, table, key) for key in ("short_factor", "long_factor")}
     if kind == "yarn":
         values["truncate"] = table.get("truncate", True) is True
-        values |= _mscales(place, table, values, scales_scores)
+        values |= _mscales(where, table, values, scales_scores)
     return Rope(**values)
 
 
-def _mscales(place: str, table: Mapping[str, Any], values: dict[str, Any], scales_scores: bool) -> dict[str, Any]:
+def _mscales(where: str, table: Mapping[str, Any], values: dict[str, Any], scales_scores: bool) -> dict[str, Any]:
     """DeepSeek's two weights, or the attention factor that transformers makes of them in other families."""
     mscale, all_dim = (
-        _number(place, table, key) if table.get(key) is not None else 0.0 for key in ("mscale", "mscale_all_dim")
+        _number(where, table, key) if table.get(key) is not None else 0.0 for key in ("mscale", "mscale_all_dim")
     )
     if scales_scores:
         return {"mscale": mscale, "mscale_all_dim": all_dim}
@@ -170,23 +176,23 @@ def _mscales(place: str, table: Mapping[str, Any], values: dict[str, Any], scale
     return {}
 
 
-def _original(place: str, table: Mapping[str, Any], longest: int, kind: str) -> int:
+def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> int:
     """The length before stretching: transformers takes max_position_embeddings where no other is there."""
     original = table.get(_ORIGINAL)
     if original is None:
         return longest
     if type(original) is not int or (kind == "dynamic" and original != longest):
         wanted = f"max_position_embeddings={longest}" if kind == "dynamic" else "a whole number"
-        raise ConfigError(f"{place}: {_ORIGINAL}={original!r} must be {wanted}.")
+        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be {wanted}.")
     return original
 
 
-def _factor(place: str, table: Mapping[str, Any], longest: int, original: int | None) -> float:
+def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | None) -> float:
     """The factor, or where it is left out the growth from the original length."""
     if table.get("factor") is not None:
-        return _number(place, table, "factor")
+        return _number(where, table, "factor")
     if not original or table.get(_ORIGINAL) is None:
-        raise ConfigError(f"{place}={dict(table)!r} has no factor.")
+        raise ConfigError(f"{where}={dict(table)!r} has no factor.")
     return longest / original
 
 
@@ -202,7 +208,7 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
         "rope_scaling": scaling,
         "rope_parameters": scaling | {"rope_theta": rope.theta},
     }
-    if rope.kind == "dynamic":  # transformers stretches beyond this length, whatever else it is told
+    if rope.kind == "dynamic":  # transformers stretches beyond this length, whatever the table says
         written["max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "longrope":
         written[_ORIGINAL] = rope.original_max_positions
@@ -211,57 +217,61 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
 
 def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]:
     """The keys of a stretched rope."""
-    told: dict[str, Any] = {"factor": rope.factor}
+    keys: dict[str, Any] = {"factor": rope.factor}
     if rope.kind in ("yarn", "longrope", "llama3"):
-        told[_ORIGINAL] = rope.original_max_positions
+        keys[_ORIGINAL] = rope.original_max_positions
     if rope.kind == "llama3":
-        told |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        keys |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "longrope":
-        told |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-    # beside longrope transformers 4 derives another factor of its own
+        keys |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+    # Beside longrope transformers 4 derives another factor, from the two lengths.
     derives = rope.kind == "longrope" and rope.factor * rope.original_max_positions != longest
     if rope.attention_factor or derives:
-        told["attention_factor"] = rope.scale()
+        keys["attention_factor"] = rope.scale()
     if rope.kind == "yarn":
-        told |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         if scales_scores:
             given = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
-            told |= {key: value for key, value in given.items() if value}
-    return told
+            keys |= {key: value for key, value in given.items() if value}
+    return keys
 
 
 def _grown_theta(rope: Rope, rotary_size: int) -> float:
-    """The base that fixed NTK-aware scaling comes to, read off the slowest pair."""
+    """The base of fixed NTK-aware scaling, from the frequency of the slowest pair."""
+    if rotary_size <= 2:
+        return rope.theta
     slowest = rope.frequencies(rotary_size)[-1]
-    return slowest ** (-rotary_size / (rotary_size - 2)) if rotary_size > 2 else rope.theta
+    return slowest ** (-rotary_size / (rotary_size - 2))
 
 
-def _base(places: Mapping[str, Mapping[str, Any]], default: float) -> float:
-    """The rotary base, which all places that name one must agree on."""
+def _base(tables: Mapping[str, Mapping[str, Any]], default: float) -> float:
+    """The rotary base; ConfigError where two tables name different ones."""
     found = {}
-    for place, table in places.items():
+    for where, table in tables.items():
         if table.get("rope_theta") is not None:
             value = table["rope_theta"]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"rope_theta={value!r} ({place}) in config.json must be a positive number.")
-            found[place] = float(value)
+                raise ConfigError(f"rope_theta={value!r} ({where}) in config.json must be a positive number.")
+            found[where] = float(value)
     if len(set(found.values())) > 1:
         raise ConfigError(f"config.json contradicts itself: rope_theta is {found}. Keep one of them.")
     return next(iter(found.values()), default)
 
 
 def _agreed(found: dict[str, Rope]) -> Rope:
+    """The one rope of all tables; ConfigError where two differ."""
     first, *others = found.values()
     if any(other != first for other in others):
         raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
     return first
 
 
-def _kind(place: str, table: Mapping[str, Any]) -> str:
+def _kind(where: str, table: Mapping[str, Any]) -> str:
+    """The table's kind of rope; ConfigError for one that this decoder does not have."""
     named = {table[key] for key in ("rope_type", "type") if key in table}
     kind = next(iter(named), "default")
     if len(named) > 1 or kind not in _KEYS:
-        raise ConfigError(f"{place}={dict(table)!r} is not supported; supported rope_types: {sorted(_KEYS)}.")
+        raise ConfigError(f"{where}={dict(table)!r} is not supported; supported rope_types: {sorted(_KEYS)}.")
     return kind
 
 
@@ -273,14 +283,14 @@ def _nested(parameters: Any) -> Mapping[str, Any]:
     return parameters
 
 
-def _table(place: str, value: Any) -> Mapping[str, Any]:
+def _table(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}={value!r} is not supported by this decoder; supported: a table with rope_type.")
+        raise ConfigError(f"{where}={value!r} is not supported by this decoder; supported: a table with rope_type.")
     return value
 
 
 def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table with the original length that stands beside it, where one does."""
+    """The table with the original length that config.json has beside it, where it has one."""
     if _ORIGINAL not in hf:
         return table
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
@@ -288,21 +298,21 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**table, _ORIGINAL: hf[_ORIGINAL]}
 
 
-def _check_partial(place: str, table: Mapping[str, Any]) -> None:
+def _check_partial(where: str, table: Mapping[str, Any]) -> None:
     if table.get("partial_rotary_factor", 1.0) not in (1.0, None):
         partial = table["partial_rotary_factor"]
-        raise ConfigError(f"partial_rotary_factor={partial!r} ({place}) is not supported here; supported: 1.0.")
+        raise ConfigError(f"partial_rotary_factor={partial!r} ({where}) is not supported here; supported: 1.0.")
 
 
-def _number(place: str, table: Mapping[str, Any], key: str) -> float:
+def _number(where: str, table: Mapping[str, Any], key: str) -> float:
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{place}: {key}={value!r} must be a number.")
+        raise ConfigError(f"{where}: {key}={value!r} must be a number.")
     return float(value)
 
 
-def _numbers(place: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
+def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
     value = table.get(key)
     if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in value):
-        raise ConfigError(f"{place}: {key}={value!r} must be a list of numbers.")
+        raise ConfigError(f"{where}: {key}={value!r} must be a list of numbers.")
     return tuple(float(x) for x in value)

@@ -57,10 +57,11 @@ def constant(**values: Any) -> Rule:
     return Rule(keys=(), read=lambda _: values, write=lambda _: {})
 
 
-def words(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
-    """A key whose words stand for words of the field ``name``.
+def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
+    """A key whose values have other names in the field ``name``.
 
-    Of several with one meaning the first is written, and where none has it the first of all: it reads back as another.
+    Of several with one meaning the first is written. Where none has it, the first of all is written: it reads back as
+    another value, by which the loss is found.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def head_dim(default: int | None = None) -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = first_of(hf, ("head_dim",), default)
-        return {"head_dim": head_share(hf) if value is None else typed("head_dim", value, "int")}
+        return {"head_dim": width_over_heads(hf) if value is None else typed("head_dim", value, "int")}
 
     return Rule(keys=("head_dim",), read=read, write=lambda config: {"head_dim": config.head_dim})
 
@@ -113,7 +114,7 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
     """Heads that share the model width among them; the key is read where it says the same."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        share = head_share(hf, width, heads)
+        share = width_over_heads(hf, width, heads)
         if hf.get("head_dim", share) not in (share, None):
             raise ConfigError(f"head_dim={hf['head_dim']!r} is not supported here; supported: {width} / {heads}.")
         return {"head_dim": share}
@@ -136,7 +137,7 @@ def width_of_heads(family: str) -> Rule:
     return Rule(keys=(), read=lambda _: {}, write=write)
 
 
-def head_share(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
+def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
     """The model width over the heads."""
     size, count = integer(hf, width), integer(hf, heads)
     if count < 1:
@@ -204,13 +205,13 @@ UNUSED = (
 
 
 def llama_like(*, eps: float = 1e-6, tied: bool = False, act: str = "silu") -> tuple[Rule, ...]:
-    """What all families with RMSNorm and gated FFNs have."""
+    """Rules of all families with RMSNorm and gated FFNs."""
     return (
         *SIZES,
         *UNUSED,
         same("rms_norm_eps", "norm_eps", default=eps),
         same("tie_word_embeddings", "tie_embeddings", default=tied),
-        words("hidden_act", "activation", GATED_ACTIVATIONS, default=act),
+        translated("hidden_act", "activation", GATED_ACTIVATIONS, default=act),
         only("attention_dropout", 0.0, None),
     )
 

@@ -1,4 +1,4 @@
-"""What a family's table is made of. Every entry serves both directions."""
+"""The parts of a family's table. Every entry serves both directions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Keys of config.json and the fields of ModelFields that they stand for."""
+    """Keys of config.json and the fields of ModelFields that they mean."""
 
     keys: tuple[str, ...]
     """Every key that the rule looks at; a key that no rule of a family names is refused."""
     read: Callable[[HfConfig], dict[str, Any]]
     """Fields of ModelFields; ConfigError where the keys ask for what the decoder cannot do."""
     write: Callable[[ModelFields], dict[str, Any]]
-    """Keys for this config. What they cannot say is found by reading them back."""
+    """Keys for this config. Reading them back finds what they cannot say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDisk:
-    """One way in which parameters lie in files.
+    """One way in which parameters are stored in files.
 
     The parameters, one after the other along their first axis, go through ``steps`` (``tensors.STEPS``) and are then
     cut, flat, into the tensors of these names.
@@ -48,7 +48,7 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Everything that tells one Hugging Face architecture from another."""
+    """Everything in which one Hugging Face architecture differs from another."""
 
     model_type: str
     architecture: str

@@ -1,4 +1,4 @@
-"""The decoder of a checkpoint."""
+"""Load the decoder of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens out of a decoder, one at a time: greedy or sampled, and the decoder that a checkpoint holds."""
+"""Generate tokens with a decoder, one at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generate(
     cache: KVCache | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """The tokens that follow the prompt: at most ``max_new_tokens``, the last one of ``stop_ids`` if any comes.
+    """Continue the prompt by at most ``max_new_tokens`` tokens; one of ``stop_ids`` is the last token where it comes.
 
     The prompt is read once, then one token a step against the cached keys (``cache`` must be empty; default: a
     ``LocalKVCache``). ``use_cache=False`` reads everything again at each step, which is slow and gives the same tokens.
@@ -34,11 +34,14 @@ def generate(
     choose = (strategy or Greedy()).start()
     if use_cache and cache is None:
         cache = LocalKVCache()
-    ids, unread = list(prompt_ids), len(prompt_ids)
+    if not use_cache:
+        cache = None
+    ids = list(prompt_ids)
+    start = 0
     for _ in range(max_new_tokens):
-        start = len(ids) - unread if use_cache else 0
-        ids.append(choose(_next_logits(model, ids[start:], start, cache if use_cache else None)))
-        unread = 1
+        ids.append(choose(_next_logits(model, ids[start:], start, cache)))
+        if use_cache:
+            start = len(ids) - 1  # only the newest token is not in the cache
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt_ids) :]
@@ -56,7 +59,7 @@ def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int
 
 
 def _next_logits(model: Decoder, ids: Sequence[int], start: int, cache: KVCache | None) -> Tensor:
-    """Logits [V], fp32, after ``ids``, the first of which stands at position ``start``."""
+    """Logits [V], fp32, after ``ids``, the first of which has the position ``start``."""
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([ids], device=device)
     positions_BT = torch.arange(start, start + len(ids), device=device)[None]

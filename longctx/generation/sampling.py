@@ -1,4 +1,4 @@
-"""Greedy, temperature, top-k, top-p, penalties."""
+"""Choose the next token: greedy, or drawn with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sample:
     top_p: float = 1.0
     """Keep the likeliest tokens that together reach this probability; at least one."""
     seed: int = 0
-    """Of the generator."""
+    """Seed of the generator."""
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -62,6 +62,7 @@ class Sample:
             scores_V = scores_V.masked_fill(scores_V < smallest_kept, -torch.inf)
         if self.top_p < 1:
             ascending, order = scores_V.sort()
+            # Drop the unlikeliest tokens while the others still reach top_p; the likeliest always stays.
             dropped = ascending.softmax(0).cumsum(0) <= 1 - self.top_p
             dropped[-1] = False
             scores_V = scores_V.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), -torch.inf)

@@ -1,21 +1,22 @@
-"""Folders of weights: read tensor by tensor with every name accounted for, written shard by shard and read back."""
+"""Hugging Face folders of weights, read tensor by tensor; and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from longctx.conversion.differences import listing
+from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.pickled import PickledFile
-from longctx.conversion.weights.safetensors_file import SafetensorsFile, parse_json
+from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -26,11 +27,10 @@ _PICKLED = (".bin", ".pt", ".pth")
 _INDEX_END = ".index.json"
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
 """Beginnings of file names that the Trainer of transformers leaves beside the weights."""
-_MAX_JSON_BYTES = 256 * 2**20
 
 
 class WeightsFile(Protocol):
-    """A file of tensors: names, shapes and dtypes are known, values are read when asked for."""
+    """A file of tensors: names, shapes and dtypes are known, values are read on request."""
 
     def names(self) -> list[str]: ...
 
@@ -42,18 +42,21 @@ class WeightsFile(Protocol):
 
 
 class WeightsFolder:
-    """The tensors of a Hugging Face folder by name; a tensor is read when it is asked for, and not kept.
+    """The tensors of a Hugging Face folder by name; a tensor is read on request, and not kept.
 
-    Weights are the files of the folder's one index, or else its one file: safetensors, of any name, and where there are
-    none a pickle (``.bin``, ``.pt``), of which tensors alone are taken. CheckpointError, which names the file, for an
-    index that does not say exactly what its files hold, or leads elsewhere.
+    Weights are the files of the folder's one index, or else its one file. They are safetensors, of any name; where
+    there are none, a pickle (``.bin``, ``.pt``), of which tensors alone are taken. CheckpointError, which names the
+    file, for an index that does not say exactly what its files hold, or leads out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, WeightsFile] = {}
-        first = _find_weights(folder)
-        self._file_of = self._index(first) if first.endswith(_INDEX_END) else dict.fromkeys(self._names(first), first)
+        found = _find_weights(folder)
+        if found.endswith(_INDEX_END):
+            self._file_of = self._read_index(found)
+        else:
+            self._file_of = dict.fromkeys(self._names(found), found)
 
     def names(self) -> set[str]:
         """Every tensor on disk."""
@@ -68,10 +71,10 @@ class WeightsFolder:
         return self._open(self._file_of[name]).dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it lies on disk, in memory of its own."""
+        """The tensor as it is on disk, in memory of its own."""
         return self._open(self._file_of[name]).read(name)
 
-    def _index(self, index: str) -> dict[str, str]:
+    def _read_index(self, index: str) -> dict[str, str]:
         """Tensor -> file from the index, checked against what each file really holds."""
         path = self.folder / index
         weight_map = read_json(path).get("weight_map")
@@ -83,8 +86,8 @@ class WeightsFolder:
         listed: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             listed.setdefault(file, set()).add(name)
-        for file in sorted(listed):  # all names before any content
-            checked_path(self.folder, file, said_by=path, kinds=kinds)
+        for file in sorted(listed):  # all names are checked before any content is read
+            checked_path(self.folder, file, named_by=path, kinds=kinds)
         for file, names in sorted(listed.items()):
             held = set(self._names(file))
             if names != held:
@@ -99,8 +102,11 @@ class WeightsFolder:
 
     def _open(self, file: str) -> WeightsFile:
         if file not in self._files:
-            path = checked_path(self.folder, file, said_by=self.folder, kinds=(_SAFE, *_PICKLED))
-            self._files[file] = SafetensorsFile(path) if file.endswith(_SAFE) else PickledFile(path)
+            path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))
+            if file.endswith(_SAFE):
+                self._files[file] = SafetensorsFile(path)
+            else:
+                self._files[file] = PickledFile(path)
         return self._files[file]
 
 
@@ -129,15 +135,15 @@ def _find_weights(folder: Path) -> str:
     raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, nor weights of any other name.")
 
 
-def checked_path(folder: Path, file: str, *, said_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
+def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
     """``folder / file`` for a plain name with one of the endings ``kinds``, whose target is a file of the folder.
 
-    CheckpointError otherwise, which says who named it (``said_by``). An index comes from strangers: it must not make us
-    read elsewhere. Links into the blobs of the same Hugging Face cache are how that cache stores every file, so they
-    are allowed.
+    CheckpointError otherwise; it says which file names this one (``named_by``). An index comes from strangers: it must
+    not make us read elsewhere. A Hugging Face cache stores every file as a link into its own blobs, so such links are
+    allowed.
     """
     if Path(file).name != file or "\\" in file or "\0" in file or not file.endswith(kinds):
-        raise CheckpointError(f"{said_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
+        raise CheckpointError(f"{named_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
     allowed = [folder.resolve()]
     if folder.absolute().parent.name == "snapshots":
         allowed.append((folder.absolute().parents[1] / "blobs").resolve())
@@ -150,35 +156,9 @@ def checked_path(folder: Path, file: str, *, said_by: Path, kinds: tuple[str, ..
     if not target.exists():
         raise CheckpointError(f"{folder / file} is missing.")
     if not target.is_file():
-        raise CheckpointError(f"{folder / file} is {'a folder' if target.is_dir() else 'no plain file'}.")
+        kind = "a folder" if target.is_dir() else "no plain file"
+        raise CheckpointError(f"{folder / file} is {kind}.")
     return folder / file
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError when it is missing, damaged, no object, or names a key twice."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object.")
-    return content
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Readable JSON, keys in the given order."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def listing(names: Iterable[str], limit: int = 12) -> str:
-    """Some names in order, and how many more there are."""
-    ordered = sorted(names)
-    more = f" … and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return (", ".join(ordered[:limit]) or "none") + more
 
 
 @contextlib.contextmanager

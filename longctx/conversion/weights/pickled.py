@@ -1,7 +1,7 @@
-"""Weights that lie in a pickle (``.bin``, ``.pt``): read as tensors, never run.
+"""Weights in a pickle (``.bin``, ``.pt``): read as tensors, never run.
 
-``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them of tensors; a
-pickle that asks for anything else is refused before it gets it.
+``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them of tensors. A
+pickle that asks for anything else is refused before anything of it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longctx.conversion.weights.safetensors_file import DTYPES
 from longctx.errors import CheckpointError
 
 _MAPPED_BYTES = 64 * 2**20
-"""Read this much before the file is mapped anew: pages that were read stay resident while the mapping lives."""
+"""Bytes to read before the file is mapped anew: pages that were read stay resident as long as the mapping."""
 
 
 class PickledFile:
@@ -53,7 +53,8 @@ class PickledFile:
         """The tensor, contiguous, in memory of its own."""
         self.dtype(name)
         if self._read_bytes > _MAPPED_BYTES:
-            self._tensors, self._read_bytes = {}, 0  # the old mapping goes first
+            self._tensors = {}  # frees the old mapping before there is a new one
+            self._read_bytes = 0
             self._tensors = _load(self.path)
         tensor = self._tensors[name].clone(memory_format=torch.contiguous_format)
         self._read_bytes += tensor.nbytes
@@ -76,6 +77,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _check(path: Path, name: Any, value: Any) -> None:
+    """CheckpointError unless an entry is a dense tensor of the CPU, within its storage."""
     if not isinstance(name, str):
         raise CheckpointError(f"{path} names a tensor {name!r}, which is no text.")
     if not isinstance(value, Tensor):
@@ -93,7 +95,7 @@ def _check(path: Path, name: Any, value: Any) -> None:
 def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
     """CheckpointError unless each storage has a record of its size in the file.
 
-    ``torch.load`` takes a mapped storage's size from the pickle, and would go on from a shorter record into the next.
+    ``torch.load`` takes a mapped storage's size from the pickle: after a shorter record it would read the next one.
     """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
     try:

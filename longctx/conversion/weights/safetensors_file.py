@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from longctx.conversion.weights.json_files import parse_json
 from longctx.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,15 +28,15 @@ _ITEM_BYTES = {
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library takes at most."""
+"""The longest header that the safetensors library reads."""
 BLOCK_BYTES = 16 * 2**20
 RESERVED_BYTES = 2**20
-"""Room left for a header that is written last: names of some 7,000 tensors."""
+"""Bytes reserved for the header, which is written last: enough for the names of some 7,000 tensors."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: bytes ``start`` to ``stop`` of the file."""
+    """One tensor: bytes ``start`` to ``stop`` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,7 +76,8 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """The tensor, in memory of its own."""
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        content, at = content_of(tensor), 0
+        content = content_of(tensor)
+        at = 0
         for block in self._blocks(name):
             content[at : at + len(block)] = block
             at += len(block)
@@ -89,8 +91,10 @@ class SafetensorsFile:
         return digest.hexdigest()
 
     def _blocks(self, name: str) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in blocks, all in the same memory: a block is gone when the next one is asked for."""
         entry = self._entries[name]
-        left, block = entry.stop - entry.start, memoryview(bytearray(min(BLOCK_BYTES, entry.stop - entry.start)))
+        left = entry.stop - entry.start
+        block = memoryview(bytearray(min(BLOCK_BYTES, left)))
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(entry.start)
@@ -104,20 +108,8 @@ class SafetensorsFile:
             raise CheckpointError(f"{name} in {self.path} cannot be read: {error}.") from error
 
 
-def parse_json(text: str) -> Any:
-    """JSON in which no object names a key twice; ValueError otherwise."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = sorted({key for key in keys if keys.count(key) > 1}) if len(keys) < 10_000 else ["a key"]
-            raise ValueError(f"it names {', '.join(twice[:12])} twice")
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=unique)
-
-
 def _read_entries(path: Path) -> dict[str, Entry]:
+    """The header's entries; ValueError says what is wrong with it."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -137,7 +129,7 @@ def _read_entries(path: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
-    """A tensor's fields, checked; byte offsets made the file's own."""
+    """A tensor's entry, checked; its byte offsets count from the beginning of the file."""
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -145,7 +137,7 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
         raise ValueError(f"its header describes {name} by dtype={kind!r} shape={shape!r} data_offsets={offsets!r}")
     start, stop = begin + offsets[0], begin + offsets[1]
     if start > stop or stop > size:
-        raise ValueError(f"{name} lies at bytes {offsets}, past the end of the {size - begin} bytes of data")
+        raise ValueError(f"{name} is at bytes {offsets}, past the end of the {size - begin} bytes of data")
     if kind in _ITEM_BYTES and stop - start != math.prod(shape) * _ITEM_BYTES[kind]:
         raise ValueError(f"{name} is {kind} {shape}, which is not {stop - start} bytes")
     return Entry(kind, tuple(shape), start, stop)
@@ -156,7 +148,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """ValueError unless the tensors lie one after the other, from the header to the end of the file."""
+    """ValueError unless the tensors follow one another, from the header to the end of the file."""
     at, before = begin, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != at:
@@ -170,8 +162,8 @@ def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
 class SafetensorsWriter:
     """Writes one file, tensor by tensor as they come; ``close`` adds the header in front of them.
 
-    The header's size is not known before, so room for ``RESERVED_BYTES`` is left (spaces fill what it does not need);
-    ``has_room`` says when that is used up. Small files are closed up at the end.
+    The header's size is not known before, so ``RESERVED_BYTES`` are reserved (spaces fill what it does not need);
+    ``fits_header`` says when they are used up. In small files the data moves up to the header at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,13 +175,14 @@ class SafetensorsWriter:
         self._file = path.open("w+b")
         self._file.seek(RESERVED_BYTES)
 
-    def has_room(self, name: str) -> bool:
+    def fits_header(self, name: str) -> bool:
         """Whether the header can take another tensor of this name."""
         return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
 
     def add(self, name: str, dtype: torch.dtype, shape: Iterable[int], values: Iterable[Tensor]) -> None:
         """Write a tensor that comes in pieces, on the CPU, whose flattened values follow one another."""
-        start, digest = self.data_bytes, xxhash.xxh3_128()
+        start = self.data_bytes
+        digest = xxhash.xxh3_128()
         for piece in values:
             content = content_of(piece.to(dtype))
             digest.update(content)
@@ -203,12 +196,12 @@ class SafetensorsWriter:
     def close(self) -> None:
         """Write the header. Afterwards the file is whole."""
         header = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
-        room = RESERVED_BYTES - 8
+        header_bytes = RESERVED_BYTES - 8
         if self.data_bytes <= BLOCK_BYTES:
-            room = math.ceil(len(header) / 8) * 8
-            self._move_data_to(8 + room)
+            header_bytes = math.ceil(len(header) / 8) * 8
+            self._move_data_to(8 + header_bytes)
         self._file.seek(0)
-        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+        self._file.write(header_bytes.to_bytes(8, "little") + header.ljust(header_bytes))
         self._file.close()
 
     def _move_data_to(self, start: int) -> None:

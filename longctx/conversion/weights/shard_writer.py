@@ -1,4 +1,4 @@
-"""Weights written shard by shard."""
+"""Write weights shard by shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longctx.errors import CheckpointError
 class ShardWriter:
     """Writes tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
 
-    A shard is read back as soon as it is full: a disk that lies is found here. ``finish`` gives the files their names.
+    A shard is read back as soon as it is full, which finds a disk that changes bytes. ``finish`` names the files.
     """
 
     def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
@@ -35,7 +35,7 @@ class ShardWriter:
         if values.numel() != torch.Size(shape).numel():
             raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
         num_bytes = values.numel() * dtype.itemsize
-        shard = self._room_for(name, num_bytes)
+        shard = self._shard_for(name, num_bytes)
         shard.add(name, dtype, shape, values.split(BLOCK_BYTES) if values.numel() else [values])
         self._shards[-1].append(name)
         self.total_bytes += num_bytes
@@ -43,21 +43,24 @@ class ShardWriter:
     def finish(self) -> dict[str, str]:
         """Tensor -> file name; a single shard is called ``STEM.safetensors``."""
         if not self._shards:
-            self._room_for("", 0)
+            self._shard_for("", 0)  # a model without tensors is a file without tensors
         self._close()
-        count, file_of = len(self._shards), {}
+        count = len(self._shards)
+        file_of: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
-            file = f"{self.stem}.safetensors" if count == 1 else f"{self.stem}-{number:05d}-of-{count:05d}.safetensors"
+            file = f"{self.stem}.safetensors"
+            if count > 1:
+                file = f"{self.stem}-{number:05d}-of-{count:05d}.safetensors"
             self._unnamed(number).rename(self.folder / file)
             file_of |= dict.fromkeys(names, file)
         return file_of
 
-    def _room_for(self, name: str, num_bytes: int) -> SafetensorsWriter:
+    def _shard_for(self, name: str, num_bytes: int) -> SafetensorsWriter:
         """The open shard, or a new one when this tensor would make it too large."""
         shard = self._shard
         if shard is not None and shard.hashes:
-            is_full = shard.data_bytes + num_bytes > self.shard_bytes or not shard.has_room(name)
-            if is_full:
+            is_full = shard.data_bytes + num_bytes > self.shard_bytes
+            if is_full or not shard.fits_header(name):
                 self._close()
         if self._shard is None:
             self._shards.append([])
@@ -65,7 +68,7 @@ class ShardWriter:
         return self._shard
 
     def _close(self) -> None:
-        """Finish the open shard and read it back, while the system still has it at hand."""
+        """Finish the open shard and read it back, while the system still has it in its cache."""
         shard, self._shard = self._shard, None
         if shard is None:
             return

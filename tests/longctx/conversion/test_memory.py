@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from longctx.conversion.tensors import tensor_specs
-from longctx.conversion.weights.folder import INDEX, write_json
+from longctx.conversion.weights.folder import INDEX
+from longctx.conversion.weights.json_files import write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import dense_config

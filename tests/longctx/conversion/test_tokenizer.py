@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longctx.conversion import check_tokenizer, export_checkpoint, export_tokenizer, import_hf, save_hf
-from longctx.conversion.tokenizer import NASTY_TEXTS, SPACE_MARK, sentencepiece_ids
+from longctx.conversion.tokenizer import HARD_TEXTS, SPACE_MARK, sentencepiece_ids
 from longctx.errors import ConfigError, DataError
 from longctx.model.decoder import Decoder
 from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
@@ -59,7 +59,7 @@ def assert_equal_ids(exported, text: str) -> None:
         assert ids == slow.encode(text)
 
 
-@pytest.mark.parametrize("text", NASTY_TEXTS)
+@pytest.mark.parametrize("text", HARD_TEXTS)
 def test_nasty_texts(exported, text):
     assert_equal_ids(exported, text)
 
@@ -91,7 +91,7 @@ def test_other_vocabularies(tmp_path, options):
     model = train_tokenizer(tmp_path / "source.model", **options)
     export_tokenizer(model, tmp_path, max_vocab_size=2000, max_positions=64)
     texts = "".join(corpus())
-    check_tokenizer(model, tmp_path, [*NASTY_TEXTS, texts, " " * 37, "a" * 53, "=" * 71, texts[::-1]])
+    check_tokenizer(model, tmp_path, [*HARD_TEXTS, texts, " " * 37, "a" * 53, "=" * 71, texts[::-1]])
 
 
 def test_ambiguous_merges_follow_sentencepiece(tmp_path):
@@ -138,7 +138,7 @@ def test_an_hf_only_tokenizer_survives_both_ways(tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     back = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "back"), local_files_only=True)
     assert back.chat_template == source.chat_template
-    for text in (*NASTY_TEXTS, *corpus()):
+    for text in (*HARD_TEXTS, *corpus()):
         assert back(text)["input_ids"] == source(text)["input_ids"]
 
 
@@ -146,7 +146,7 @@ def test_a_difference_is_found(exported, tmp_path):
     model, folder, *_ = exported
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((folder / name).read_text())
-    check_tokenizer(model, tmp_path, NASTY_TEXTS)
+    check_tokenizer(model, tmp_path, HARD_TEXTS)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][1:]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

@@ -171,7 +171,7 @@ class TestLogits:
             assert done.logits is not None
             assert done.logits.max_error <= 1e-5
             assert done.logits.max_kl <= 1e-10
-            assert (done.logits.error_bar, done.logits.kl_bar, done.logits.ways) == (1e-5, 1e-10, "eager and sdpa")
+            assert (done.logits.error_bound, done.logits.kl_bound, done.logits.ways) == (1e-5, 1e-10, "eager and sdpa")
             assert (done.logits.num_tokens, done.logits.dtype, done.no_logits) == (256, torch.float32, None)
 
     def test_bfloat16_weights_are_compared_in_float32(self, tmp_path):
@@ -279,7 +279,7 @@ class TestLogits:
         done = import_hf(folder, tmp_path / "ours", verify="logits")
         assert done.logits is not None
         assert done.logits.dtype == torch.bfloat16
-        assert done.logits.max_error <= done.logits.error_bar
+        assert done.logits.max_error <= done.logits.error_bound
 
 
 class TestPlaces:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.weights import safetensors_file
-from longctx.conversion.weights.folder import INDEX, WEIGHTS, read_json, staged_folder
+from longctx.conversion.weights.folder import INDEX, WEIGHTS, staged_folder
+from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
@@ -227,9 +228,9 @@ def write_header(path: Path, header: object, data: int = 16) -> Path:
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        ({"a": entry(0, 20)}, "a lies at bytes .*past the end"),
+        ({"a": entry(0, 20)}, "a is at bytes .*past the end"),
         ({"a": entry(0, 2**63)}, "past the end"),
-        ({"a": entry(8, 0, [0])}, "a lies at bytes"),
+        ({"a": entry(8, 0, [0])}, "a is at bytes"),
         ({"a": entry(0, 12), "b": entry(8, 16)}, "a and b overlap"),
         ({"a": entry(0, 16), "b": entry(0, 16)}, "overlap"),
         ({"a": entry(0, 4), "b": entry(8, 16)}, "leave bytes between them"),

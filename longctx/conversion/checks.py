@@ -1,0 +1,51 @@
+"""What must hold before a conversion starts: folders that do not overlap, and a checkpoint that is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, model_config
+from longctx.conversion.differences import raise_differences
+from longctx.conversion.tensors import parameter_shapes
+from longctx.errors import CheckpointError
+
+
+def check_folders(source: str | Path, output: str | Path) -> None:
+    """CheckpointError for an input that does not exist, and for an output within it.
+
+    Of a run its newest checkpoint is read, so the output may lie elsewhere in the run's folder.
+    """
+    source, output = Path(source), Path(output)
+    if not source.is_dir():
+        problem = "is no folder" if source.exists() else "does not exist"
+        raise CheckpointError(f"{source} {problem}.")
+    if (source / CHECKPOINTS).is_dir():
+        source = find_checkpoint(source)
+    if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
+        beside = source.resolve().with_name(f"{source.resolve().name}-converted")
+        raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")
+
+
+def open_checked(checkpoint: str | Path) -> CheckpointReader:
+    """A checkpoint, or a run's newest, whose files all have their hashes and whose tensors are those of its config."""
+    reader = CheckpointReader(find_checkpoint(checkpoint))
+    check_hashes(reader)
+    check_tensors(reader)
+    return reader
+
+
+def check_hashes(reader: CheckpointReader) -> None:
+    """CheckpointError that names every file of the checkpoint that is not as its manifest has it."""
+    if problems := reader.verify():
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise CheckpointError(f"{reader.folder} is damaged:{listed}")
+
+
+def check_tensors(reader: CheckpointReader) -> None:
+    """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
+    meant = parameter_shapes(model_config(reader))
+    held = {name: reader.shape(name) for name in reader.names()}
+    wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
+    raise_differences(
+        str(reader.folder), missing=meant.keys() - held.keys(), unexpected=held.keys() - meant.keys(), wrong=wrong
+    )

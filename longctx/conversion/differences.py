@@ -1,0 +1,26 @@
+"""Name the tensors that do not fit, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from longctx.errors import CheckpointError
+
+
+def listing(names: Iterable[str], limit: int = 12) -> str:
+    """The first names in order, and how many more there are."""
+    ordered = sorted(names)
+    text = ", ".join(ordered[:limit]) or "none"
+    if len(ordered) > limit:
+        text += f" … and {len(ordered) - limit} more"
+    return text
+
+
+def raise_differences(
+    where: str, *, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str] = ()
+) -> None:
+    """Raise CheckpointError with what does not fit; return when all three are empty."""
+    found = {"missing": list(missing), "unexpected": list(unexpected), "of the wrong shape": list(wrong)}
+    if any(found.values()):
+        lines = [f"  {kind} ({len(names)}): {listing(names)}" for kind, names in found.items() if names]
+        raise CheckpointError("\n".join([f"the tensors of {where} are not those of its config:", *lines]))
