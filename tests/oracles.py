@@ -18,7 +18,7 @@ class MaskedAttention:
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None, scores=None, sinks_H=None):
         assert cache is sinks_H is None
-        assert scores is None or scores.is_plain
+        assert scores is None or not scores.rules
         B, T, H, D = q_BtHD.shape
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
         lengths = torch.tensor(mask.cu_seqlens).diff()

@@ -8,11 +8,16 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which torch.compile leaves as it is: one graph break a layer."""
-    return cast(Callable[P, T], torch.compiler.disable(function))
+def outside_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that torch.compile must leave as it is: each call of it is a graph break.
+
+    ``reason`` is what PyTorch's logs say about the break.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        return cast(Callable[P, T], torch.compiler.disable(function, reason=reason))
+
+    return decorate

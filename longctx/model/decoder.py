@@ -16,6 +16,7 @@ from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.core import AttentionCore, KVCache
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
@@ -252,7 +253,7 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)] if self.config.tie_embeddings else []
 
 
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def _masks(
     cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor, config: ModelConfig, core: AttentionCore
 ) -> dict[str, AttentionMask]:

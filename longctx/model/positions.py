@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.graphs import outside_graphs
 
 
 def rotary_table(
@@ -45,7 +46,7 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) ->
     return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 
-@torch.compiler.disable(reason="lengths are data: a graph that read them would serve one batch")
+@outside_graphs("lengths are data: a graph that read them would serve one batch")
 def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wait: bool) -> None:
     """ConfigError where a learned table of ``max_positions`` rows has none for a token.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.errors import ConfigError
+from longctx.kernels.graphs import outside_graphs
 
 
 class RecomputeCache:
@@ -63,7 +64,7 @@ class _Replaying(AbstractContextManager):
         self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
-@torch.compiler.disable(reason="a recompute_cache is filled and emptied outside of any graph")
+@outside_graphs("a recompute_cache is filled and emptied outside of any graph")
 def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
     until backward.

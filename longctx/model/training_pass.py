@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
+from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
@@ -85,7 +86,7 @@ def build_capacity(
     return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
 
 
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def document_ids_of(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
     if mask.num_tokens != tokens_Bt.numel():
@@ -97,7 +98,7 @@ def document_ids_of(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
 
-@torch.compiler.disable(reason="boundaries are data: a graph that read them would serve one batch")
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def token_indices(mask: AttentionMask, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
     starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)

@@ -31,7 +31,7 @@ class ContextParallelAttention:
     communication_dtype: torch.dtype | None = None
     deterministic: bool = False
 
-    @outside_graphs
+    @outside_graphs("keys, values and states travel between ranks")
     def __call__(
         self,
         q_BtHD: Tensor,

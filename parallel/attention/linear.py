@@ -32,7 +32,7 @@ from parallel.runtime.communicate import named_collective
 from parallel.schedule.states import Open, StatePlan
 
 
-@outside_graphs
+@outside_graphs("keys, values and states travel between ranks")
 def linear_attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -84,7 +84,7 @@ class ContextParallelLinearAttention:
     mesh: Mesh
     layout: str
 
-    @outside_graphs
+    @outside_graphs("keys, values and states travel between ranks")
     def __call__(
         self,
         q_BtHD: Tensor,

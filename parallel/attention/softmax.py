@@ -43,7 +43,7 @@ class AttentionOptions:
     """Whether the kernel's backward must repeat to the bit."""
 
 
-@outside_graphs
+@outside_graphs("keys, values and states travel between ranks")
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -267,9 +267,7 @@ def _build_call(
         heads.num_kernel_key_heads,
         value_dim=v.shape[3],
         window=schedule.window is not None,
-        softcap=scores.softcap is not None,
-        alibi=scores.alibi_slopes_H is not None,
-        relative_bias=scores.relative_bias is not None,
+        rules=scores.rules,
         deterministic=options.deterministic,
     )
     if scores.needs_distances:

@@ -43,9 +43,10 @@ class BlockwiseKernel:
 
     def supports(self, request: KernelRequest) -> str | None:
         if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
-            return f"it computes with floating-point numbers of 16 bits or more, not {request.dtype}"
+            dtype = str(request.dtype).removeprefix("torch.")
+            return f"computes with floating-point numbers of 16 bits or more, not with {dtype}"
         if request.device_type == "mps":
-            return "its log-sum-exps are float64, which mps lacks"
+            return "the log-sum-exps are float64, which mps lacks"
         return None
 
     def forward(

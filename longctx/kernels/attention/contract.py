@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+RULES = {"softcap": "soft cap", "alibi": "ALiBi", "relative_bias": "learned bias"}
+"""What may make a score more than a scaled dot product, and the words for it."""
+
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
@@ -49,18 +52,19 @@ class Scores:
         return self.alibi_slopes_H is not None or self.relative_bias is not None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether a score is the scaled dot product and nothing else."""
-        return self.softcap is None and not self.needs_distances
+    def rules(self) -> tuple[str, ...]:
+        """The rules beyond the scaled dot product, keys of ``RULES``."""
+        values = (self.softcap, self.alibi_slopes_H, self.relative_bias)
+        return tuple(rule for rule, value in zip(RULES, values, strict=True) if value is not None)
 
     def of_heads(self, start: int, stop: int) -> Scores:
         """The scores of query heads [start, stop) alone."""
         slopes, bias = self.alibi_slopes_H, self.relative_bias
-        return replace(
-            self,
-            alibi_slopes_H=None if slopes is None else slopes[start:stop],
-            relative_bias=None if bias is None else replace(bias, table_NH=bias.table_NH[:, start:stop]),
-        )
+        if slopes is not None:
+            slopes = slopes[start:stop]
+        if bias is not None:
+            bias = replace(bias, table_NH=bias.table_NH[:, start:stop])
+        return replace(self, alibi_slopes_H=slopes, relative_bias=bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +80,18 @@ class KernelRequest:
     """Head size of the values; None when it is ``head_dim``."""
     window: bool = False
     """Whether slices may have an upper bound ``hi``."""
-    softcap: bool = False
-    alibi: bool = False
-    relative_bias: bool = False
+    rules: tuple[str, ...] = ()
+    """Rules of the scores, keys of ``RULES``."""
     deterministic: bool = False
     """Whether the backward pass must give equal bits on repetition."""
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        values = "" if self.value_dim in (None, self.head_dim) else f" (values {self.value_dim})"
-        wishes = [n for n in ("window", "softcap", "alibi", "relative_bias", "deterministic") if getattr(self, n)]
-        extra = "".join(f", {w.replace('_', ' ')}" for w in wishes)
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}{values}"
-        return f"{heads}, {dtype}, on {self.device_type}{extra}"
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        if self.value_dim not in (None, self.head_dim):
+            heads += f" (values {self.value_dim})"
+        parts = [heads, str(self.dtype).removeprefix("torch."), f"on {self.device_type}"]
+        parts += [name for name in ("window", "deterministic") if getattr(self, name)]
+        return ", ".join(parts + [RULES[rule] for rule in self.rules])
 
 
 class Gradients(NamedTuple):

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.slices import table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
@@ -69,12 +69,11 @@ class CpuFlashKernel:
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cpu":
-            return f"it runs on the CPU, not on {request.device_type}"
+            return f"runs on the CPU, not on {request.device_type}"
         if request.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            return f"it has no {request.dtype}"
-        for rule in ("softcap", "alibi", "relative_bias"):
-            if getattr(request, rule):
-                return f"it has no {rule.replace('_', ' ')}"
+            return f"no {str(request.dtype).removeprefix('torch.')}"
+        if request.rules:
+            return f"no {RULES[request.rules[0]]}; blockwise has"
         return None
 
     def forward(
@@ -124,7 +123,7 @@ class CpuFlashKernel:
         return Gradients(dq, dk, dv)
 
     def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: Scores) -> _Op:
-        if not scores.is_plain:
+        if scores.rules:
             raise ConfigError("kernel cpu_flash has no soft cap and no bias. Try parallel.kernel=blockwise.")
         dtype = _compute_dtype(q_BtHD.dtype, self.compute)
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)

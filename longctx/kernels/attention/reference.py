@@ -23,8 +23,10 @@ class ReferenceKernel:
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type == "mps":
-            return "it computes in float64, which mps lacks"
-        return None if request.dtype.is_floating_point else f"{request.dtype} is no floating-point type"
+            return "computes in float64, which mps lacks"
+        if not request.dtype.is_floating_point:
+            return f"computes with floating-point numbers, not with {str(request.dtype).removeprefix('torch.')}"
+        return None
 
     def forward(
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores

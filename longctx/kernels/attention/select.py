@@ -5,29 +5,23 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from torch import Tensor
-
 from longctx.errors import ConfigError
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
-from longctx.kernels.attention.flash.flash2 import Flash2Kernel
-from longctx.kernels.attention.flash.flash3 import Flash3Kernel
-from longctx.kernels.attention.flash.flash4 import Flash4Kernel
+from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
 from longctx.kernels.attention.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
 _PREFERRED: tuple[AttentionKernel, ...] = (
-    Flash3Kernel(),  # Hopper only, where it is the fastest
-    Flash4Kernel(),
-    Flash2Kernel(),
-    Flash3Kernel(deterministic=True),
-    Flash4Kernel(deterministic=True),
-    Flash2Kernel(deterministic=True),
-    CudaFlashKernel(),
+    FlashKernel(FLASH4),
+    FlashKernel(FLASH2),
+    FlashKernel(FLASH4, deterministic=True),
+    FlashKernel(FLASH2, deterministic=True),
+    FlashKernel(CUDA_FLASH),
     FlexKernel(),
     CpuFlashKernel(),
     BlockwiseKernel(),
@@ -37,31 +31,6 @@ KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _PREFER
 """Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
 
 
-def kernel_request(
-    q_BtHD: Tensor,
-    k_BsKD: Tensor,
-    v_BsKV: Tensor | None = None,
-    scores: Scores | None = None,
-    *,
-    window: bool = False,
-    deterministic: bool = False,
-) -> KernelRequest:
-    """What these tensors, scores and masks ask of a kernel; values like keys and plain scores where none are given."""
-    return KernelRequest(
-        q_BtHD.device.type,
-        q_BtHD.dtype,
-        q_BtHD.shape[-1],
-        q_BtHD.shape[2],
-        k_BsKD.shape[2],
-        value_dim=None if v_BsKV is None else v_BsKV.shape[-1],
-        window=window,
-        softcap=scores is not None and scores.softcap is not None,
-        alibi=scores is not None and scores.alibi_slopes_H is not None,
-        relative_bias=scores is not None and scores.relative_bias is not None,
-        deterministic=deterministic,
-    )
-
-
 @lru_cache(maxsize=64)
 def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     """The kernel called ``name``, or with ``"auto"`` the first that supports the request; says once which and why.
@@ -69,12 +38,7 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     ConfigError when the name is unknown or the named kernel cannot serve the request.
     """
     if name == "auto":
-        refusals = {k: kernel.supports(request) for k, kernel in KERNELS.items()}
-        chosen = next((k for k, refusal in refusals.items() if refusal is None), None)
-        if chosen is None:
-            raise ConfigError(f"no attention kernel serves {request}: {refusals}.")
-        log.info("Attention kernel: %s for %s%s.", chosen, request, _passed_over(refusals, chosen))
-        return KERNELS[chosen]
+        return _first_that_serves(request)
     if name not in KERNELS:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
     if refusal := KERNELS[name].supports(request):
@@ -82,11 +46,21 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     return KERNELS[name]
 
 
-def _passed_over(refusals: dict[str, str | None], chosen: str) -> str:
+def _first_that_serves(request: KernelRequest) -> AttentionKernel:
+    refusals: dict[str, str] = {}
+    for name, kernel in KERNELS.items():
+        refusal = kernel.supports(request)
+        if refusal is None:
+            log.info("Attention kernel: %s for %s%s.", name, request, _passed_over(refusals))
+            return kernel
+        refusals[name] = refusal
+    lines = "".join(f"\n  {refusal}: {name}" for name, refusal in refusals.items())
+    raise ConfigError(f"no attention kernel serves {request}:{lines}")
+
+
+def _passed_over(refusals: dict[str, str]) -> str:
     """Why kernels that would have been preferred were not taken, each reason once."""
     kernels_by_reason: dict[str, list[str]] = {}
-    for name, why in refusals.items():
-        if name == chosen:
-            break
-        kernels_by_reason.setdefault(why or "", []).append(name)
-    return "".join(f"; not {', '.join(names)}: {why}" for why, names in kernels_by_reason.items())
+    for name, refusal in refusals.items():
+        kernels_by_reason.setdefault(refusal, []).append(name)
+    return "".join(f"; not {', '.join(names)}: {refusal}" for refusal, names in kernels_by_reason.items())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longctx.kernels.dtypes import accumulate_dtype
+
 
 def apply_sinks(out_BtHV: Tensor, lse_BtH: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """Output (in its dtype) and float64 log-sum-exp once the sinks have taken their share; both new tensors.
@@ -27,7 +29,7 @@ def sinks_gradient(dout_BtHV: Tensor, out_BtHV: Tensor, lse_BtH: Tensor, sinks_H
     A sink is a key whose value is zero, so d score = p · (dout·0 − dout·out) with p = exp(sink − lse). Summed over the
     ranks that hold the query rows it is the exact gradient.
     """
-    partial = torch.promote_types(out_BtHV.dtype, torch.float32)
+    partial = accumulate_dtype(out_BtHV.dtype)
     delta_BtH = (dout_BtHV.to(partial) * out_BtHV.to(partial)).sum(-1, dtype=torch.float64)
     weights_BtH = _share(sinks_H.double().expand_as(lse_BtH), lse_BtH.double())
     return -(weights_BtH * delta_BtH).sum((0, 1))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -64,10 +65,10 @@ def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
     return _table_of(tuple(slices))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take room on the device
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
     rows = [(s.q_start, s.q_stop, s.k_start, s.k_stop, _bound(s.lo), _bound(s.hi), s.step, s.offset) for s in slices]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 8)
+    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 8))
 
 
 def _bound(value: int | None) -> int:
@@ -107,10 +108,10 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
 def shifted(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
     """The same work with query rows counted ``queries``, key rows ``keys`` further on; a new table."""
     by = queries - keys
-    moved = table.clone()
-    moved[:, :K_START] += queries
+    moved = table.numpy().copy()
+    moved[:, Q_START:K_START] += queries
     moved[:, K_START:LO] += keys
     bounds = moved[:, LO:STEP]
     bounds[bounds != OPEN] += by
     moved[:, OFFSET] -= moved[:, STEP] * by
-    return moved
+    return torch.from_numpy(moved)

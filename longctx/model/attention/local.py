@@ -20,6 +20,7 @@ from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import Piece, continuation, strided_work
@@ -57,7 +58,7 @@ class LocalAttention:
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
         device, windowed = q_BtHD.device.type, mask.window is not None
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, *_wishes(scores))
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, scores.rules)
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             work = _continuation_work(mask, T, k_BtKD.shape[1])
@@ -83,7 +84,7 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
-@torch.compiler.disable(reason="a cache grows: a graph that read its length would serve one token")
+@outside_graphs("a cache grows: a graph that read its length would serve one token")
 def _continuation_work(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[Work, ...]:
     table = slice_table(continuation_slices(mask, num_queries, num_keys))
     return _work(table, strided_beyond(mask, continuation(num_queries, num_keys)))
@@ -118,10 +119,6 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
         yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
-def _wishes(scores: Scores) -> tuple[bool, bool, bool]:
-    return scores.softcap is not None, scores.alibi_slopes_H is not None, scores.relative_bias is not None
-
-
 @torch.compiler.assume_constant_result
 def _kernel_for(
     name: str,
@@ -129,9 +126,7 @@ def _kernel_for(
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
     window: bool,
-    softcap: bool,
-    alibi: bool,
-    relative_bias: bool,
+    rules: tuple[str, ...],
 ) -> str:
     """The chosen kernel's name. Under ``torch.compile`` it is chosen while compiling, hence the plain arguments."""
     head_dim, num_heads, num_kv_heads, value_dim = sizes
@@ -143,9 +138,7 @@ def _kernel_for(
         num_kv_heads,
         value_dim,
         window=window,
-        softcap=softcap,
-        alibi=alibi,
-        relative_bias=relative_bias,
+        rules=rules,
     )
     return choose_kernel(name, request).name
 

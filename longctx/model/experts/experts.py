@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
 from longctx.model.experts.compute_grouped import backward_rows, forward_rows
 from longctx.model.experts.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
@@ -140,7 +141,7 @@ class _Experts(torch.autograd.Function):
         return dx, dgates, None, *dweights, *[None] * 5
 
 
-@torch.compiler.disable(reason="tokens travel outside of any graph")
+@outside_graphs("tokens travel outside of any graph")
 def _outside_graphs(*given: Any) -> Tensor:
     return _Experts.apply(*given)
 

@@ -15,10 +15,10 @@ times the forward's work, and exact.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from torch.nn.functional import pad
 
 from longctx.kernels.attention.bias import buckets
 from longctx.kernels.attention.contract import KernelRequest, Scores
-from longctx.kernels.attention.flash.adapter import Sequences, VarlenKernel, padded
-from longctx.kernels.attention.flash.calls import OPEN, VarlenCall, translate
+from longctx.kernels.attention.flash.calls import UNBOUNDED
+from longctx.kernels.attention.flash.varlen import Sequences, VarlenKernel, capability_refusal, padded, shape_refusal
 
 _BLOCK = 128
 """Rows and keys of a block of the mask."""
@@ -39,37 +39,30 @@ _LEAST_HEAD = 16
 class FlexKernel(VarlenKernel):
     """Any mask and any score rule; bfloat16, float16 and float32."""
 
-    base = "flex"
+    deterministic = False
 
     def __init__(self, ops: Any = None, *, capability: tuple[int, int] | None = None) -> None:
-        super().__init__(ops, capability=capability)
-        self._prepared: OrderedDict[int, tuple[Sequences, Prepared]] = OrderedDict()
+        """``ops`` is the function to call (None: ``flex_attention``, compiled)."""
+        super().__init__("flex", capability=capability)
+        self.ops = ops
+        self._prepared: WeakKeyDictionary[Sequences, Prepared] = WeakKeyDictionary()
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cuda":
-            return f"it runs on CUDA devices, not on {request.device_type}"
+            return f"runs on CUDA devices, not on {request.device_type}"
         if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"it has no {str(request.dtype).removeprefix('torch.')}"
+            return f"no {str(request.dtype).removeprefix('torch.')}"
         largest = 128 if request.dtype == torch.float32 else 256  # what a block's shared memory holds
-        if (head := max(request.head_dim, request.value_dim or 0)) > largest:
-            return f"heads of {head} are too large for it; it takes up to {largest} in this dtype"
-        if request.num_heads % request.num_kv_heads:
-            return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
-        if request.deterministic and request.relative_bias:
+        if why := shape_refusal(request, largest_head=largest):
+            return why
+        if request.deterministic and "relative_bias" in request.rules:
             return "the gradient of a bias table is added up in no fixed order"
-        capability = self.device_capability()
-        if capability is None or capability < (8, 0):
-            return "it needs a CUDA device of compute capability 8.0 or newer"
-        return None
-
-    def plan(self, slices: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
-        return translate(slices, distances=scores.needs_distances)
+        return capability_refusal(self.device_capability(), (8, None))
 
     def call_forward(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        out_nHV, lse_nH = self._attention(q_nHD, k_mKD, v_mKV, call, scores, _table(scores))
-        return out_nHV, lse_nH
+        return self._attention(q_nHD, k_mKD, v_mKV, call, scores, _table(scores))
 
     def call_backward(
         self,
@@ -92,7 +85,8 @@ class FlexKernel(VarlenKernel):
         share_nH1 = torch.exp(own_lse.detach().double() - lse_nH).to(own_lse.dtype).unsqueeze(-1)
         down_nHV = (share_nH1 * dout_nHV).to(own_out.dtype)
         partial = own_lse.dtype
-        delta_own = (down_nHV.to(partial) * own_out.detach().to(partial)).sum(-1)  # as its backward will find it
+        # delta_own as FlexAttention's backward will find it, from the rounded tensors
+        delta_own = (down_nHV.to(partial) * own_out.detach().to(partial)).sum(-1)
         delta = (dout_nHV.to(partial) * out_nHV.to(partial)).sum(-1)
         down_lse_nH = delta_own - share_nH1.squeeze(-1) * delta
         dq, dk, dv, *rest = torch.autograd.grad((own_out, own_lse), leaves, (down_nHV, down_lse_nH))
@@ -102,28 +96,22 @@ class FlexKernel(VarlenKernel):
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
-        prepared = self._prepare(call)
-        V = v_mKV.shape[-1]
-        q, k = (padded(x, max(_LEAST_HEAD, x.shape[-1])) for x in (q_nHD, k_mKD))
-        v = padded(v_mKV, max(_LEAST_HEAD, V))
+        if call not in self._prepared:
+            self._prepared[call] = prepare(call)
+        prepared = self._prepared[call]
+        D, V = max(_LEAST_HEAD, q_nHD.shape[-1]), max(_LEAST_HEAD, v_mKV.shape[-1])
         run = _compiled() if self.ops is None else self.ops
-        out, aux = run(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        out_1HnV, aux = run(
+            padded(q_nHD, D).transpose(0, 1).unsqueeze(0),
+            padded(k_mKD, D).transpose(0, 1).unsqueeze(0),
+            padded(v_mKV, V).transpose(0, 1).unsqueeze(0),
             score_mod=score_rule(prepared, scores, table),
             block_mask=prepared.mask,
             scale=scores.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=q_nHD.shape[1] != k_mKD.shape[1],
             return_aux=AuxRequest(lse=True),
         )
-        return out[0].transpose(0, 1)[..., :V], aux.lse[0].transpose(0, 1)
-
-    def _prepare(self, call: Sequences) -> Prepared:
-        key = id(call)
-        if key not in self._prepared:
-            self._prepared[key] = (call, prepare(call))  # the call is kept alive, so its id stays its own
-            if len(self._prepared) > 256:
-                self._prepared.popitem(last=False)
-        return self._prepared[key][1]
+        return out_1HnV[0].transpose(0, 1)[..., : v_mKV.shape[-1]], aux.lse[0].transpose(0, 1)
 
 
 class Prepared(NamedTuple):
@@ -137,28 +125,33 @@ class Prepared(NamedTuple):
 
 def prepare(call: Sequences) -> Prepared:
     """The block mask and the places of the rows."""
-    row_q, sequence_q = _rows_of(call.cu_seqlens_q)
-    row_k, sequence_k = _rows_of(call.cu_seqlens_k)
+    row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
+    row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
     from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
-    return Prepared(block_mask(*visible_keys(call), call.num_keys), from_q, call.steps[sequence_k] * row_k)
+    first, stop = visible_keys(call)
+    return Prepared(block_mask(first, stop, call.num_keys), from_q, call.steps[sequence_k] * row_k)
 
 
 def visible_keys(call: Sequences) -> tuple[Tensor, Tensor]:
     """Of each packed query row the keys first <= k < stop, int32 [n]: one range, since a sequence's window is one."""
-    row, sequence = _rows_of(call.cu_seqlens_q)
-    length_q, length_k = (cu.diff()[sequence] for cu in (call.cu_seqlens_q, call.cu_seqlens_k))
-    place = row + length_k - length_q  # the key on the kernel's diagonal
-    first = torch.zeros_like(place) if call.left == OPEN else (place - call.left).clamp_min(0)
-    stop = length_k if call.right == OPEN else torch.minimum(place + call.right + 1, length_k)
+    row, sequence = _rows_of(call.cu_seqlens_q, call.num_queries)
+    length_q, length_k = call.cu_seqlens_q.diff()[sequence], call.cu_seqlens_k.diff()[sequence]
+    diagonal = row + length_k - length_q  # the key that the kernel counts 0
+    first, stop = torch.zeros_like(diagonal), length_k
+    if call.left != UNBOUNDED:
+        first = (diagonal - call.left).clamp_min(0)
+    if call.right != UNBOUNDED:
+        stop = torch.minimum(diagonal + call.right + 1, length_k)
     start = call.cu_seqlens_k[:-1][sequence]
     return (start + first).int(), (start + stop).int()
 
 
-def _rows_of(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(place within its sequence, sequence) of each packed row."""
+def _rows_of(cu_seqlens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(index within its sequence, sequence) of each packed row."""
     lengths = cu_seqlens.diff()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
-    return torch.arange(len(sequence), device=cu_seqlens.device) - cu_seqlens[:-1][sequence], sequence
+    sequences = torch.arange(len(lengths), device=cu_seqlens.device)
+    sequence = torch.repeat_interleave(sequences, lengths, output_size=num_rows)  # without the size the host waits
+    return torch.arange(num_rows, device=cu_seqlens.device) - cu_seqlens[:-1][sequence], sequence
 
 
 def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
@@ -181,8 +174,16 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (first[q] <= kv) & (kv < stop[q])
 
+    num_partial, partial_order = _ordered(partial)
+    num_whole, whole_order = _ordered(whole)
     return BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(rows, num_keys)
+        num_partial,
+        partial_order,
+        num_whole,
+        whole_order,
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask,
+        seq_lengths=(rows, num_keys),
     )
 
 
@@ -194,7 +195,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
     """What becomes of a scaled dot product: soft cap, then ALiBi, then the learned bias. None where nothing does."""
-    if scores.is_plain:
+    if not scores.rules:
         return None
     cap, slopes, bias = scores.softcap, scores.alibi_slopes_H, scores.relative_bias
     from_q, from_k = prepared.from_q, prepared.from_k
@@ -224,4 +225,5 @@ def _table(scores: Scores) -> Tensor | None:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    return torch.compile(flex_attention)
+    # one graph: past PyTorch's limit of recompilations it must fail, not fall back to forming whole scores
+    return torch.compile(flex_attention, fullgraph=True)

@@ -1,8 +1,8 @@
-"""Functions with the signatures of flash-attn 2, 3 and 4, of PyTorch's CUDA op and of FlexAttention, on any device.
+"""Functions with the signatures of flash-attn 2 and 4, of PyTorch's CUDA op and of FlexAttention, on any device.
 
 They compute by definition in float64 what the libraries' sources say, traps included: windows counted from the
-bottom-right corner and clamped as each library clamps them, ALiBi under a causal mask added as +slope·j, log-sum-exps
-in float32 [H, n], outputs that hold garbage where no sequence wrote. What a library refuses, they refuse.
+bottom-right corner and clamped as each library clamps them, log-sum-exps in float32 [H, n], outputs that hold garbage
+where no sequence wrote. What a library refuses, they refuse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _check(q, k, v, cu_q, cu_k, max_q, max_k, *, same_head=True, largest=256):
 def _sequences(cu_q, cu_k):
     q, k = cu_q.tolist(), cu_k.tolist()
     for n in range(len(q) - 1):
-        yield n, slice(q[n], q[n + 1]), slice(k[n], k[n + 1])
+        yield slice(q[n], q[n + 1]), slice(k[n], k[n + 1])
 
 
 def _distance(sq, sk):
@@ -47,11 +47,10 @@ def _distance(sq, sk):
 class _Rule:
     """Mask and scores of one call: raw scores of a sequence to final ones, and their derivative."""
 
-    def __init__(self, *, scale, left, right, softcap=0.0, slopes=None, causal_alibi=False):
+    def __init__(self, *, scale, left, right, softcap=0.0):
         self.scale, self.left, self.right, self.softcap = scale, left, right, softcap
-        self.slopes, self.causal_alibi = slopes, causal_alibi
 
-    def scores(self, q, k, n):
+    def scores(self, q, k):
         """Final scores [H, sq, sk] (−inf where masked) and d final / d (q·k)."""
         raw = torch.einsum("ihd,jhd->hij", q, k) * self.scale
         slope = torch.full_like(raw, self.scale)
@@ -59,10 +58,6 @@ class _Rule:
             tanh = torch.tanh(raw / self.softcap)
             raw, slope = self.softcap * tanh, self.scale * (1 - tanh**2)
         distance = _distance(*raw.shape[1:])
-        if self.slopes is not None:
-            slopes = self.slopes if self.slopes.dim() == 1 else self.slopes[n]
-            bias = torch.arange(raw.shape[2]).expand(raw.shape[1:]) if self.causal_alibi else -distance.abs()
-            raw = raw + slopes.double()[:, None, None] * bias
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if self.left is not None:
             hidden |= distance > self.left
@@ -75,9 +70,9 @@ def _forward(q, k, v, cu_q, cu_k, rule):
     groups = q.shape[1] // k.shape[1]
     out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan, dtype=torch.float64)
     lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.float32)
-    for n, rows, keys in _sequences(cu_q, cu_k):
+    for rows, keys in _sequences(cu_q, cu_k):
         kk, vv = (x[keys].double().repeat_interleave(groups, 1) for x in (k, v))
-        scores, _ = rule.scores(q[rows].double(), kk, n)
+        scores, _ = rule.scores(q[rows].double(), kk)
         here = scores.logsumexp(-1)
         assert here.isfinite().all(), "a row without a key must not reach the kernel"
         out[rows] = torch.einsum("hij,jhd->ihd", torch.exp(scores - here[..., None]), vv)
@@ -94,10 +89,10 @@ def _backward(dout, q, k, v, out, lse, cu_q, cu_k, rule):
     assert dout.shape == out.shape == (*q.shape[:2], v.shape[-1])
     groups = q.shape[1] // k.shape[1]
     grads = [torch.full(x.shape, torch.nan, dtype=torch.float64) for x in (q, k, v)]
-    for n, rows, keys in _sequences(cu_q, cu_k):
+    for rows, keys in _sequences(cu_q, cu_k):
         kk, vv = (x[keys].double().repeat_interleave(groups, 1) for x in (k, v))
         qq, do = q[rows].double(), dout[rows].double()
-        scores, slope = rule.scores(qq, kk, n)
+        scores, slope = rule.scores(qq, kk)
         weights = torch.exp(scores - lse[:, rows].double()[..., None])
         delta = (do * out[rows].double()).sum(-1).T[..., None]
         dscores = weights * (torch.einsum("ihd,jhd->hij", do, vv) - delta) * slope
@@ -111,7 +106,7 @@ def _backward(dout, q, k, v, out, lse, cu_q, cu_k, rule):
     return [g.to(q.dtype) for g in grads]
 
 
-def _rule_of_flash2(scale, causal, left, right, softcap, slopes, max_q, max_k):
+def _rule_of_flash2(scale, causal, left, right, softcap, max_k):
     """The window after flash-attn 2's own clamping (``flash_api.cpp``), in which −1 was a bound's absence."""
     if causal:
         right = 0
@@ -127,8 +122,6 @@ def _rule_of_flash2(scale, causal, left, right, softcap, slopes, max_q, max_k):
         left=None if left < 0 else left,
         right=None if right < 0 else right,
         softcap=softcap,
-        slopes=slopes,
-        causal_alibi=purely_causal,
     )
 
 
@@ -161,8 +154,8 @@ class Flash2:
     ):
         self.calls += 1
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _check_slopes(alibi_slopes, cu_seqlens_q, q)
-        window = (window_size_left, window_size_right, softcap, alibi_slopes, max_seqlen_q, max_seqlen_k)
+        assert alibi_slopes is None
+        window = (window_size_left, window_size_right, softcap, max_seqlen_k)
         out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, _rule_of_flash2(softmax_scale, causal, *window))
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
@@ -194,21 +187,14 @@ class Flash2:
     ):
         self.deterministic = deterministic
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _check_slopes(alibi_slopes, cu_seqlens_q, q)
-        window = (window_size_left, window_size_right, softcap, alibi_slopes, max_seqlen_q, max_seqlen_k)
+        assert alibi_slopes is None
+        window = (window_size_left, window_size_right, softcap, max_seqlen_k)
         rule = _rule_of_flash2(softmax_scale, causal, *window)
         found = _backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, rule)
         for given, x in zip((dq, dk, dv), found, strict=True):
             assert given is not None
             given.copy_(x)
         return torch.empty(0)
-
-
-def _check_slopes(slopes, cu_seqlens_q, q):
-    if slopes is not None:
-        assert slopes.dtype == torch.float32
-        assert slopes.shape in ((q.shape[1],), (len(cu_seqlens_q) - 1, q.shape[1]))
-        assert slopes.stride(-1) == 1
 
 
 class Aten:
@@ -274,100 +260,8 @@ class Aten:
     ):
         _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
         left, right = (-1 if w is None else w for w in (window_size_left, window_size_right))
-        rule = _rule_of_flash2(scale or query.shape[-1] ** -0.5, is_causal, left, right, 0.0, None, max_q, max_k)
+        rule = _rule_of_flash2(scale or query.shape[-1] ** -0.5, is_causal, left, right, 0.0, max_k)
         return tuple(_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, rule))
-
-
-class Flash3:
-    """``torch.ops.flash_attn_3`` 3.0.0."""
-
-    def fwd(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_new: Tensor | None = None,
-        v_new: Tensor | None = None,
-        q_v: Tensor | None = None,
-        out: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        cu_seqlens_k_new: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        page_table: Tensor | None = None,
-        kv_batch_idx: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
-        seqlens_rotary: Tensor | None = None,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool = False,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        attention_chunk: int = 0,
-        softcap: float = 0.0,
-        is_rotary_interleaved: bool = False,
-        scheduler_metadata: Tensor | None = None,
-        num_splits: int = 0,
-        pack_gqa: bool | None = None,
-        sm_margin: int = 0,
-    ):
-        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        rule = self._rule(
-            softmax_scale, is_causal, window_size_left, window_size_right, softcap, max_seqlen_q, max_seqlen_k
-        )
-        return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None)
-
-    def bwd(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None = None,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool = False,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        deterministic: bool = False,
-        sm_margin: int = 0,
-    ):
-        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        rule = self._rule(
-            softmax_scale, is_causal, window_size_left, window_size_right, softcap, max_seqlen_q, max_seqlen_k
-        )
-        found = _backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, rule)
-        for given, x in zip((dq, dk, dv), found, strict=True):
-            assert given is not None
-            given.copy_(x)
-        return (torch.empty(0),) * 5
-
-    def _check(self, q, k, v, *lengths):
-        D, V = q.shape[-1], v.shape[-1]
-        assert D == V or (128 < D <= 192 and 96 < V <= 128) or (D <= 64 and V <= 512)
-        _check(q, k, v, *lengths, same_head=False)
-
-    def _rule(self, scale, causal, left, right, softcap, max_q, max_k):
-        left, right = (-1 if w >= longest - 1 else w for w, longest in ((left, max_k), (right, max_q)))
-        right = 0 if causal else right
-        return _Rule(scale=scale, left=None if left < 0 else left, right=None if right < 0 else right, softcap=softcap)
 
 
 class Flash4:

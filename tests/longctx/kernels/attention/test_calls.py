@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.kernels.attention.flash.calls import OPEN, VarlenCall
+from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.calls import translate as translate_table
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
@@ -38,7 +38,7 @@ def rows_of(rows, total):
 
 
 def sequences(call: VarlenCall, total):
-    """(query rows, key rows, visible [sq, sk], i + sk − sq − j [sq, sk]) of each sequence, as a flash kernel does."""
+    """(query rows, key rows, visible [sq, sk]) of each sequence, as a flash kernel does."""
     q_rows, k_rows = rows_of(call.queries, total), rows_of(call.keys, total)
     assert len(q_rows) == call.num_queries == int(call.cu_seqlens_q[-1])
     assert len(k_rows) == call.num_keys == int(call.cu_seqlens_k[-1])
@@ -53,24 +53,24 @@ def sequences(call: VarlenCall, total):
         assert 0 < sk <= call.max_seqlen_k
         distance = torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)
         visible = torch.ones(sq, sk, dtype=torch.bool)
-        if call.left != OPEN:
+        if call.left != UNBOUNDED:
             visible &= distance <= call.left
-        if call.right != OPEN:
+        if call.right != UNBOUNDED:
             visible &= distance >= -call.right
         assert visible.any(1).all(), "a row without a key must not reach a kernel"
-        yield q, k, visible, distance
+        yield q, k, visible
 
 
 def covered(calls, total=ROWS):
     seen = torch.zeros(total, total, dtype=torch.int64)
     touched = torch.zeros(total, dtype=torch.bool)
     for call in calls:
-        assert call.left >= OPEN
-        assert call.right >= OPEN
+        assert call.left >= UNBOUNDED
+        assert call.right >= UNBOUNDED
         rows = rows_of(call.queries, total)
-        assert call.fresh == (not touched[rows].any())
+        assert call.is_first == (not touched[rows].any())
         touched[rows] = True
-        for q, k, visible, _ in sequences(call, total):
+        for q, k, visible in sequences(call, total):
             seen[q[:, None], k] += visible
     return seen
 
@@ -93,30 +93,21 @@ def test_calls_cover_exactly_the_slices(slices):
     wanted = cells(slices)
     assert torch.equal(covered(translate(slices)), wanted)
     assert torch.equal(covered(translate(slices, distances=True)), wanted)
-    assert torch.equal(covered(translate(slices, alibi=True)), wanted)
 
 
 @given(slice_lists())
 @settings(max_examples=100, deadline=None)
 def test_distances_follow_the_rows(slices):
-    """Σ over the cells of a distance (and of its size, for ALiBi) is the slices' own."""
-    exact, size = torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)
+    """Σ over the cells of a distance is the slices' own."""
+    exact, found = torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)
     for p in slices:
         distance = p.step * (torch.arange(ROWS)[:, None] - torch.arange(ROWS)) + p.offset
         exact += distance * cells([p])
-        size += distance.abs() * cells([p])
-    found, found_size = torch.zeros_like(exact), torch.zeros_like(size)
     for call in translate(slices, distances=True):
-        for n, (q, k, visible, _) in enumerate(sequences(call, ROWS)):
+        for n, (q, k, visible) in enumerate(sequences(call, ROWS)):
             here = call.steps[n] * (torch.arange(len(q))[:, None] - torch.arange(len(k))) + call.offsets[n]
             found[q[:, None], k] += here * visible
-    for call in translate(slices, alibi=True):
-        for n, (q, k, visible, d) in enumerate(sequences(call, ROWS)):
-            assert call.slope_factors is not None
-            assert call.shifts is not None
-            found_size[q[:, None], k] += (call.slope_factors[n] * d.abs() + call.shifts[n]) * visible
     torch.testing.assert_close(found, exact)
-    torch.testing.assert_close(found_size, size)
 
 
 def documents(*lengths, hi=None):
@@ -127,7 +118,7 @@ def documents(*lengths, hi=None):
 def test_documents_are_one_call_on_slices():
     (call,) = translate(documents(5, 1, 7, 1))
     assert (call.queries, call.keys) == (slice(0, 14), slice(0, 14))
-    assert (call.left, call.right, call.fresh) == (OPEN, 0, True)
+    assert (call.left, call.right, call.is_first) == (UNBOUNDED, 0, True)
     assert call.cu_seqlens_q.tolist() == [0, 5, 6, 13, 14]
     (call,) = translate(documents(5, 1, 7, 1, hi=2))  # short documents join the window of the long ones
     assert (call.left, call.right) == (2, 0)

@@ -13,26 +13,21 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention import ops, select
 from longctx.kernels.attention.bias import distance_bias
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
-from longctx.kernels.attention.flash.adapter import VarlenKernel
+from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.calls import translate
-from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
-from longctx.kernels.attention.flash.flash2 import Flash2Kernel
-from longctx.kernels.attention.flash.flash3 import Flash3Kernel
-from longctx.kernels.attention.flash.flash3 import head_sizes as head_sizes3
-from longctx.kernels.attention.flash.flash4 import Flash4Kernel
-from longctx.kernels.attention.flash.flash4 import head_sizes as head_sizes4
 from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in
 
 HOPPER = (9, 0)
+LIBRARIES = {library.name: library for library in (FLASH2, FLASH4, CUDA_FLASH)}
 T, S, H, SCALE = 30, 30, 4, 0.3
 
 KERNELS = {
-    "flash2": lambda: Flash2Kernel(flash_stand_in.Flash2(), capability=HOPPER),
-    "flash3": lambda: Flash3Kernel(flash_stand_in.Flash3(), capability=HOPPER),
-    "flash4": lambda: Flash4Kernel(flash_stand_in.Flash4(), capability=HOPPER),
-    "cuda_flash": lambda: CudaFlashKernel(flash_stand_in.Aten(), capability=HOPPER),
+    "flash2": lambda: FlashKernel(FLASH2, flash_stand_in.Flash2(), capability=HOPPER),
+    "flash4": lambda: FlashKernel(FLASH4, flash_stand_in.Flash4(), capability=HOPPER),
+    "cuda_flash": lambda: FlashKernel(CUDA_FLASH, flash_stand_in.Aten(), capability=HOPPER),
     "flex": lambda: FlexKernel(flash_stand_in.flex, capability=HOPPER),
 }
 
@@ -130,11 +125,10 @@ def test_masks(name, case):
     check(KERNELS[name](), SLICES[case])
 
 
-@pytest.mark.parametrize("name", ["flash2", "flex"])
 @pytest.mark.parametrize("case", SLICES)
-def test_alibi(name, case):
+def test_alibi(case):
     slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
-    check(KERNELS[name](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
+    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -145,15 +139,22 @@ def test_relative_bias(case, bidirectional):
     check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, relative_bias=bias, softcap=2.0))
 
 
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "flex"])
+@pytest.mark.parametrize("name", ["flash2", "flash4", "flex"])
 def test_softcap(name):
     check(KERNELS[name](), SLICES["packed window"], Scores(scale=2.0, softcap=1.5))
 
 
 def test_softcap_before_alibi():
     slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
-    for name in ("flash2", "flex"):
-        check(KERNELS[name](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
+    check(KERNELS["flex"](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash4", "cuda_flash"])
+def test_rules_that_a_library_lacks_are_refused_by_the_call_too(name):
+    q = torch.randn(1, 4, 1, 8)
+    scores = Scores(scale=1.0, alibi_slopes_H=torch.ones(1))
+    with pytest.raises(ConfigError, match=f"{name} has no ALiBi"):
+        KERNELS[name]().forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=scores)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -179,14 +180,16 @@ def test_half_precision_comes_back_in_float32(name):
 def test_one_call_for_all_documents():
     library = flash_stand_in.Flash2()
     q, k, v = torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)
-    Flash2Kernel(library).forward(q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=Scores(scale=1.0))
+    FlashKernel(FLASH2, library, capability=HOPPER).forward(
+        q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=Scores(scale=1.0)
+    )
     assert library.calls == 1
 
 
 def test_deterministic_is_passed_on():
     for wanted in (False, True):
         library = flash_stand_in.Flash2()
-        kernel = Flash2Kernel(library, deterministic=wanted)
+        kernel = FlashKernel(FLASH2, library, capability=HOPPER, deterministic=wanted)
         q = torch.randn(1, 4, 1, 8)
         kernel.backward(
             q, q, q, q, q, torch.zeros(1, 4, 1), slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0)
@@ -253,51 +256,58 @@ def test_supports(name):
     assert "256" in kernel.supports(replace(GOOD, head_dim=264))
     assert "evenly" in kernel.supports(replace(GOOD, num_kv_heads=5))
     assert kernel.supports(replace(GOOD, window=True)) is None
-    assert (kernel.supports(replace(GOOD, softcap=True)) is None) == (name != "cuda_flash")
-    assert (kernel.supports(replace(GOOD, alibi=True)) is None) == (name in ("flash2", "flex"))
-    assert (kernel.supports(replace(GOOD, relative_bias=True)) is None) == (name == "flex")
+    assert (kernel.supports(replace(GOOD, rules=("softcap",))) is None) == (name != "cuda_flash")
+    assert (kernel.supports(replace(GOOD, rules=("alibi",))) is None) == (name == "flex")
+    assert (kernel.supports(replace(GOOD, rules=("relative_bias",))) is None) == (name == "flex")
     kernel.capability = (7, 5)
     assert "ompute capability" in kernel.supports(GOOD)
 
 
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "cuda_flash"])
+@pytest.mark.parametrize("name", ["flash2", "flash4", "cuda_flash"])
 def test_deterministic_requests(name):
     wish = replace(GOOD, deterministic=True)
     assert "deterministic" in KERNELS[name]().supports(wish)
     if name != "cuda_flash":
-        kernel = type(KERNELS[name]())(ops=object(), capability=HOPPER, deterministic=True)
+        kernel = FlashKernel(LIBRARIES[name], object(), capability=HOPPER, deterministic=True)
         assert kernel.supports(wish) is None
-        large = kernel.supports(replace(wish, head_dim=256))
-        assert (large is None) == (name != "flash3")
-    assert "no fixed order" in KERNELS["flex"]().supports(replace(wish, relative_bias=True))
+        assert kernel.supports(replace(wish, head_dim=256)) is None
+    assert "no fixed order" in KERNELS["flex"]().supports(replace(wish, rules=("relative_bias",)))
 
 
 def test_generations():
-    on = {major: (major, 0) for major in (8, 9, 10, 12)}
-    for major, capability in on.items():
-        assert (Flash3Kernel(object(), capability=capability).supports(GOOD) is None) == (major == 9)
-        assert (Flash4Kernel(object(), capability=capability).supports(GOOD) is None) == (major != 8)
-        assert Flash2Kernel(object(), capability=capability).supports(GOOD) is None
-    consumer = Flash4Kernel(object(), capability=(12, 0))
-    assert "soft cap" in consumer.supports(replace(GOOD, softcap=True))
-    assert "heads of 192" in consumer.supports(replace(GOOD, head_dim=192, value_dim=128))
-    assert head_sizes3(192, 128) == (192, 128)
-    assert head_sizes3(100, 50) == (104, 104)
-    assert [head_sizes4(192, 128, major) for major in (9, 10, 12)] == [(192, 128), (192, 128), None]
-    assert head_sizes4(160, 160, 10) == (256, 256)
-    assert head_sizes4(60, 128, 10) == (64, 128)
-    assert head_sizes4(60, 128, 12) == (128, 128)
+    for major in (8, 9, 10, 12):
+        flash2, flash4 = (FlashKernel(x, object(), capability=(major, 0)) for x in (FLASH2, FLASH4))
+        assert flash2.supports(GOOD) is None
+        assert (flash4.supports(GOOD) is None) == (major != 8)
+    assert flash4.supports(replace(GOOD, rules=("softcap",))) == "no soft cap on compute capability 12.x"
+    assert "deterministic" in FlashKernel(FLASH4, object(), capability=(12, 0), deterministic=True).supports(
+        replace(GOOD, deterministic=True)
+    )
+    assert "heads of 192" in flash4.supports(replace(GOOD, head_dim=192, value_dim=128))
+    old = FlashKernel(FLASH4, object(), capability=(8, 6)).supports(GOOD)
+    assert old == "needs compute capability 9 to 12; the device has 8.6"
+
+
+def test_head_sizes():
+    assert FLASH2.head_sizes(192, 128, 9) == (192, 192)
+    assert FLASH2.head_sizes(100, 50, 9) == (104, 104)
+    assert [FLASH4.head_sizes(192, 128, major) for major in (9, 10, 12)] == [(192, 128), (192, 128), None]
+    assert FLASH4.head_sizes(160, 160, 10) == (256, 256)
+    assert FLASH4.head_sizes(60, 128, 10) == (64, 128)
+    assert FLASH4.head_sizes(60, 128, 12) == (128, 128)
+    assert FLASH4.head_sizes(260, 64, 9) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")
 def test_without_libraries_and_device():
-    assert "not installed" in Flash2Kernel().supports(GOOD)
-    assert "not installed" in Flash3Kernel().supports(GOOD)
-    assert "not installed" in Flash4Kernel().supports(GOOD)
-    assert "CUDA device" in CudaFlashKernel().supports(GOOD)
-    assert "CUDA device" in FlexKernel().supports(GOOD)
+    assert "not installed" in FlashKernel(FLASH2).supports(GOOD)
+    assert "not installed" in FlashKernel(FLASH4).supports(GOOD)
+    assert FlashKernel(CUDA_FLASH).supports(GOOD) is not None
+    assert "no CUDA device" in FlashKernel(CUDA_FLASH, object()).supports(GOOD)
+    assert "no CUDA device" in FlexKernel().supports(GOOD)
     q = torch.randn(1, 4, 1, 8)
-    for kernel in (Flash2Kernel(), Flash3Kernel(), Flash4Kernel(capability=HOPPER)):
+    for library in (FLASH2, FLASH4):
+        kernel = FlashKernel(library, capability=HOPPER)
         with pytest.raises(ConfigError, match="not installed"):
             kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
 
@@ -311,19 +321,16 @@ def test_auto_prefers_the_fastest(monkeypatch):
     names = {}
     for capability in ((8, 0), (9, 0), (10, 0)):
         for name, kernel in select.KERNELS.items():
-            if isinstance(kernel, VarlenKernel):
-                copy = type(kernel)(object(), capability=capability, **_deterministic(kernel))
+            if isinstance(kernel, FlashKernel):
+                copy = FlashKernel(kernel.library, object(), capability=capability, deterministic=kernel.deterministic)
                 monkeypatch.setitem(select.KERNELS, name, copy)
-        for wish in ("", "deterministic", "alibi", "relative_bias"):
-            request = replace(GOOD, num_heads=64, **({wish: True} if wish else {}))
+            elif name == "flex":
+                monkeypatch.setitem(select.KERNELS, name, FlexKernel(object(), capability=capability))
+        wishes = {"deterministic": {"deterministic": True}, "alibi": {"rules": ("alibi",)}}
+        for wish, asked in {"": {}, **wishes}.items():
             select.choose_kernel.cache_clear()
-            names[capability[0], wish] = select.choose_kernel("auto", request).name
+            names[capability[0], wish] = select.choose_kernel("auto", replace(GOOD, num_heads=64, **asked)).name
     select.choose_kernel.cache_clear()
-    assert [names[major, ""] for major in (8, 9, 10)] == ["flash2", "flash3", "flash4"]
-    assert [names[major, "deterministic"] for major in (8, 9, 10)] == [f"flash{n}_deterministic" for n in (2, 3, 4)]
-    assert {names[major, "alibi"] for major in (8, 9, 10)} == {"flash2"}
-    assert {names[major, "relative_bias"] for major in (8, 9, 10)} == {"flex"}
-
-
-def _deterministic(kernel):
-    return {"deterministic": True} if kernel.deterministic else {}
+    assert [names[major, ""] for major in (8, 9, 10)] == ["flash2", "flash4", "flash4"]
+    assert [names[major, "deterministic"] for major in (8, 9, 10)] == [f"flash{n}_deterministic" for n in (2, 4, 4)]
+    assert {names[major, "alibi"] for major in (8, 9, 10)} == {"flex"}

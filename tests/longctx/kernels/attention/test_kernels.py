@@ -14,7 +14,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention import tiles
 from longctx.kernels.attention.contract import KernelRequest, Scores, merge_
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.kernels.attention.select import KERNELS, choose_kernel, kernel_request
+from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.attention.tiles import row_blocks
 from longctx.model.attention.cache import LocalKVCache
@@ -90,23 +90,35 @@ def test_kernel_choice():
     assert choose_kernel("auto", request()).name == "cpu_flash"
     assert choose_kernel("auto", replace(request(), window=True, value_dim=5, deterministic=True)).name == "cpu_flash"
     for rule in ("softcap", "alibi", "relative_bias"):
-        assert choose_kernel("auto", replace(request(), **{rule: True})).name == "blockwise"
+        assert choose_kernel("auto", replace(request(), rules=(rule,))).name == "blockwise"
     assert choose_kernel("reference", request()).name == "reference"
     with pytest.raises(ConfigError, match="unknown"):
         choose_kernel("flsh", request())
-    with pytest.raises(ConfigError, match="it runs on the CPU"):
+    with pytest.raises(ConfigError, match="runs on the CPU"):
         choose_kernel("cpu_flash", request(device="cuda"))
     with pytest.raises(ConfigError, match="no attention kernel"):
         choose_kernel("auto", request(dtype=torch.int64))
     assert "mps lacks" in (KERNELS["blockwise"].supports(request(device="mps")) or "")
 
 
-def test_requests_are_read_off_the_tensors():
-    q, k, v = tensors(3, 4, torch.bfloat16, V=5)
-    assert kernel_request(q, k) == KernelRequest("cpu", torch.bfloat16, 8, 4, 2)
-    assert kernel_request(q, k, v, rules(4)["all"], window=True, deterministic=True) == KernelRequest(
-        "cpu", torch.bfloat16, 8, 4, 2, 5, window=True, softcap=True, alibi=True, relative_bias=True, deterministic=True
-    )
+def test_a_refusal_by_all_is_a_line_a_kernel():
+    with pytest.raises(ConfigError) as raised:
+        choose_kernel("auto", replace(request(dtype=torch.int64), rules=("alibi",)))
+    first, *lines = str(raised.value).splitlines()
+    assert first == "no attention kernel serves 4/2 heads of 8, int64, on cpu, ALiBi:"
+    assert [line.rsplit(": ", 1)[1] for line in lines] == list(KERNELS)
+    assert "  runs on CUDA devices, not on cpu: flash2" in lines
+
+
+def test_scores_name_their_rules():
+    named = {name: scores.rules for name, scores in rules(4).items()}
+    assert named == {
+        "plain": (),
+        "softcap": ("softcap",),
+        "alibi": ("alibi",),
+        "bias": ("relative_bias",),
+        "all": ("softcap", "alibi", "relative_bias"),
+    }
 
 
 def test_document_slices_skip_empty_segments():

@@ -7,14 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longctx.kernels.attention import select
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
-from longctx.kernels.attention.flash.adapter import VarlenKernel
-from longctx.kernels.attention.flash.cuda_flash import CudaFlashKernel
-from longctx.kernels.attention.flash.flash2 import Flash2Kernel
-from longctx.kernels.attention.flash.flash3 import Flash3Kernel
-from longctx.kernels.attention.flash.flash4 import Flash4Kernel
-from longctx.kernels.attention.flash.flex import FlexKernel
+from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
@@ -25,19 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-KERNELS: dict[str, VarlenKernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Flash2Kernel(),
-        Flash2Kernel(deterministic=True),
-        Flash3Kernel(),
-        Flash3Kernel(deterministic=True),
-        Flash4Kernel(),
-        Flash4Kernel(deterministic=True),
-        CudaFlashKernel(),
-        FlexKernel(),
-    )
-}
+KERNELS = {name: kernel for name, kernel in select.KERNELS.items() if isinstance(kernel, VarlenKernel)}
 SLICES = {
     "causal": (AttentionSlice(0, 700, 0, 700, 0),),
     "full": (AttentionSlice(0, 700, 0, 700),),
@@ -121,7 +105,7 @@ def test_heads_and_dtypes(name, heads, dtype):
 @pytest.mark.parametrize("name", KERNELS)
 def test_score_rules(name, case, rule):
     kernel, shape = KERNELS[name], SHAPES["GQA 8/2, 128"]
-    skip_unless_supported(kernel, request(shape, torch.bfloat16, **{rule: True}))
+    skip_unless_supported(kernel, request(shape, torch.bfloat16, rules=(rule,)))
     table = torch.randn(32, shape[0], device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     scores = {
         "softcap": Scores(scale=1.0, softcap=5.0),

@@ -10,10 +10,9 @@ import torch
 from longctx.errors import ConfigError
 from longctx.kernels.attention import blockwise, cpu_flash, tiles
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
-from longctx.kernels.attention.select import kernel_request
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from tests.longctx.kernels.attention.kernel_cases import (
@@ -133,7 +132,8 @@ def test_scores_against_definition(name, dtype, rule, tile_size):
 def test_cpu_flash_refuses_what_it_cannot(rule):
     q, k, v = tensors(3, 3)
     scores = rules(4)[rule]
-    assert "it has no" in (KERNELS["cpu_flash"].supports(kernel_request(q, k, v, scores)) or "")
+    request = KernelRequest("cpu", q.dtype, 8, 4, 2, rules=scores.rules)
+    assert "blockwise has" in (KERNELS["cpu_flash"].supports(request) or "")
     with pytest.raises(ConfigError, match="blockwise"):
         KERNELS["cpu_flash"].forward(q, k, v, slice_table([AttentionSlice(0, 3, 0, 3)]), scores=scores)
 

@@ -165,7 +165,7 @@ def test_a_cache_continues(window, stride, rich):
 @pytest.mark.parametrize("name", KERNELS)
 def test_cuda_adapters_take_a_strides_slices(name):
     """Of packed documents, and of new queries, with distances where the adapter has them."""
-    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0]) if name in ("flash2", "flex") else None
+    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0]) if name == "flex" else None
     for pieces in (whole_documents((0, 1, 12, 30)), continuation(7, 30)):
         work = strided_work(pieces, 3, 4)
         assert work is not None

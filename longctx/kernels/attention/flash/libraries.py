@@ -1,0 +1,190 @@
+"""The flash-attention libraries: an entry each, with all that differs between them. A new library is a new entry.
+
+All of them compute attention over packed sequences under one window, counted from the bottom-right corner, and return
+log-sum-exps [H, n] in natural units. Every argument is passed by name, so arguments that a later version adds at the
+end do no harm.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from longctx.kernels.attention.contract import KernelRequest
+
+
+def _refuses_nothing(request: KernelRequest, generation: int) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlashLibrary:
+    """How one library is called, and what it cannot do."""
+
+    name: str
+    """The kernel's name."""
+    load: Callable[[], Any]
+    """Return what holds the two functions, or one line that says why they cannot be had."""
+    forward: str
+    """Name of the function over packed sequences."""
+    backward: str
+    spelling: Mapping[str, str]
+    """Its names for arguments, where they are not ours."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are the same in every call."""
+    forward_constants: Mapping[str, Any] = field(default_factory=dict)
+    open_side: int | None = -1
+    """What leaves a side of the window open."""
+    clamps_windows: bool = False
+    """Whether it takes a bound of ``max_seqlen_k`` or more for none, and fills in ``max_seqlen_k`` for an open side
+    beside a bound. Both are wrong where a sequence has more queries than keys: it is given the larger maximum."""
+    writes_gradients: bool = False
+    """Whether backward writes into tensors that it is given; otherwise it returns its own."""
+    takes_random_state: bool = False
+    """Whether backward asks for the state that dropout would read."""
+    has_deterministic: bool = True
+    """Whether backward takes ``deterministic``."""
+    lacks: tuple[str, ...]
+    """Rules of the scores that it does not know."""
+    generations: tuple[int, int | None]
+    """The first and the last major compute capability that it is written for; None where there is no last one."""
+    head_sizes: Callable[[int, int, int], tuple[int, int] | None]
+    """(query head, value head, generation) → the sizes they are padded to; None where none is large enough."""
+    refuses: Callable[[KernelRequest, int], str | None] = _refuses_nothing
+    """Why it cannot serve a request on a generation that it is written for."""
+
+
+@lru_cache(maxsize=16)
+def import_library(name: str) -> ModuleType | str:
+    """The module, or on one line why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another PyTorch or driver
+        lines = str(error).splitlines() or [type(error).__name__]
+        return f"{name} cannot be imported ({lines[0]})"
+
+
+# --- head sizes: whole multiples of 8 ------------------------------------------------------------------------------
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _equal_sizes(head_dim: int, value_dim: int, generation: int) -> tuple[int, int] | None:
+    size = _multiple_of_8(max(head_dim, value_dim))
+    return size, size
+
+
+def _flash4_sizes(head_dim: int, value_dim: int, generation: int) -> tuple[int, int] | None:
+    D, V = _multiple_of_8(head_dim), _multiple_of_8(value_dim)
+    largest = max(D, V)
+    if largest > 256 or (generation == 12 and largest > 128):
+        return None
+    if generation == 12:  # consumer Blackwell
+        return largest, largest
+    # Hopper takes any two sizes, Blackwell any two up to 128 and two pairs beyond
+    if generation == 9 or largest <= 128:
+        return D, V
+    if D <= 192 and V <= 128:
+        return 192, 128
+    return 256, 256
+
+
+# --- the entries -----------------------------------------------------------------------------------------------------
+
+
+def _load_flash2() -> Any:
+    package = import_library("flash_attn")  # flash-attn 4 alone is a package of this name without a version
+    if isinstance(package, str):
+        return package
+    version = getattr(package, "__version__", None)
+    if version is None:
+        return "flash_attn (2) is not installed"
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 7):
+        return f"flash_attn {version} is too old; 2.7 or newer is needed"
+    return import_library("flash_attn.flash_attn_interface")
+
+
+FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windows and log-sum-exps
+    name="flash2",
+    load=_load_flash2,
+    forward="_flash_attn_varlen_forward",
+    backward="_flash_attn_varlen_backward",
+    spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
+    constants={"dropout_p": 0.0, "causal": False, "alibi_slopes": None},  # the window says what is causal
+    forward_constants={"return_softmax": False},
+    clamps_windows=True,
+    writes_gradients=True,
+    lacks=("alibi", "relative_bias"),  # its ALiBi counts distances from the corner, not between tokens
+    generations=(8, None),
+    head_sizes=_equal_sizes,
+)
+
+
+def _load_flash4() -> Any:
+    return import_library("flash_attn.cute.interface")
+
+
+def _flash4_refuses(request: KernelRequest, generation: int) -> str | None:
+    if generation == 12 and "softcap" in request.rules:
+        return "no soft cap on compute capability 12.x"
+    if generation == 12 and request.deterministic:
+        return "no deterministic backward on compute capability 12.x"
+    return None
+
+
+FLASH4 = FlashLibrary(  # flash-attn-4 4.0.0b36; compiles for seconds when a head size, mask or dtype is first met
+    name="flash4",
+    load=_load_flash4,
+    forward="_flash_attn_fwd",
+    backward="_flash_attn_bwd",
+    spelling={"scale": "softmax_scale"},
+    forward_constants={"return_lse": True},
+    open_side=None,
+    lacks=("alibi", "relative_bias"),
+    generations=(9, 12),
+    head_sizes=_flash4_sizes,
+    refuses=_flash4_refuses,
+)
+
+
+def _load_aten() -> Any:
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this PyTorch was built without flash attention"
+    return torch.ops.aten
+
+
+CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: flash-attn 2 inside, with that kernel's traps
+    name="cuda_flash",
+    load=_load_aten,
+    forward="_flash_attention_forward",
+    backward="_flash_attention_backward",
+    spelling={
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "dout": "grad_out",
+        "lse": "logsumexp",
+        "cu_seqlens_q": "cum_seq_q",
+        "cu_seqlens_k": "cum_seq_k",
+        "max_seqlen_q": "max_q",
+        "max_seqlen_k": "max_k",
+    },
+    constants={"dropout_p": 0.0, "is_causal": False},
+    forward_constants={"return_debug_mask": False},
+    clamps_windows=True,
+    takes_random_state=True,
+    has_deterministic=False,
+    lacks=("softcap", "alibi", "relative_bias"),
+    generations=(8, None),
+    head_sizes=_equal_sizes,
+)
