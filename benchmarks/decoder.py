@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.machine import machine, save
 from benchmarks.ranks import with_resident_rise
 from longctx.batch import IGNORED_TARGET, Batch
+from longctx.documents import PackedDocuments
 
 THREADS, TOKENS = 2, 2048
 
@@ -115,8 +116,8 @@ def ours(shape: Shape, source: Any = None) -> tuple[Any, Callable[[], Tensor]]:
     targets[0, -1] = IGNORED_TARGET
     zeros = torch.zeros_like(tokens)
     positions = torch.arange(TOKENS).view(1, -1)
-    ends = torch.tensor([0, TOKENS])
-    batch = Batch(tokens=tokens, targets=targets, positions=positions, document_ids=zeros, cu_seqlens=ends)
+    one = PackedDocuments.of([0, TOKENS])
+    batch = Batch(tokens=tokens, targets=targets, positions=positions, document_ids=zeros, documents=one)
 
     def step() -> Tensor:
         loss = lm(batch)[0] / (TOKENS - 1)

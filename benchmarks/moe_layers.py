@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.matmul import multiply
+from longctx.kernels.processor import fastest_products
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -159,7 +160,7 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
     weights = {n: w if n == "router" else w[dispatcher.share] for n, w in case.weights().items()}
     module = MixtureOfExperts(case.shape.config(), dispatcher.share).to(DTYPES[case.dtype])
     fill(module, {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}, weights)
-    run = ExpertRun(dispatcher)
+    run = ExpertRun(dispatcher, products=fastest_products())
 
     def call(x_NM: Tensor) -> tuple[Tensor, ...]:
         documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long)
@@ -287,6 +288,6 @@ def dense_products(case: Case) -> Callable[[], None]:
 
     def products() -> None:
         for a, b in ((x, gate_up.T), (h, down.T), (dy, down), (dy.T, h), (dgate_up, gate_up), (dgate_up.T, x)):
-            multiply(a, b.T)
+            multiply(a, b.T, products=fastest_products())
 
     return products

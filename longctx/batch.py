@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
+
 IGNORED_TARGET = -100
 """Target of a token whose prediction is not counted: a document's last token and padding."""
 
@@ -22,7 +24,7 @@ class Batch:
     """Packed rows of documents, ready to be split between ranks token by token.
 
     All four per-token tensors have shape [B, T] (or [B, t] after a split) and are cut together, so targets and
-    positions never depend on where a shard ends. ``cu_seqlens`` stays global.
+    positions never depend on where a shard ends. ``documents`` stay global.
     """
 
     tokens: Tensor
@@ -30,14 +32,19 @@ class Batch:
     targets: Tensor
     """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none."""
     positions: Tensor
-    """Place of the token in its document piece, int64, restarting from 0 at every entry of ``cu_seqlens``."""
+    """Position of the token in its document, int64, restarting from 0 at every entry of ``cu_seqlens``."""
     document_ids: Tensor
-    """Index of the token's segment in ``cu_seqlens``, int64; ``PADDING_DOCUMENT`` for padding."""
-    cu_seqlens: Tensor
-    """Segment boundaries over the flattened B·T tokens, int64 [N+1] on the CPU, from 0 to B·T, ascending, containing
-    every multiple of T. Attention never crosses one. Padding at a row's end is a segment of its own."""
+    """Index of the token's document in ``documents``, int64; ``PADDING_DOCUMENT`` for padding."""
+    documents: PackedDocuments
+    """The documents, or pieces of some, of the flattened B·T tokens. Attention never crosses a boundary, and every
+    multiple of T is one. Padding at a row's end is a document of its own."""
     row_tokens: int = 0
     """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """The boundaries of ``documents``: int64 [num_documents + 1] on the CPU, ascending from 0 to B·T."""
+        return self.documents.cu_seqlens
 
     @property
     def num_targets(self) -> int:
@@ -50,10 +57,10 @@ class Batch:
         return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def map_tokens(self, change) -> Batch:
-        """A batch whose four per-token tensors went through ``change``; ``cu_seqlens`` is kept."""
+        """A batch whose four per-token tensors went through ``change``; ``documents`` are kept."""
         names = ("tokens", "targets", "positions", "document_ids")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
     def to(self, device: torch.device) -> Batch:
-        """The per-token tensors on ``device``; ``cu_seqlens`` stays on the CPU, where schedules are built."""
+        """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
         return self.map_tokens(lambda x: x.to(device, non_blocking=True))

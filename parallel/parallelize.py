@@ -39,10 +39,13 @@ def build_parallel_model(
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
     its share of the experts. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
+    execution = Execution() if execution is None else execution
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
-    core = ContextParallelAttention(mesh, layout, kernel, transport, communication_dtype, deterministic)
+    core = ContextParallelAttention(
+        mesh, layout, kernel, transport, communication_dtype, deterministic, execution.products
+    )
     decoder = Decoder(
         config,
         core,

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from longctx.model.decoder import Decoder
 
 
@@ -21,7 +22,7 @@ class MaskedAttention:
         assert scores is None or not scores.rules
         B, T, H, D = q_BtHD.shape
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
-        lengths = torch.tensor(mask.cu_seqlens).diff()
+        lengths = torch.tensor(mask.documents.bounds).diff()
         document = torch.arange(len(lengths)).repeat_interleave(lengths)
         seen = (document[:, None] == document) & torch.ones(B * T, B * T, dtype=torch.bool).tril()
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -102,6 +103,5 @@ def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding
             if padded:
                 targets[row, start:stop] = IGNORED_TARGET
             bounds.append(row * seq_len + stop)
-    return Batch(
-        tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=torch.tensor(bounds)
-    )
+    packed = PackedDocuments.of(bounds)
+    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, documents=packed)

@@ -7,6 +7,7 @@ import torch
 
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.documents import PackedDocuments
 
 Pieces = list[tuple[int, int, int]]
 """One row: document, start, stop of each piece."""
@@ -17,32 +18,32 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
-    places = len(rows) * seq_len
-    tokens = np.full(places, shards.manifest.padding, dtype=np.int64)
-    targets = np.full(places, IGNORED_TARGET, dtype=np.int64)
+    num_tokens = len(rows) * seq_len
+    tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
+    targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)
     bounds: list[int] = [0]
     is_padding: list[bool] = []
     for number, row in enumerate(rows):
-        place = number * seq_len
+        first = number * seq_len
         for document, start, stop in row:
             ids = shards.slice(document, start, stop + 1)  # ends with the document, if that comes first
-            tokens[place : place + stop - start] = ids[: stop - start]
-            targets[place : place + len(ids) - 1] = ids[1:]
-            place += stop - start
-            bounds.append(place)
+            tokens[first : first + stop - start] = ids[: stop - start]
+            targets[first : first + len(ids) - 1] = ids[1:]
+            first += stop - start
+            bounds.append(first)
             is_padding.append(False)
-        if place < (number + 1) * seq_len:
+        if first < (number + 1) * seq_len:
             bounds.append((number + 1) * seq_len)
             is_padding.append(True)
-    cu_seqlens = np.array(bounds, dtype=np.int64)
-    sizes = np.diff(cu_seqlens)
-    segments = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
-    positions = np.arange(places) - np.repeat(cu_seqlens[:-1], sizes)
+    # Padding is a document of its own for attention, and no document for losses and routers.
+    sizes = np.diff(bounds)
+    document_ids = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
+    positions = np.arange(num_tokens) - np.repeat(bounds[:-1], sizes)
     shape = (len(rows), seq_len)
     return Batch(
         tokens=torch.from_numpy(tokens.reshape(shape)),
         targets=torch.from_numpy(targets.reshape(shape)),
         positions=torch.from_numpy(positions.reshape(shape)),
-        document_ids=torch.from_numpy(np.repeat(segments, sizes).reshape(shape)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
+        document_ids=torch.from_numpy(np.repeat(document_ids, sizes).reshape(shape)),
+        documents=PackedDocuments.of(bounds),
     )

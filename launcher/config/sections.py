@@ -77,6 +77,9 @@ class TrainSection:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively (and zero.stage is
     not 0), else float32. Masters, moments and accumulation are float32 in any case."""
+    products: Literal["auto", "native", "float32"] = "auto"
+    """How a CPU multiplies bfloat16: native as it is; float32 converted, and rounded once at the end; auto is native
+    where the processor (rank 0's) has bfloat16 instructions, else float32, which is faster there. GPUs are native."""
     lr: float = 5e-3
     """Peak learning rate."""
     warmup_steps: int = 40
@@ -187,11 +190,13 @@ class RunConfig:
         return torch.float32 if self.train.dtype == "auto" else getattr(torch, self.train.dtype)
 
     def resolve(self, *, native_bfloat16: bool) -> RunConfig:
-        """The config with nothing left to the machine: ``train.dtype`` is a dtype."""
-        if self.train.dtype != "auto":
-            return self
-        dtype = "bfloat16" if native_bfloat16 and self.zero.stage else "float32"
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype))
+        """The config with nothing left to the machine: ``train.dtype`` is a dtype, ``train.products`` one way."""
+        dtype, products = self.train.dtype, self.train.products
+        if dtype == "auto":
+            dtype = "bfloat16" if native_bfloat16 and self.zero.stage else "float32"
+        if products == "auto":
+            products = "native" if native_bfloat16 else "float32"
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype, products=products))
 
     @property
     def rows_per_step(self) -> int:

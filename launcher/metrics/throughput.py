@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
 
 from longctx.architecture.size import count_matrices
 from longctx.config import ModelConfig
@@ -41,12 +40,6 @@ def matmul_parameters(config: ModelConfig) -> int:
     """
     counts = count_matrices(config, active=True)
     return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
-
-
-def document_lengths(cu_seqlens: Iterable[int]) -> list[int]:
-    """Lengths of the segments between ascending boundaries: ``[0, 3, 8] -> [3, 5]``."""
-    bounds = [int(bound) for bound in cu_seqlens]
-    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0) -> int:

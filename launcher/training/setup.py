@@ -23,6 +23,7 @@ from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER, hash_file
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
 from parallel.layout.cached import cached_layout
 from parallel.layout.sequence import SequenceLayout
@@ -78,8 +79,7 @@ class Run:
 
     def layout(self, batch: Batch) -> SequenceLayout:
         """Which token of a micro-batch, its rows laid end to end, lives on which context rank."""
-        bounds = tuple(batch.cu_seqlens.tolist())
-        return cached_layout(self.config.parallel.layout, self.mesh.context, self.mesh.ulysses, bounds)
+        return cached_layout(self.config.parallel.layout, self.mesh.context, self.mesh.ulysses, batch.documents)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
@@ -172,6 +172,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
     communication_dtype = None
     if parallel.communication_dtype != "float32":
         communication_dtype = getattr(torch, parallel.communication_dtype)
+    products = fastest_products() if train.products == "auto" else train.products
     causal_lm = build_parallel_model(
         model,
         mesh,
@@ -180,7 +181,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens),
+        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=config.run.seed,

@@ -6,7 +6,6 @@ import time
 
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
-    document_lengths,
     mfu,
     model_tflops,
     peak_device_flops,
@@ -105,7 +104,7 @@ class TrainStep:
 
 def _model_flops(run: Run, batches: list[Batch]) -> float:
     """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and share it."""
-    flops = sum(training_flops(run.model, document_lengths(batch.cu_seqlens.tolist())) for batch in batches)
+    flops = sum(training_flops(run.model, batch.documents.lengths) for batch in batches)
     return flops / run.mesh.context
 
 

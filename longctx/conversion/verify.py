@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -19,6 +20,9 @@ from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
 from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from longctx.model.training_pass import Execution
 
 NUM_TOKENS = 256
 """Tokens of the input that logits are compared on."""
@@ -150,6 +154,7 @@ def compare_logits(
     *,
     num_parameters: int,
     dtype: torch.dtype,
+    execution: Execution | None = None,
     seed: int = 0,
 ) -> LogitsCheck:
     """Compare logits of the decoder with ``parameters`` and of ``folder`` as transformers loads it.
@@ -157,13 +162,13 @@ def compare_logits(
     Both get the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
     in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
     differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
-    attention are far apart (``OWN_FACTOR``).
+    attention are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
     """
     compute = torch.float32 if why_no_logits(config, num_parameters, torch.float32) is None else dtype
     num_tokens = min(NUM_TOKENS, config.max_positions)
     tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
     theirs = _their_logits(folder, tokens_T, compute)
-    ours_TV = _our_logits(config, parameters(), tokens_T, compute)
+    ours_TV = _our_logits(config, parameters(), tokens_T, compute, execution)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
         raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
@@ -201,11 +206,15 @@ def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]
 
 @torch.no_grad()
 def _our_logits(
-    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], tokens_T: Tensor, dtype: torch.dtype
+    config: ModelConfig,
+    parameters: Iterable[tuple[str, Tensor]],
+    tokens_T: Tensor,
+    dtype: torch.dtype,
+    execution: Execution | None,
 ) -> Tensor:
     from longctx.model.decoder import Decoder
 
-    model = Decoder(config, seed=None).to(dtype).eval()
+    model = Decoder(config, execution=execution, seed=None).to(dtype).eval()
     own = model.state_dict()
     for name, tensor in parameters:
         own.pop(name).copy_(tensor)

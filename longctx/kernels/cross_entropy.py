@@ -4,9 +4,9 @@ The loss is linear in the one gradient that comes back to it, so its own gradien
 tokens at a time, logits are multiplied out, become losses and then, in the same memory, their gradient, and are
 multiplied back. Between the products a chunk is worked through in blocks of rows that fit a core's cache.
 
-float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied in float32 on processors without bfloat16
-instructions: exact logits, and several times faster there. Elsewhere products are bfloat16, logits rounded to 8 bits
-as those of any bfloat16 head; everything between the products is float32 in any case.
+float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied as the caller's ``products`` say: in
+float32 (exact logits, and several times faster on processors without bfloat16 instructions), or as it is, logits
+rounded to 8 bits as those of any bfloat16 head; everything between the products is float32 in any case.
 
 Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
 """
@@ -25,6 +25,7 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
+from longctx.kernels.processor import Products
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
@@ -70,10 +71,12 @@ def linear_cross_entropy(
     targets_N: Tensor,
     *,
     options: LossOptions = PLAIN,
+    products: Products = "native",
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Σ objective over the targets that count: a float32 scalar (float64 for float64) with gradient."""
-    return loss_sums(hidden_NM, weight_VM, targets_N, options=options, chunk_tokens=chunk_tokens)[0]
+    sums = loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=products, chunk_tokens=chunk_tokens)
+    return sums[0]
 
 
 def loss_sums(
@@ -82,6 +85,7 @@ def loss_sums(
     targets_N: Tensor,
     *,
     options: LossOptions = PLAIN,
+    products: Products = "native",
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(Σ objective, Σ −log softmax(logits)[target]) over the targets that count, float32 (float64 for float64) scalars.
@@ -89,10 +93,11 @@ def loss_sums(
     The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
     are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
     these need 64 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
+    ``products`` says how a CPU multiplies bfloat16.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, chunk_tokens)
-    return _sums_and_gradients(hidden_NM, weight_VM, targets_N, options, chunk_tokens)[0]
+        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)
+    return _sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)[0]
 
 
 @torch.no_grad()
@@ -102,6 +107,7 @@ def token_nll(
     targets_N: Tensor,
     *,
     options: LossOptions = PLAIN,
+    products: Products = "native",
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """−log softmax(logits)[target] of each token, [N] float32, no gradient; 0 where the target is ignored.
@@ -109,7 +115,7 @@ def token_nll(
     Of the options, only those that make the logits count.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
-    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
+    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         nll_N[chunk] = _losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
     return nll_N
 
@@ -119,10 +125,16 @@ class _LossSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions, chunk_tokens: int | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        products: Products,
+        chunk_tokens: int | None,
     ) -> tuple[Tensor, Tensor]:
         sums, dhidden, dweight = _sums_and_gradients(
-            hidden, weight, targets, options, chunk_tokens, wanted=ctx.needs_input_grad[:2]
+            hidden, weight, targets, options, products, chunk_tokens, wanted=ctx.needs_input_grad[:2]
         )
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
@@ -137,7 +149,7 @@ class _LossSums(torch.autograd.Function):
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
             dweight = _scaled(dweight, dobjective, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 def _scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,6 +165,7 @@ def _sums_and_gradients(
     weight_VM: Tensor,
     targets_N: Tensor,
     options: LossOptions,
+    products: Products,
     chunk_tokens: int | None,
     wanted: tuple[bool, ...] = (False, False),
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
@@ -161,7 +174,7 @@ def _sums_and_gradients(
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
     dweight_VM = torch.zeros_like(weight_VM, dtype=partial) if wanted[1] else None
-    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, chunk_tokens):
+    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
@@ -172,13 +185,15 @@ def _sums_and_gradients(
     return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
 
-def _chunks(hidden_NM: Tensor, weight_VM: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _chunks(
+    hidden_NM: Tensor, weight_VM: Tensor, products: Products, chunk_tokens: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """A chunk's place, hidden states and logits before scale and cap, in the products' dtype, one after another.
 
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     size = chunk_tokens or _chunk_tokens(*weight_VM.shape)
-    dtype = torch.float32 if multiplies_in_float32(hidden_NM) else hidden_NM.dtype
+    dtype = torch.float32 if multiplies_in_float32(hidden_NM, products) else hidden_NM.dtype
     memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
     for chunk in _slices(len(hidden_NM), size):
         hidden_nM = hidden_NM[chunk].to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
+from longctx.kernels.processor import Products
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,30 +30,30 @@ def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm takes int32 only
 
 
-def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
     """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``.
 
     The last end must be R: kernels leave rows past it unwritten, and garbage times a gate of 0 may be NaN.
     """
-    if takes_grouped_mm(x_RI, weight_EIO):
+    if takes_grouped_mm(x_RI, weight_EIO, products=products):
         return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
-        out_RO[start:stop] = _product(x_RI[start:stop], weight)
+        out_RO[start:stop] = _product(x_RI[start:stop], weight, products)
         start = stop
     return out_RO
 
 
-def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
     """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without rows."""
-    if takes_grouped_mm(dy_RO, x_RI):
+    if takes_grouped_mm(dy_RO, x_RI, products=products):
         grad_EOI = nn.functional.grouped_mm(dy_RO.T, x_RI, offs=ends_E)
         if grad_EOI.is_cuda:  # CUDA kernels have left groups without rows unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
         return grad_EOI
     starts = [0, *ends_E.tolist()]
-    return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b]) for a, b in pairwise(starts)])
+    return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b], products) for a, b in pairwise(starts)])
 
 
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
@@ -62,14 +63,16 @@ def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
 
 
-def takes_grouped_mm(*operands: Tensor) -> bool:
+def takes_grouped_mm(*operands: Tensor, products: Products) -> bool:
     """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64."""
-    if multiplies_in_float32(operands[0]):
+    if multiplies_in_float32(operands[0], products):
         return False
     return all(
         x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0 for x in operands
     )
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return (a.float() @ b.float()).to(a.dtype) if multiplies_in_float32(a) else a @ b
+def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:
+    if multiplies_in_float32(a, products):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b

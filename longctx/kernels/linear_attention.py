@@ -13,7 +13,6 @@ N chunks, C rows of a chunk, s states; X, Y, R, S stand for whichever of these a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 
@@ -34,16 +34,19 @@ CHUNK = 64
 class Segments:
     """The rows of one device cut into segments: neighbours of one document."""
 
-    cu_seqlens: tuple[int, ...]
-    """Where each segment ends, from 0 to the number of rows; a segment may be empty."""
+    documents: PackedDocuments
+    """The segments as documents packed into these rows; a list or a tensor of their boundaries becomes one."""
     takes: tuple[int, ...] = ()
     """Segments whose document has keys elsewhere that they see: a state enters each of them."""
     gives: tuple[int, ...] = ()
     """Segments whose own state is asked for."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
+
     def rows(self, segment: int) -> slice:
         """The rows of a segment."""
-        return slice(self.cu_seqlens[segment], self.cu_seqlens[segment + 1])
+        return slice(self.documents.bounds[segment], self.documents.bounds[segment + 1])
 
 
 class StateExchange(Protocol):
@@ -102,9 +105,7 @@ def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
 
 def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
     """ConfigError unless the segments are these rows and chunks have some."""
-    cu, count = segments.cu_seqlens, len(segments.cu_seqlens) - 1
-    if cu[:1] != (0,) or cu[-1] != rows or any(b < a for a, b in itertools.pairwise(cu)):
-        raise ConfigError(f"segments must ascend from 0 to the {rows} rows; got {cu[:4]}…{cu[-2:]}.")
+    count = PackedDocuments.of(segments.documents, rows).num_documents
     if any(not 0 <= s < count for s in (*segments.takes, *segments.gives)):
         raise ConfigError(f"takes {segments.takes} and gives {segments.gives} must be among the {count} segments.")
     if chunk < 1:
@@ -129,7 +130,7 @@ class _LinearAttention(torch.autograd.Function):
         f, g, u = _features(q, k, v)
         given = _states(g, u, segments, segments.gives)
         arriving = None if exchange is None else exchange.carry(given)
-        chunks = _chunks(segments.cu_seqlens, chunk, q.device)
+        chunks = _chunks(segments.documents, chunk, q.device)
         sums = _scan(f, g, u, chunks, before=True, after=not causal)
         taken = carried if arriving is None else arriving()
         if taken is not None:
@@ -219,12 +220,12 @@ class _Chunks:
 
 
 @lru_cache(maxsize=8)
-def _chunks(cu_seqlens: tuple[int, ...], size: int, device: torch.device) -> _Chunks:
+def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chunks:
     """The chunks of these segments; the last one is filled up with rows that hold zeros."""
-    t = cu_seqlens[-1]
+    t = segments.num_tokens
     count = max(1, -(-t // size))
     rows = torch.arange(count * size).clamp(max=max(t - 1, 0))
-    segment_NC = torch.bucketize(rows, torch.tensor(cu_seqlens[1:]), right=True).view(count, size)
+    segment_NC = torch.bucketize(rows, segments.cu_seqlens[1:], right=True).view(count, size)
     first, last = segment_NC[:, 0], segment_NC[:, -1]
     before, after = last.roll(1), first.roll(-1)
     before[0], after[-1] = -1, -1

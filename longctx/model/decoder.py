@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
@@ -29,7 +30,7 @@ from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import initial_value
-from longctx.model.layers.linear import Embedding, Weight
+from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
 from longctx.model.training_pass import (
@@ -144,12 +145,14 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.core: AttentionCore = LocalAttention() if core is None else core
+        self.execution = Execution() if execution is None else execution
+        products = self.execution.products
+        self.core: AttentionCore = LocalAttention(products=products) if core is None else core
         self.linear_core: AttentionCore = LocalLinearAttention() if linear_core is None else linear_core
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-        self.execution = Execution() if execution is None else execution
         self.model = Backbone(config, self.dispatcher.share)
-        self.lm_head = LMHead(config)
+        self.lm_head = LMHead(config, products)
+        set_products(self, products)
         if seed is not None:
             self.initialize(seed)
 
@@ -173,7 +176,7 @@ class Decoder(nn.Module):
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
         *,
         document_ids: Tensor | None = None,
         row_tokens: int = 0,
@@ -189,45 +192,47 @@ class Decoder(nn.Module):
         expert's capacity is one of a row); 0 if none were. Without a ``training_pass`` nothing is random, as in
         evaluation. With a ``cache`` the tokens continue the sequence that filled it."""
         training_pass = EVALUATION if training_pass is None else training_pass
-        masks = _masks(cu_seqlens, tokens_Bt, self.config, self.core)
-        mask = next(iter(masks.values()))
+        execution, masks = self.execution, _masks(cu_seqlens, tokens_Bt, self.config, self.core)
+        documents = next(iter(masks.values())).documents
         if self.config.position == "learned":
-            check_learned(positions_Bt, mask.longest, self.config.max_positions, wait=cache is not None)
+            check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
         if training_pass.replay is not None:
             training_pass.replay.check(self.config, tokens_Bt.numel())
         needs_tokens = is_random(self.config, training_pass)
         if document_ids is None and (return_stats or needs_tokens):
-            document_ids = document_ids_of(mask, tokens_Bt)
+            document_ids = document_ids_of(documents, tokens_Bt)
         token_Bt = (
-            token_indices(mask, positions_Bt, document_ids) if needs_tokens and document_ids is not None else None
+            token_indices(documents, positions_Bt, document_ids) if needs_tokens and document_ids is not None else None
         )
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
             masks=masks,
-            length=self._length(mask, positions_Bt, cache),
+            length=self._length(documents, positions_Bt, cache),
             cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
-            recompute=self.execution.recompute,
+            recompute=execution.recompute,
             experts=ExpertCall(
-                ExpertRun(self.dispatcher, self.execution.expert_tile_tokens, self.execution.recompute_experts),
+                ExpertRun(
+                    self.dispatcher, execution.expert_tile_tokens, execution.recompute_experts, execution.products
+                ),
                 document_ids if return_stats else None,
-                mask.num_documents,
+                documents.num_documents,
                 jitter=build_jitter(self.config, training_pass, token_Bt),
                 capacity=build_capacity(
-                    self.config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=mask.num_tokens
+                    self.config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens
                 ),
                 replay=training_pass.replay,
             ),
         )
         return (hidden_BtM, [RouterStats(*layer) for layer in stats]) if return_stats else hidden_BtM
 
-    def _length(self, mask: AttentionMask, positions_Bt: Tensor, cache: KVCache | None) -> int:
+    def _length(self, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
         """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
         if self.config.position != "rope" or not self.config.rope.depends_on_length:
             return 0
-        return mask.longest if cache is None else int(positions_Bt.max()) + 1
+        return documents.longest if cache is None else int(positions_Bt.max()) + 1
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
@@ -255,14 +260,17 @@ class Decoder(nn.Module):
 
 @outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def _masks(
-    cu_seqlens: Sequence[int] | Tensor | None, tokens_Bt: Tensor, config: ModelConfig, core: AttentionCore
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
+    tokens_Bt: Tensor,
+    config: ModelConfig,
+    core: AttentionCore,
 ) -> dict[str, AttentionMask]:
     """What the layers of each kind see."""
     if cu_seqlens is None:
-        B, T = tokens_Bt.shape
-        mask = AttentionMask(tuple(T * row for row in range(B + 1)))
+        documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
     else:
-        mask = AttentionMask(tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+        documents = PackedDocuments.of(cu_seqlens)
+    mask = AttentionMask(documents)
     masks = {kind: _mask_of(kind, mask, config) for kind in dict.fromkeys(config.layers)}
     if "sparse" in masks and getattr(core, "is_operator", False):
         _ = masks["sparse"].strided  # formed here, outside of the graph that reads it

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
 from longctx.kernels.matmul import linear
+from longctx.kernels.processor import Products
 
 
 class LMHead(nn.Module):
@@ -20,8 +21,10 @@ class LMHead(nn.Module):
     ZeRO-3 has gathered what ``Decoder.external_parameters`` registered.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, products: Products) -> None:
+        """``products`` says how a CPU multiplies bfloat16."""
         super().__init__()
+        self.products: Products = products
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
         self.weight: nn.Parameter | None
         weight = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -45,12 +48,13 @@ class LMHead(nn.Module):
         options = LossOptions(
             logit_scale=self.scale, softcap=self.softcap, z_loss=z_loss, label_smoothing=label_smoothing
         )
+        given = (hidden_NM, weight_VM, targets_N)
         if per_token:
-            return token_nll(hidden_NM, weight_VM, targets_N, options=options).view_as(targets_Bt)
-        return loss_sums(hidden_NM, weight_VM, targets_N, options=options)
+            return token_nll(*given, options=options, products=self.products).view_as(targets_Bt)
+        return loss_sums(*given, options=options, products=self.products)
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         if self.scale != 1:
             hidden_BtM = hidden_BtM * self.scale
-        logits_BtV = linear(hidden_BtM, weight_VM)
+        logits_BtV = linear(hidden_BtM, weight_VM, products=self.products)
         return self.softcap * torch.tanh(logits_BtV / self.softcap) if self.softcap else logits_BtV

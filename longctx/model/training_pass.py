@@ -5,14 +5,15 @@ Axes: B rows, t tokens of this rank, L expert layers, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.mask import AttentionMask
+from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.layers.dropout import Dropout, Jitter
@@ -20,7 +21,9 @@ from longctx.model.layers.dropout import Dropout, Jitter
 
 @dataclass(frozen=True)
 class Execution:
-    """How layers are computed: what they keep for backward and how much they do at a time. Changes no result."""
+    """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies.
+
+    Changes no result but for the rounding of bfloat16 products."""
 
     recompute: bool = False
     """Activation checkpointing: a block keeps its input, the attention core's result and its tokens' experts, and
@@ -29,6 +32,8 @@ class Execution:
     """What experts compute again in backward where blocks are not recomputed (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
+    products: Products = field(default_factory=fastest_products)
+    """How a CPU multiplies bfloat16: by default in the way that is faster on this machine's processor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +92,19 @@ def build_capacity(
 
 
 @outside_graphs("boundaries are data: a graph that read them would serve one batch")
-def document_ids_of(mask: AttentionMask, tokens_Bt: Tensor) -> Tensor:
+def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
-    if mask.num_tokens != tokens_Bt.numel():
+    if documents.num_tokens != tokens_Bt.numel():
         raise ValueError(
-            f"{tokens_Bt.numel()} tokens are not the {mask.num_tokens} of cu_seqlens; a shard of them needs "
+            f"{tokens_Bt.numel()} tokens are not the {documents.num_tokens} of cu_seqlens; a shard of them needs "
             "`document_ids`"
         )
-    lengths = torch.tensor(mask.cu_seqlens, device=tokens_Bt.device).diff()
+    lengths = torch.tensor(documents.lengths, device=tokens_Bt.device)
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
 
 @outside_graphs("boundaries are data: a graph that read them would serve one batch")
-def token_indices(mask: AttentionMask, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
+def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
-    starts = torch.tensor(mask.cu_seqlens, device=positions_Bt.device)
+    starts = torch.tensor(documents.bounds, device=positions_Bt.device)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

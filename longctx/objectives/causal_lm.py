@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
         return self.decoder(
             batch.tokens,
             batch.positions,
-            batch.cu_seqlens,
+            batch.documents,
             document_ids=batch.document_ids,
             row_tokens=batch.row_tokens,
             training_pass=training_pass,

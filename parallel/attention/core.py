@@ -11,6 +11,7 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
@@ -30,6 +31,8 @@ class ContextParallelAttention:
     transport: str = "auto"
     communication_dtype: torch.dtype | None = None
     deterministic: bool = False
+    products: Products | None = None
+    """How a CPU multiplies bfloat16; None takes what is faster on this one."""
 
     @outside_graphs("keys, values and states travel between ranks")
     def __call__(
@@ -59,6 +62,7 @@ class ContextParallelAttention:
             transport=self.transport,
             communication_dtype=self.communication_dtype,
             deterministic=self.deterministic,
+            products=self.products,
             recompute_cache=recompute_cache,
             agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
         )
@@ -67,5 +71,5 @@ class ContextParallelAttention:
 @lru_cache(maxsize=8)
 def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
     """The schedule of a mask, built once a batch and shared by all layers of that mask."""
-    layout = cached_layout(kind, degree, ulysses, mask.cu_seqlens)
-    return Schedule.build(layout, mask.cu_seqlens, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)
+    layout = cached_layout(kind, degree, ulysses, mask.documents)
+    return Schedule.build(layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)

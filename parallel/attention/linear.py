@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
@@ -39,7 +40,7 @@ def linear_attend(
     v_BtKV: Tensor,
     *,
     layout: SequenceLayout,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
     mesh: Mesh,
     causal: bool = True,
     chunk: int = CHUNK,
@@ -105,8 +106,8 @@ class ContextParallelLinearAttention:
             q_BtHD,
             k_BtKD,
             v_BtKV,
-            layout=cached_layout(self.layout, self.mesh.context, self.mesh.ulysses, mask.cu_seqlens),
-            cu_seqlens=mask.cu_seqlens,
+            layout=cached_layout(self.layout, self.mesh.context, self.mesh.ulysses, mask.documents),
+            cu_seqlens=mask.documents,
             mesh=self.mesh,
             causal=mask.causal,
             recompute_cache=recompute_cache,

@@ -20,6 +20,7 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.processor import Products
 from longctx.model.attention.work import attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 from parallel.mesh import Mesh
@@ -41,6 +42,8 @@ class AttentionOptions:
     """Dtype of gradients under way; None: float32, float64 for float64 inputs."""
     deterministic: bool = False
     """Whether the kernel's backward must repeat to the bit."""
+    products: Products | None = None
+    """How a CPU multiplies bfloat16; None: the way that is faster on this one."""
 
 
 @outside_graphs("keys, values and states travel between ranks")
@@ -58,6 +61,7 @@ def attend(
     transport: str = "auto",
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    products: Products | None = None,
     recompute_cache: RecomputeCache | None = None,
     agree_again: bool = False,
 ) -> Tensor:
@@ -71,7 +75,7 @@ def attend(
     ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
     are learnable logits of a key without value. The other options are ``AttentionOptions``'. ConfigError for what a
     kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late."""
-    options = AttentionOptions(kernel, transport, communication_dtype, deterministic)
+    options = AttentionOptions(kernel, transport, communication_dtype, deterministic, products)
     if scores is None:
         scores = Scores(scale=q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
     elif scale is not None:
@@ -269,6 +273,7 @@ def _build_call(
         window=schedule.window is not None,
         rules=scores.rules,
         deterministic=options.deterministic,
+        products=options.products,
     )
     if scores.needs_distances:
         schedule = schedule.with_distances()

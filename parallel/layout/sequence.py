@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from parallel.layout.balanced import deal
 from parallel.layout.zigzag import head_and_tail
@@ -63,7 +63,7 @@ class SequenceLayout:
         kind: str,
         num_tokens: int,
         degree: int,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
         ulysses: int = 1,
     ) -> SequenceLayout:
         """The layout of ``num_tokens`` tokens over ``degree`` ranks.
@@ -76,7 +76,7 @@ class SequenceLayout:
         divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
-        bounds = check_documents(cu_seqlens, num_tokens)
+        documents = PackedDocuments.of(cu_seqlens, num_tokens)
         ring = degree // ulysses
         share = num_tokens // ring
         if kind == "striped":
@@ -84,7 +84,7 @@ class SequenceLayout:
         elif kind == "contiguous" or ring == 1:
             runs = [[Run(r * share, share, 1)] for r in range(ring)]
         else:
-            dealt = head_and_tail(num_tokens, ring) if kind == "zigzag" else deal(num_tokens, ring, bounds)
+            dealt = head_and_tail(num_tokens, ring) if kind == "zigzag" else deal(num_tokens, ring, documents.bounds)
             runs = [[Run(start, count, 1) for start, count in pieces] for pieces in dealt]
         return cls(kind, num_tokens, degree, ulysses, tuple(tuple(r) for r in runs))
 
@@ -148,22 +148,6 @@ def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
             cut.append(Run(run.start + first * run.step, last - first, run.step))
         row += run.count
     return tuple(cut)
-
-
-def check_documents(cu_seqlens: Sequence[int] | Tensor | None, num_tokens: int) -> list[int]:
-    """The documents' bounds as a list (None: one document); ConfigError unless they ascend from 0 to the last token."""
-    if cu_seqlens is None:
-        return [0, num_tokens]
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    descends = next((n for n, (a, b) in enumerate(pairwise(bounds), start=1) if b < a), None)
-    if len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == num_tokens and descends is None:
-        return bounds
-    shown = str(bounds) if len(bounds) <= 6 else f"{bounds[:4]}…{bounds[-2:]}"
-    message = f"cu_seqlens must ascend from 0 to the sequence's {num_tokens} tokens; got {shown}"
-    message += f" ({len(bounds)} entries)."
-    if descends is not None:
-        message += f" Entry {descends} is {bounds[descends]}, after {bounds[descends - 1]}."
-    raise ConfigError(message)
 
 
 def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:

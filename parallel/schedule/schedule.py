@@ -15,10 +15,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import AttentionSlice, shifted, table_slices
 from longctx.model.attention.work import Work
-from parallel.layout.sequence import SequenceLayout, check_documents
+from parallel.layout.sequence import SequenceLayout
 from parallel.schedule import costs
 from parallel.schedule.bands import area
 from parallel.schedule.heads import AttentionShape
@@ -49,7 +50,7 @@ class Schedule:
     def build(
         cls,
         layout: SequenceLayout,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
         causal: bool = True,
         window: int | None = None,
         sink_tokens: int = 0,
@@ -63,12 +64,12 @@ class Schedule:
         or, if causal, those any multiple of ``stride`` before it.
         ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
         """
-        bounds = check_documents(cu_seqlens, layout.num_tokens)
+        documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         check_window(window, sink_tokens)
         check_stride(stride, window, sink_tokens, causal)
         keys = layout if key_layout is None else key_layout
         check_key_layout(layout, keys, stride)
-        return cls(layout, keys, tuple(bounds), causal, window, sink_tokens, stride)
+        return cls(layout, keys, documents.bounds, causal, window, sink_tokens, stride)
 
     def with_distances(self) -> Schedule:
         """The same schedule with each slice's distances, for scores that depend on them."""

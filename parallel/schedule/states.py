@@ -12,16 +12,17 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments
-from parallel.layout.sequence import SequenceLayout, check_documents
+from parallel.layout.sequence import SequenceLayout
 
 T = TypeVar("T")
 
 
 def bytes_received(
     layout: SequenceLayout,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
     *,
     num_kv_heads: int,
     head_dim: int,
@@ -68,14 +69,18 @@ class StatePlan:
 
     @classmethod
     def build(
-        cls, layout: SequenceLayout, cu_seqlens: Sequence[int] | Tensor | None = None, *, causal: bool = True
+        cls,
+        layout: SequenceLayout,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
+        *,
+        causal: bool = True,
     ) -> StatePlan:
         """The plan: if causal, a segment gives to the later segments of its document, else to all others.
 
         ConfigError when the layout deals single tokens, or when the documents do not fit it.
         """
-        bounds = check_documents(cu_seqlens, layout.num_tokens)
-        return _build_plan(layout, tuple(bounds), causal)
+        documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
+        return _build_plan(layout, documents.bounds, causal)
 
     @cached_property
     def digest(self) -> str:
@@ -108,7 +113,7 @@ class StatePlan:
     def segments(self, rank: int) -> Segments:
         """The rank's segments, in the words of the one-device kernel."""
         takes, gives = (tuple(x.segment for x in side[rank]) for side in (self.taken, self.given))
-        return Segments(self.ends[rank], takes, gives)
+        return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
 
 
 @lru_cache(maxsize=8)

@@ -78,6 +78,7 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda p: p.name)
 def test_marked_commands_run_in_their_order(page: Path, workspace: Path, monkeypatch, capfd):
     """Pages stand in the order of their names, so what the first tutorial made is there for the later ones."""
@@ -94,7 +95,7 @@ def follow(block: Block, capfd) -> None:
             assert main(words) == 0, f"{block.page.name}:{block.line}: {words}\n{capfd.readouterr()}"
         else:
             assert program == "deepspeed", f"only longctx and deepspeed are run: {program}"
-            ended = pretrain([*words[words.index(SCRIPT) + 1 :], *absolute_folders(words)])
+            ended = pretrain([*words[words.index(SCRIPT) + 1 :], *absolute_folders(words)], timeout=200.0)
             assert ended.code == 0, f"{block.page.name}:{block.line}: {words}\n{ended.text}"
 
 

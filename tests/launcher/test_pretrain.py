@@ -21,6 +21,7 @@ from launcher.config.load import from_values, load_run_config
 from launcher.metrics.record import METRICS_FILE, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
+from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.process import start_process_group
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain
@@ -50,7 +51,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", CHECKPOINTS, "report.html", "tensorboard"}
     assert names == wanted
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
-    assert config == load_run_config(flags(shards, folder))
+    assert config == load_run_config(flags(shards, folder)).resolve(native_bfloat16=has_native_bfloat16())
     environment = json.loads((folder / "environment.json").read_text())
     assert (environment["world_size"], environment["context"], environment["data"]) == (2, 2, 1)
     assert "--data.train" in environment["command"]

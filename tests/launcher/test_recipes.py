@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from launcher.cli import main
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
+from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.generation import load_model
 from tests.helpers import REPOSITORY
@@ -57,7 +58,7 @@ def reduced(recipe: Path, shards: Path, output: Path) -> RunConfig:
 def train_each(shards: Path, runs: Sequence[tuple[Path, Path]]) -> None:
     leave_out_pictures()
     for recipe, output in runs:
-        Trainer(reduced(recipe, shards, output), torch.device("cpu")).train()
+        Trainer(build_run(reduced(recipe, shards, output), torch.device("cpu"))).train()
 
 
 @pytest.fixture(scope="module")

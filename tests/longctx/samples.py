@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -38,17 +39,17 @@ def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 9
     """A batch whose row b packs documents of ``rows[b]`` tokens and ends in ``padding`` tokens of padding."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [n for row in rows for n in (*row, padding) if n]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    packed = PackedDocuments.of(torch.tensor([0, *lengths]).cumsum(0))
     shape = (len(rows), sum(rows[0]) + padding)
     tokens = torch.randint(vocab_size, shape, generator=generator)
     positions = torch.cat([torch.arange(n) for n in lengths]).view(shape)
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape)
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape)
     targets = tokens.flatten().roll(-1)
-    targets[cu_seqlens[1:] - 1] = IGNORED_TARGET
+    targets[packed.cu_seqlens[1:] - 1] = IGNORED_TARGET
     targets = targets.view(shape)
     if padding:
-        targets[:, -padding:], documents[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
-    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=cu_seqlens)
+        targets[:, -padding:], ids[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
+    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=ids, documents=packed)
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:
@@ -67,7 +68,7 @@ def documents_of(batch: Batch) -> list[Batch]:
             targets=part.targets,
             positions=part.positions,
             document_ids=part.document_ids.clamp(max=0),
-            cu_seqlens=torch.tensor([0, b - a]),
+            documents=PackedDocuments.of([0, b - a]),
         )
 
     return [cut(a, b) for a, b in pairwise(batch.cu_seqlens.tolist())]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.conversion import load_hf
+from longctx.documents import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -85,5 +86,5 @@ def whole_batch(tokens_BT: torch.Tensor) -> Batch:
         targets=targets.reshape(1, -1),
         positions=torch.arange(length).repeat(rows)[None],
         document_ids=torch.arange(rows).repeat_interleave(length)[None],
-        cu_seqlens=torch.arange(rows + 1) * length,
+        documents=PackedDocuments.of_rows(rows, length),
     )

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longctx.kernels.processor import Products
+
 RULES = {"softcap": "soft cap", "alibi": "ALiBi", "relative_bias": "learned bias"}
 """What may make a score more than a scaled dot product, and the words for it."""
 
@@ -84,6 +86,8 @@ class KernelRequest:
     """Rules of the scores, keys of ``RULES``."""
     deterministic: bool = False
     """Whether the backward pass must give equal bits on repetition."""
+    products: Products | None = None
+    """How a CPU multiplies bfloat16; None leaves it to the kernel."""
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"

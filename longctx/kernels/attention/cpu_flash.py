@@ -12,8 +12,8 @@ is copied:
   and backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the
   op's own, for a few per cent of its time.
 * bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (elsewhere the op is two
-  to five times slower in bfloat16). There, every tile's gradients are rounded to bfloat16 and summed in float32, a
-  query head at a time: the op itself adds up in bfloat16.
+  to five times slower in bfloat16) or the kernel is asked for the native way. There, every tile's gradients are rounded
+  to bfloat16 and summed in float32, a query head at a time: the op itself adds up in bfloat16.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -34,7 +34,7 @@ from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, 
 from longctx.kernels.attention.slices import table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.processor import has_native_bfloat16
+from longctx.kernels.processor import fastest_products
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +57,13 @@ class CpuFlashKernel:
     """The fast kernel on CPUs; docs/parallel.md holds a ring of it against ``scaled_dot_product_attention``.
 
     ``compute`` says in what bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (as they are), or
-    ``"auto"``: native for bfloat16 on processors that have instructions for it, else float32.
+    ``"auto"``: bfloat16 as ``fastest_products`` says, float16 in float32.
     """
-
-    name = "cpu_flash"
 
     def __init__(self, compute: str = "auto") -> None:
         if compute not in ("auto", "float32", "native"):
             raise ConfigError(f"compute={compute!r} is unknown. Try one of ['auto', 'float32', 'native'].")
-        self.compute = compute
+        self.compute, self.name = compute, "cpu_flash" if compute == "auto" else f"cpu_flash_{compute}"
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cpu":
@@ -139,9 +137,9 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
     if dtype in (torch.float32, torch.float64):
         return dtype
     if compute == "auto":
-        compute = "native" if dtype == torch.bfloat16 and has_native_bfloat16() else "float32"
-        why = "float16 partial sums overflow"
+        compute, why = "float32", "float16 partial sums overflow"
         if dtype == torch.bfloat16:
+            compute = fastest_products()
             why = f"this processor has {'' if compute == 'native' else 'no '}bfloat16 instructions"
         log.info("cpu_flash computes %s %s: %s.", dtype, "as it is" if compute == "native" else "in float32", why)
     return dtype if compute == "native" else torch.float32

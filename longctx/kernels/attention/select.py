@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
+import torch
+
 from longctx.errors import ConfigError
 from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
@@ -26,9 +28,12 @@ _PREFERRED: tuple[AttentionKernel, ...] = (
     CpuFlashKernel(),
     BlockwiseKernel(),
     ReferenceKernel(),
+    CpuFlashKernel("native"),
+    CpuFlashKernel("float32"),
 )
 KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _PREFERRED}
-"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request."""
+"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request. The last two
+are cpu_flash for requests that say how a CPU multiplies bfloat16."""
 
 
 @lru_cache(maxsize=64)
@@ -38,11 +43,18 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     ConfigError when the name is unknown or the named kernel cannot serve the request.
     """
     if name == "auto":
-        return _first_that_serves(request)
+        return _multiplying(_first_that_serves(request).name, request)
     if name not in KERNELS:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
     if refusal := KERNELS[name].supports(request):
         raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
+    return _multiplying(name, request)
+
+
+def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
+    """The kernel of this name that multiplies bfloat16 as the request says, where it has more than one way."""
+    if request.dtype == torch.bfloat16 and f"{name}_{request.products}" in KERNELS:
+        return KERNELS[f"{name}_{request.products}"]
     return KERNELS[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
 from longctx.model.attention.core import KVCache
@@ -37,12 +38,12 @@ class LocalLinearAttention:
         B, T = q_BtHD.shape[:2]
         if cache is not None:
             carried = cache.state(layer)
-            segments = Segments((0, T), takes=() if carried is None else (0,), gives=(0,))
+            segments = Segments(PackedDocuments.of([0, T]), takes=() if carried is None else (0,), gives=(0,))
             out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=carried)
             cache.add_state(layer, state)
             return out
-        if mask.num_tokens != B * T:
-            raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
+        if mask.documents.num_tokens != B * T:
+            raise ValueError(f"{B} rows of {T} tokens are not the {mask.documents.num_tokens} tokens of cu_seqlens")
         q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-        out, _ = linear_attention(q, k, v, segments=Segments(mask.cu_seqlens), causal=mask.causal)
+        out, _ = linear_attention(q, k, v, segments=Segments(mask.documents), causal=mask.causal)
         return out.view(B, T, *out.shape[2:])

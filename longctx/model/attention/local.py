@@ -21,6 +21,7 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.processor import Products
 from longctx.model.attention.core import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import Piece, continuation, strided_work
@@ -34,8 +35,10 @@ class LocalAttention:
     is_operator = True
     """Its work is one operator: ``torch.compile`` need not leave its graph for it."""
 
-    def __init__(self, kernel: str = "auto") -> None:
+    def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
+        """``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one."""
         self.kernel = kernel
+        self.products: Products | None = products
 
     def __call__(
         self,
@@ -58,12 +61,12 @@ class LocalAttention:
         scores = scores or Scores(scale=D**-0.5)
         K, V = v_BtKV.shape[2:]
         device, windowed = q_BtHD.device.type, mask.window is not None
-        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), windowed, scores.rules)
+        kernel = _kernel_for(self.kernel, device, q_BtHD.dtype, (D, H, K, V), self.products, windowed, scores.rules)
         if cache is not None:
             k_BtKD, v_BtKV = cache.append(layer, k_BtKD, v_BtKV)
             work = _continuation_work(mask, T, k_BtKD.shape[1])
-        elif mask.num_tokens != B * T:
-            raise ValueError(f"{B} rows of {T} tokens are not the {mask.num_tokens} tokens of cu_seqlens")
+        elif mask.documents.num_tokens != B * T:
+            raise ValueError(f"{B} rows of {T} tokens are not the {mask.documents.num_tokens} tokens of cu_seqlens")
         else:
             work = _work(mask.slice_table, mask.strided if mask.stride else None)
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
@@ -74,7 +77,7 @@ class LocalAttention:
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     """The slices of every non-empty document of a mask whose whole sequence lies in this process."""
-    return tuple(part for a, b in pairwise(mask.cu_seqlens) for part in _visible(a, b, mask))
+    return tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
 
 
 def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
@@ -125,6 +128,7 @@ def _kernel_for(
     device_type: str,
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
+    products: Products | None,
     window: bool,
     rules: tuple[str, ...],
 ) -> str:
@@ -139,6 +143,7 @@ def _kernel_for(
         value_dim,
         window=window,
         rules=rules,
+        products=products,
     )
     return choose_kernel(name, request).name
 

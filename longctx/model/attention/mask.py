@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.model.attention.strided import whole_documents
 from longctx.model.attention.work import Work
@@ -17,10 +17,11 @@ from longctx.model.attention.work import Work
 class AttentionMask:
     """Which keys a query may see: those of its own document, earlier ones alone if ``causal``, near ones if windowed.
 
-    ``cu_seqlens`` are the global boundaries of the (flattened) sequence, also when this process holds only a part.
+    ``documents`` are those of the whole sequence, also when this process holds only a part of it.
     """
 
-    cu_seqlens: tuple[int, ...]
+    documents: PackedDocuments
+    """A list or a tensor of boundaries (``cu_seqlens``) becomes one."""
     causal: bool = True
     window: int | None = None
     """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
@@ -28,21 +29,14 @@ class AttentionMask:
     """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
     stride: int = 0
     """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509); 0 for none."""
-    num_tokens: int = field(init=False, compare=False, repr=False)
-    """Length of the whole sequence."""
-    num_documents: int = field(init=False, compare=False, repr=False)
-    """Documents of the sequence, empty ones too."""
-    longest: int = field(init=False, compare=False, repr=False)
-    """Tokens of the longest document."""
     slice_table: Tensor = field(init=False, compare=False, repr=False)
     """The work of a process that holds the whole sequence: the table of ``document_slices``.
 
-    Formed here, once, as the counts are, for a compiled layer: numbers it reads in ``cu_seqlens`` are compiled in.
+    Formed here, once, for a compiled layer: numbers it reads in the boundaries are compiled in.
     """
 
     def __post_init__(self) -> None:
-        if self.cu_seqlens[:1] != (0,) or any(b < a for a, b in pairwise(self.cu_seqlens)):
-            raise ConfigError(f"cu_seqlens {_shown(self.cu_seqlens)} must start at 0 and never descend.")
+        object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
         if self.sink_tokens < 0:
@@ -51,9 +45,6 @@ class AttentionMask:
         from longctx.kernels.attention.slices import slice_table
         from longctx.model.attention.local import document_slices
 
-        object.__setattr__(self, "num_tokens", self.cu_seqlens[-1])
-        object.__setattr__(self, "num_documents", len(self.cu_seqlens) - 1)
-        object.__setattr__(self, "longest", max((b - a for a, b in pairwise(self.cu_seqlens)), default=0))
         object.__setattr__(self, "slice_table", slice_table(document_slices(self)))
 
     @cached_property
@@ -65,7 +56,7 @@ class AttentionMask:
         """
         from longctx.model.attention.local import strided_beyond
 
-        return strided_beyond(self, whole_documents(self.cu_seqlens))
+        return strided_beyond(self, whole_documents(self.documents.bounds))
 
     def _check_stride(self) -> None:
         if self.stride < 0:
@@ -75,9 +66,3 @@ class AttentionMask:
                 f"stride={self.stride} needs a window and goes with neither sink tokens nor bidirectional attention; "
                 f"got window={self.window}, sink_tokens={self.sink_tokens}, causal={self.causal}."
             )
-
-
-def _shown(cu_seqlens: tuple[int, ...]) -> str:
-    """The boundaries around the first that is out of order."""
-    wrong = next((i for i, (a, b) in enumerate(pairwise(cu_seqlens)) if b < a), 0)
-    return f"[… {', '.join(map(str, cu_seqlens[wrong : wrong + 2]))} …]"

@@ -19,6 +19,7 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.memory import fresh, mapped
+from longctx.kernels.processor import Products
 from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
 from longctx.model.layers.activations import gated, gated_backward
 
@@ -31,13 +32,13 @@ SLAB_BYTES = 8 << 20
 class _Blocks:
     """A tile's rows in blocks, in the dtype that products are formed in, and memory for one block."""
 
-    def __init__(self, tokens: Tokens, weights: Weights) -> None:
+    def __init__(self, tokens: Tokens, weights: Weights, products: Products) -> None:
         order_R, _, ends_e = sort_by_expert(tokens.experts_Sk, len(weights.down_eMF))
         ends = ends_e.tolist()
         self.order_R = order_R[: ends[-1]]
         self.token_R = self.order_R // tokens.experts_Sk.shape[1]
         self.gates_R1 = tokens.gates_Sk.flatten().index_select(0, self.order_R).unsqueeze(-1)
-        self.dtype = torch.float32 if multiplies_in_float32(tokens.x_SM) else tokens.x_SM.dtype
+        self.dtype = torch.float32 if multiplies_in_float32(tokens.x_SM, products) else tokens.x_SM.dtype
         self._blocks = list(_cut(ends))
         self._most = max((rows.stop - rows.start for _, rows in self._blocks), default=0)
         self._memory: dict[str, Tensor] = {}
@@ -134,14 +135,14 @@ _NOTHING = torch.empty(0)
 
 
 def forward_blocks(
-    tokens: Tokens, weights: Weights, kind: str, *, keep: str, in_slabs: bool
+    tokens: Tokens, weights: Weights, kind: str, *, keep: str, products: Products, in_slabs: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Σ over a token's experts here of gate · expert(x), [S, M] in float32 (float64), and what ``keep`` keeps.
 
     ``keep`` is one of ``dispatch.RECOMPUTE``.
     """
     x_SM = tokens.x_SM
-    blocks, (_, M, F) = _Blocks(tokens, weights), weights.down_eMF.shape
+    blocks, (_, M, F) = _Blocks(tokens, weights, products), weights.down_eMF.shape
     out_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     slabs = _Kept(blocks, keep, weights, x_SM.dtype, None if in_slabs else tokens.experts_Sk.numel())
     tensors = slabs.allocate()
@@ -194,6 +195,7 @@ def backward_blocks(
     tensors: list[Tensor],
     *,
     keep: str,
+    products: Products,
     in_slabs: bool,
     sums: WeightSums,
     needs: Needs,
@@ -203,7 +205,7 @@ def backward_blocks(
     ``tensors`` are what ``forward_blocks`` kept in the same way, and are gone one after the other.
     """
     x_SM = tokens.x_SM
-    blocks, (_, M, F) = _Blocks(tokens, weights), weights.down_eMF.shape
+    blocks, (_, M, F) = _Blocks(tokens, weights, products), weights.down_eMF.shape
     slabs = _Kept(blocks, keep, weights, x_SM.dtype, None if in_slabs else tokens.experts_Sk.numel())
     dx_SM = mapped(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype)) if needs.x else None
     dgates_R = torch.empty(blocks.num_rows, dtype=tokens.gates_Sk.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert, sum_by_expert
+from longctx.kernels.processor import Products
 from longctx.model.experts.parts import Needs, Tokens, Weights, WeightSums, kept_widths
 from longctx.model.layers.activations import gated, gated_backward
 
@@ -18,7 +19,8 @@ from longctx.model.layers.activations import gated, gated_backward
 class _Sorted:
     """Rows in the order of their experts, and grouped products."""
 
-    def __init__(self, tokens: Tokens, num_experts: int) -> None:
+    def __init__(self, tokens: Tokens, num_experts: int, products: Products) -> None:
+        self.products: Products = products
         self.k, self.num_tokens, self.num_rows = tokens.experts_Sk.shape[1], len(tokens.x_SM), tokens.num_rows
         order_R, inverse_R, self.ends_e = sort_by_expert(tokens.experts_Sk, num_experts)
         self.is_here_R = tokens.experts_Sk.flatten() >= 0
@@ -57,11 +59,11 @@ class _Sorted:
 
     def rows(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Every row times its expert's weight."""
-        return grouped_rows(x_RI, weight_eIO, self.ends_e)
+        return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Every expert's sum of dyᵀ · x."""
-        return grouped_outer(dy_RO, x_RI, self.ends_e)
+        return grouped_outer(dy_RO, x_RI, self.ends_e, products=self.products)
 
     def spread(self, bias_eO: Tensor) -> Tensor:
         """Every row's expert's."""
@@ -77,12 +79,14 @@ def _where(mask_R: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask_R, size=count).squeeze(-1)
 
 
-def forward_rows(tokens: Tokens, weights: Weights, kind: str, *, keep: str) -> tuple[Tensor, list[Tensor]]:
+def forward_rows(
+    tokens: Tokens, weights: Weights, kind: str, *, keep: str, products: Products
+) -> tuple[Tensor, list[Tensor]]:
     """Σ over a token's experts here of gate · expert(x), [S, M] in float32 (float64), and what ``keep`` keeps.
 
     ``keep`` is one of ``dispatch.RECOMPUTE``.
     """
-    at = _Sorted(tokens, len(weights.down_eMF))
+    at = _Sorted(tokens, len(weights.down_eMF), products)
     x, gates = at.take(tokens.x_SM), at.choices(tokens.gates_Sk)
     gate_up = _gate_up_whole(at, x, weights)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -107,6 +111,7 @@ def backward_rows(
     kind: str,
     kept: list[Tensor],
     *,
+    products: Products,
     sums: WeightSums,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor]:
@@ -114,7 +119,7 @@ def backward_rows(
 
     What is ``kept`` is gone.
     """
-    at = _Sorted(tokens, len(weights.down_eMF))
+    at = _Sorted(tokens, len(weights.down_eMF), products)
     gates, dy = at.choices(tokens.gates_Sk), at.take(dout_SM.to(tokens.x_SM.dtype))
     keeps_rows = len(kept) == 3
     x = kept[2] if keeps_rows else at.take(tokens.x_SM) if needs.gate_up or not kept else None

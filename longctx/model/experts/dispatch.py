@@ -16,6 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from longctx.kernels.processor import Products
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -95,6 +97,8 @@ class ExpertRun:
     """Tokens of this process that travel at a time, while the tile before computes; 0 is all at once."""
     recompute: str = "activation"
     """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and tokens travel once more in it."""
+    products: Products = "native"
+    """How a CPU multiplies bfloat16."""
 
 
 V = TypeVar("V")

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
+from longctx.kernels.processor import Products
 from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
 from longctx.model.experts.compute_grouped import backward_rows, forward_rows
 from longctx.model.experts.dispatch import Arrival, ExpertRun, LocalDispatcher, TokenDispatcher, Trip, tiles_of
@@ -68,7 +69,7 @@ class Experts(nn.Module):
         wants = (x_NM, gates_Nk, *(w for w in weights if w is not None))
         is_trained = torch.is_grad_enabled() and any(of.requires_grad for of in wants)
         keep = run.recompute if recompute_cache is None and is_trained else "all"
-        how = (self.activation, run.tile_tokens, keep)
+        how = (self.activation, run.tile_tokens, keep, run.products)
         given = (x_NM, gates_Nk, experts_Nk, *weights, *how, dispatcher, recompute_cache)
         return _outside_graphs(*given) if dispatcher.travels else _Experts.apply(*given)
 
@@ -84,6 +85,7 @@ class _How(NamedTuple):
     activation: str
     tile_tokens: int
     keep: str
+    products: Products
 
 
 class _Experts(torch.autograd.Function):
@@ -102,11 +104,12 @@ class _Experts(torch.autograd.Function):
         activation: str,
         tile_tokens: int,
         keep: str,
+        products: Products,
         dispatcher: TokenDispatcher,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
-        how = _How(activation, tile_tokens, keep)
+        how = _How(activation, tile_tokens, keep, products)
         ctx.how, ctx.dispatcher, ctx.planned, ctx.num_kept = tuple(how), dispatcher, None, []
         known = None if recompute_cache is None else recompute_cache.load(of="experts")
         if known is not None:
@@ -138,7 +141,7 @@ class _Experts(torch.autograd.Function):
             given = (dout_NM, x, gates, ids, weights, of_tiles, _How(*ctx.how), Needs(*needs))
             grads = _backward(*given, ctx.dispatcher, ctx.planned)
         dx, dgates, *dweights = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-        return dx, dgates, None, *dweights, *[None] * 5
+        return dx, dgates, None, *dweights, *[None] * 6
 
 
 @outside_graphs("tokens travel outside of any graph")
@@ -180,9 +183,9 @@ def _forward(
     for number, (trip, tokens) in enumerate(_one_ahead(send, len(tiles))):
         of = (tokens, weights, how.activation)
         if _in_blocks(x_NM):
-            out_SM, of_tile = forward_blocks(*of, keep=how.keep, in_slabs=in_slabs)
+            out_SM, of_tile = forward_blocks(*of, keep=how.keep, products=how.products, in_slabs=in_slabs)
         else:
-            out_SM, of_tile = forward_rows(*of, keep=how.keep)
+            out_SM, of_tile = forward_rows(*of, keep=how.keep, products=how.products)
         kept.append([*(tokens[:3] if dispatcher.travels and how.keep != "all" else ()), *of_tile])
         home.expect(number, trip.combine(out_SM, x_NM.dtype))
     return home.all(), kept, planned
@@ -230,9 +233,11 @@ def _backward(
     for number, (trip, tokens, dout_SM) in enumerate(_one_ahead(send, len(tiles))):
         of = (dout_SM, tokens, weights, how.activation, kept[number])
         if _in_blocks(x_NM):
-            dx_SM, dgates_Sk = backward_blocks(*of, keep=how.keep, in_slabs=in_slabs, sums=sums, needs=needs)
+            dx_SM, dgates_Sk = backward_blocks(
+                *of, keep=how.keep, products=how.products, in_slabs=in_slabs, sums=sums, needs=needs
+            )
         else:
-            dx_SM, dgates_Sk = backward_rows(*of, sums=sums, needs=needs)
+            dx_SM, dgates_Sk = backward_rows(*of, products=how.products, sums=sums, needs=needs)
         kept[number].clear()
         if dx_SM is not None:
             dx_home.expect(number, trip.combine(dx_SM, x_NM.dtype))  # needed on all ranks or on none
@@ -291,7 +296,7 @@ class _Home:
 # --- local experts as operators, which torch.compile leaves as they are -------------------------------------
 
 _GIVEN = "Tensor x, Tensor gates, Tensor experts, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
-_HOW = "str activation, int tile_tokens, str keep"
+_HOW = "str activation, int tile_tokens, str keep, str products"
 _library = torch.library.Library("longctx", "FRAGMENT")
 _library.define(f"experts_forward({_GIVEN}, {_HOW}) -> Tensor[]")
 _library.define(f"experts_backward(Tensor dout, {_GIVEN}, Tensor[] kept, {_HOW}, bool[] needs) -> Tensor[]")
@@ -304,7 +309,7 @@ def _forward_here(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
 
 
 def _backward_here(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
-    weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:8]), Needs(*rest[8])
+    weights, kept, how, needs = Weights(*rest[:4]), rest[4], _How(*rest[5:9]), Needs(*rest[9])
     each = len(kept_widths(how.keep, weights, in_blocks=_in_blocks(x)))
     of_tiles = [list(kept[n * each : (n + 1) * each]) for n, _ in enumerate(tiles_of(len(x), how.tile_tokens))]
     grads = _backward(dout, x, gates, experts, weights, of_tiles, how, needs, LocalDispatcher(), None, in_slabs=False)
@@ -321,7 +326,7 @@ def _fake_forward(x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list
 
 
 def _fake_backward(dout: Tensor, x: Tensor, gates: Tensor, experts: Tensor, *rest: Any) -> list[Tensor]:
-    weights, needs = rest[:4], rest[8]
+    weights, needs = rest[:4], rest[9]
     made = [of.new_empty(of.shape if needed else 0) for of, needed in zip((x, gates), needs, strict=False)]
     made[1] = gates.new_empty(gates.shape)
     for weight, needed in zip(weights, needs[2:], strict=True):

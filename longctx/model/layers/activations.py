@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiply, multiply_backward, sum_rows
+from longctx.kernels.processor import Products
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
 
@@ -47,29 +48,35 @@ def gated_backward(
     return *_product_gradient(kind, dout_NF, gate_NF, up_NF), dscale
 
 
-def gated_linear(kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None) -> Tensor:
+def gated_linear(
+    kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None, *, products: Products
+) -> Tensor:
     """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
-    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind)
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products)
 
 
 class _GatedLinear(torch.autograd.Function):
     """Saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.kind = kind
-        return multiply(gated(kind, gate, up), weight, bias)
+        ctx.kind, ctx.products = kind, products
+        return multiply(gated(kind, gate, up), weight, bias, products=products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
         inner = gated(ctx.kind, gate, up)
-        dinner, dweight = multiply_backward(dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2])
+        dinner, dweight = multiply_backward(
+            dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
+        )
         assert dinner is not None
         dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
-        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None
+        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:

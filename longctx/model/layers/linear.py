@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.matmul import linear
+from longctx.kernels.processor import Products
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill.
+    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill."""
 
-    On CPUs without bfloat16 instructions bfloat16 is multiplied in float32.
-    """
+    products: Products = "native"
+    """How a CPU multiplies bfloat16; ``set_products`` chooses it for a whole model."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, products=self.products)
 
     def reset_parameters(self) -> None:
         """Do nothing."""
@@ -29,6 +30,13 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Do nothing."""
+
+
+def set_products(model: nn.Module, products: Products) -> None:
+    """Let every linear layer of the model multiply in this way on a CPU, as ``model.to`` gives all one dtype."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.products = products
 
 
 class Weight(nn.Module):

@@ -17,7 +17,7 @@ class GatedLinear(Linear):
     """The projection after a gated activation, which keeps the activation's two inputs and not its result."""
 
     def forward(self, gate_NF: Tensor, up_NF: Tensor, kind: str) -> Tensor:  # type: ignore[override]
-        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias)
+        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias, products=self.products)
 
 
 class FeedForward(nn.Module):

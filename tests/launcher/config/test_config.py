@@ -18,6 +18,7 @@ from launcher.pretrain import main
 from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.processor import PRODUCTS
 from longctx.presets import PRESETS
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN
@@ -221,6 +222,16 @@ def test_every_recipe_loads_and_fits_its_ranks(path):
                 check_run(resolved, config.parallel.context * copies)
                 assert resolved.accumulation(config.parallel.context * copies) >= 1
     check_run(config.resolve(native_bfloat16=True), config.parallel.context)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_nothing_is_left_to_the_machine(native):
+    own = load_run_config([]).resolve(native_bfloat16=native).train
+    assert (own.dtype, own.products) == (("bfloat16", "native") if native else ("float32", "float32"))
+    for products in PRODUCTS:
+        asked = ["--train.dtype", "bfloat16", "--train.products", products]
+        given = load_run_config(asked).resolve(native_bfloat16=native).train
+        assert (given.dtype, given.products) == ("bfloat16", products)
 
 
 def test_every_key_of_a_run_is_read_somewhere():

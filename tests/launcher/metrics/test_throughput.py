@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.metrics import throughput
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
@@ -56,8 +57,8 @@ def test_output_head_counts_once_tied_or_not(tied: bool) -> None:
 
 
 def test_pairs_by_counting() -> None:
-    lengths = throughput.document_lengths(torch.tensor([0, 3, 4, 8]).tolist())
-    assert lengths == [3, 1, 4]
+    lengths = PackedDocuments.of([0, 3, 4, 8]).lengths
+    assert lengths == (3, 1, 4)
     counted = sum(1 for n in lengths for i in range(n) for j in range(n) if j <= i)
     assert throughput.attended_pairs(lengths) == counted == 17
 
@@ -95,7 +96,7 @@ class Plain:
     ) -> Tensor:
         (q, k, v), out = (x.flatten(0, 1) for x in (q_BtHD, k_BtKD, v_BtKV)), []
         group = q.shape[1] // k.shape[1]
-        for start, stop in pairwise(mask.cu_seqlens):
+        for start, stop in pairwise(mask.documents.bounds):
             state = 0.0
             for i in range(start, stop):
                 if self.linear:

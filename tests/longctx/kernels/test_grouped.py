@@ -13,6 +13,7 @@ from longctx.kernels.grouped import (
     sum_by_expert,
     takes_grouped_mm,
 )
+from tests.rounding import UNIT, both_ways
 
 ENDS = (3, 3, 10, 17)
 
@@ -34,36 +35,36 @@ def by_definition(x, weight, dy):
     return rows, outer
 
 
+# A sum of 16 products is off by at most 16 roundings of its largest partial sum; a bfloat16 result is rounded besides,
+# to one part in 2^8.
+TOLERANCE = {
+    torch.float64: {"atol": 1e-13, "rtol": 1e-13},
+    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
+    torch.bfloat16: {"atol": 1e-5, "rtol": UNIT + 1e-5},
+}
+
+
+@both_ways
 @pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_grouped_products_equal_their_definition(dtype, loop, monkeypatch):
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_grouped_products_equal_their_definition(dtype, loop, products, monkeypatch):
     x, weight, dy, ends = operands(dtype)
-    monkeypatch.setattr(grouped, "multiplies_in_float32", lambda *_: False)  # whatever this processor does
     if loop:
-        monkeypatch.setattr(grouped, "takes_grouped_mm", lambda *_: False)
+        monkeypatch.setattr(grouped, "takes_grouped_mm", lambda *_, **__: False)
     else:
-        assert takes_grouped_mm(x, weight) == (dtype != torch.float64)
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+        in_float32 = dtype == torch.bfloat16 and products == "float32"
+        assert takes_grouped_mm(x, weight, products=products) == (dtype != torch.float64 and not in_float32)
     want = by_definition(x, weight, dy)
-    got = grouped_rows(x, weight.mT, ends), grouped_outer(dy, x, ends)
+    got = grouped_rows(x, weight.mT, ends, products=products), grouped_outer(dy, x, ends, products=products)
     for value, exact in zip(got, want, strict=True):
         assert value.dtype == dtype
-        torch.testing.assert_close(value.double(), exact, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(value.double(), exact, **TOLERANCE[dtype])
     assert got[1][1].count_nonzero() == 0
-
-
-def test_bfloat16_is_multiplied_in_float32_where_the_processor_cannot(monkeypatch):
-    x, weight, dy, ends = operands(torch.bfloat16)
-    monkeypatch.setattr(grouped, "multiplies_in_float32", lambda *_: True)
-    assert not takes_grouped_mm(x, weight)
-    rows, outer = by_definition(x, weight, dy)
-    assert torch.equal(grouped_rows(x, weight.mT, ends), rows.bfloat16())
-    torch.testing.assert_close(grouped_outer(dy, x, ends), outer.bfloat16(), atol=0, rtol=2**-8)
 
 
 @pytest.mark.parametrize("width", [15, 18])
 def test_odd_widths_take_the_loop(width):
-    assert not takes_grouped_mm(torch.randn(4, width))
+    assert not takes_grouped_mm(torch.randn(4, width), products="native")
 
 
 def test_sums_by_expert():

@@ -1,4 +1,4 @@
-"""Products formed in float32, and RMSNorm: against float64, in values, gradients and what is kept for backward."""
+"""Products in both ways, and RMSNorm: against float64, in values, gradients and what is kept for backward."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.kernels import matmul
+from longctx.kernels import cross_entropy, grouped, matmul
 from longctx.kernels.matmul import linear
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.layers.linear import Linear
+from longctx.model.decoder import Decoder
+from longctx.model.experts import compute_cpu
+from longctx.model.layers.linear import Linear, set_products
 from longctx.model.layers.norms import RMSNorm
+from longctx.model.training_pass import Execution
+from longctx.objectives.causal_lm import CausalLM
+from tests.longctx.samples import packed_batch, tiny_config
+from tests.rounding import UNIT, both_ways
 
 
 @pytest.fixture
-def unpacking_processor(monkeypatch):
-    """A processor without bfloat16 instructions, whatever this one is; and tiles of three rows."""
-    monkeypatch.setattr(matmul, "has_native_bfloat16", lambda: False)
+def small_tiles(monkeypatch):
+    """Three rows are converted at once."""
     monkeypatch.setattr(matmul, "_ROWS", 3)
 
 
+@both_ways
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [(0,), (1,), (2, 4), (7,)], ids=str)
-def test_bfloat16_products_are_rounded_once(rows, biased, unpacking_processor):
+def test_bfloat16_products_are_rounded_once(rows, biased, products, small_tiles):
+    """Natively a bias may be added to the rounded product: twice."""
     torch.manual_seed(0)
     layer = Linear(5, 6, bias=biased)
+    set_products(layer, products)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     layer.bfloat16()
@@ -33,25 +41,56 @@ def test_bfloat16_products_are_rounded_once(rows, biased, unpacking_processor):
     exact = [t.detach().double().requires_grad_() for t in (x, *layer.parameters())]
     wanted = nn.functional.linear(*exact)
     wanted.backward(dy.double())
-    torch.testing.assert_close(layer(x).double(), wanted.bfloat16().double(), atol=0, rtol=2**-7)
+    if products == "float32" or not biased:
+        torch.testing.assert_close(layer(x).double(), wanted.bfloat16().double(), atol=0, rtol=2 * UNIT)  # a neighbour
+    else:
+        sizes = exact[0].abs() @ exact[1].abs().T + exact[2].abs()  # none of the two that are rounded is larger
+        assert ((layer(x).double() - wanted).abs() <= 2 * UNIT * sizes).all()
     for got, leaf in zip((x, *layer.parameters()), exact, strict=True):
         if got.numel():
-            assert (got.grad.double() - leaf.grad).abs().max() <= 2**-8 * leaf.grad.abs().max()
+            assert (got.grad.double() - leaf.grad).abs().max() <= UNIT * leaf.grad.abs().max()
 
 
-def test_only_what_needs_a_gradient_gets_one(unpacking_processor):
+@both_ways
+def test_only_what_needs_a_gradient_gets_one(products, small_tiles):
     x, weight = torch.randn(4, 5).bfloat16(), torch.randn(6, 5).bfloat16().requires_grad_()
-    linear(x, weight).sum().backward()
+    linear(x, weight, products=products).sum().backward()
     assert x.grad is None
     assert weight.grad is not None
     x, weight = x.requires_grad_(), weight.detach()
-    linear(x, weight).sum().backward()
+    linear(x, weight, products=products).sum().backward()
     assert x.grad is not None
 
 
-def test_other_dtypes_take_the_plain_product():
+@both_ways
+def test_other_dtypes_take_the_plain_product(products):
     x, weight = torch.randn(4, 5), torch.randn(6, 5)
-    assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
+    assert torch.equal(linear(x, weight, products=products), nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_native_way_is_pytorchs_own(dtype):
+    x, weight = torch.randn(4, 5).to(dtype), torch.randn(6, 5).to(dtype)
+    assert torch.equal(linear(x, weight, products="native"), nn.functional.linear(x, weight))
+
+
+@both_ways
+def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
+    """Every linear layer, gated ones too, the head and the experts; forward and backward."""
+    formed = []
+    plain = matmul.multiplies_in_float32
+    for module in (matmul, grouped, cross_entropy, compute_cpu):
+        told = lambda x, products: formed.append((x.dtype, products)) or plain(x, products)  # noqa: E731
+        monkeypatch.setattr(module, "multiplies_in_float32", told)
+    for config in (tiny_config(), tiny_config(num_experts=0, ffn_size=48, shared_ffn_size=0)):
+        model, batch = (
+            CausalLM(Decoder(config, execution=Execution(products=products)).bfloat16()),
+            packed_batch([[5, 11]]),
+        )
+        model(batch)[0].backward()
+        model.decoder.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
+    assert set(formed) == {(torch.bfloat16, products)}
+    assert model.decoder.core.products == products
 
 
 @pytest.mark.parametrize("offset", [False, True])

@@ -18,6 +18,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.processor import PRODUCTS
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
@@ -30,6 +31,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
+from tests.rounding import both_ways
 
 RECOMPUTE = Execution(recompute=True)
 
@@ -37,9 +39,9 @@ RECOMPUTE = Execution(recompute=True)
 class CountingKernel(CpuFlashKernel):
     """The real kernel, with a count of its runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs = {"forward": 0, "backward": 0}
+    def __init__(self, compute: str, runs: dict[str, int]) -> None:
+        super().__init__(compute)
+        self.runs = runs
 
     def forward(self, *args, **kwargs):
         self.runs["forward"] += 1
@@ -52,7 +54,11 @@ class CountingKernel(CpuFlashKernel):
 
 @pytest.fixture
 def kernel(monkeypatch) -> CountingKernel:
-    counting = CountingKernel()
+    """Counts the runs of the CPU kernel, in whatever way it multiplies."""
+    runs = {"forward": 0, "backward": 0}
+    for products in PRODUCTS:
+        monkeypatch.setitem(KERNELS, f"cpu_flash_{products}", CountingKernel(products, runs))
+    counting = CountingKernel("auto", runs)
     monkeypatch.setitem(KERNELS, "cpu_flash", counting)
     return counting
 
@@ -65,7 +71,7 @@ class SinksEverywhere(LocalAttention):
     def __call__(
         self, q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None
     ):
-        mask = AttentionMask(mask.cu_seqlens, window=6, sink_tokens=2)
+        mask = AttentionMask(mask.documents, window=6, sink_tokens=2)
         scores = Scores(scale=0.3)
         return super().__call__(
             q_BtHD,
@@ -79,13 +85,20 @@ class SinksEverywhere(LocalAttention):
         )
 
 
+CORES = {"plain": (LocalAttention, "cpu_flash"), "sinks": (SinksEverywhere, "blockwise")}
+
+
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("core", [LocalAttention("cpu_flash"), SinksEverywhere("blockwise")], ids=["plain", "sinks"])
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("config", [tiny_config(), dense_config()], ids=["moe", "dense"])
-def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dtype, kernel):
+def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dtype, products, kernel):
+    """The second run forms the same products of the same tensors, so that it rounds them alike."""
     batch, results = packed_batch([[9, 14], [20, 3]], padding=1), {}
+    kind, name = CORES[core]
+    core = kind(name, products=products)
     for recompute in (False, True):
-        model = CausalLM(Decoder(config, core, execution=Execution(recompute))).to(dtype)
+        model = CausalLM(Decoder(config, core, execution=Execution(recompute, products=products))).to(dtype)
         core_calls = kernel.runs["forward"]
         loss = LossSum(*model(batch))
         loss.total(0.1).backward()

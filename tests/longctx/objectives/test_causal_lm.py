@@ -55,14 +55,20 @@ def test_balanced_experts_score_one_a_token():
 
 
 def test_padding_tokens_change_nothing():
+    """But for rounding: padding goes to other experts, whose products have other numbers of rows then, and a processor
+    may add up a product of another shape in another order. No sum has more than 97 terms, and a gradient lies behind
+    some ten products forward and back.
+    """
     other = replace(BATCH, tokens=torch.where(BATCH.document_ids < 0, (BATCH.tokens + 1) % 97, BATCH.tokens))
     results = []
     for batch in (BATCH, other):
         lm = model(tiny_config(router_z_loss_weight=0.1))
         loss = LossSum(*lm(batch))
         loss.total(0.1, 0.1).backward()
-        results.append((*loss, *gradients(lm).values()))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+        results.append({**loss._asdict(), **gradients(lm)})
+    assert torch.equal(results[0].pop("counts_LE"), results[1].pop("counts_LE"))
+    for name, mine in results[0].items():
+        assert (results[1][name] - mine).norm() <= 10 * 97 * 2.0**-53 * mine.norm(), name
 
 
 class NoAttention(LocalAttention):

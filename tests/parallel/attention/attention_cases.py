@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.processor import Products
 from parallel.attention.softmax import attend
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -46,6 +47,7 @@ class Case:
     transport: str = "p2p"
     ranks_per_node: int = 1
     kernel: str = "reference"
+    products: Products = "native"
     dtype: torch.dtype = torch.float64
     scores: dict = field(default_factory=dict)
     """softcap, alibi, relative: what the scores have besides the dot product."""
@@ -90,7 +92,7 @@ class Case:
         return DOCUMENTS[self.documents](self.tokens)
 
 
-SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "communication_dtype"}
+SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "products", "communication_dtype"}
 """What of a case does not change its result."""
 _found: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
@@ -170,6 +172,7 @@ def spread(case: Case, mesh: Mesh) -> tuple[SequenceLayout, dict[str, Tensor]]:
         schedule=schedule,
         mesh=mesh,
         kernel=case.kernel,
+        products=case.products,
         scores=case.build_scores(leaves.get("table")),
         sinks_H=leaves.get("sinks"),
         transport=case.transport,
@@ -191,3 +194,15 @@ def check_case(case: Case, mesh: Mesh, bound: float) -> None:
             want = layout.split(want, mesh.context_rank, 1)
         error = ((found - want).norm() / size).item()
         assert error <= bound, f"{name} on rank {mesh.rank}: relative error {error:.2e} > {bound:.0e} in {case}"
+
+
+def errors_of(case: Case, mesh: Mesh) -> dict[str, float]:
+    """How far output and gradients are off in all, over the ranks that share the case: relative, Frobenius."""
+    layout, got = spread(case, mesh)
+    errors = {}
+    for name, want in by_definition(case).items():
+        squares = (got[name].double() - layout.split(want, mesh.context_rank, 1)).square().sum()
+        if mesh.context > 1:
+            torch.distributed.all_reduce(squares, group=mesh.context_group)
+        errors[name] = float(squares.sqrt() / want.norm())
+    return errors

@@ -15,6 +15,7 @@ import torch
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
@@ -56,9 +57,8 @@ def recall_rows(length: int, seed: int) -> Batch:
     tokens.scatter_(1, places, NOISE + keys.gather(1, asked))
     targets.scatter_(1, places, NOISE + KEYS + values.gather(1, asked))
     positions = torch.arange(length).expand(rows, length).contiguous()
-    documents = torch.zeros_like(tokens)
-    bounds = torch.tensor([0, length])
-    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, cu_seqlens=bounds)
+    zeros, one = torch.zeros_like(tokens), PackedDocuments.of([0, length])
+    return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=zeros, documents=one)
 
 
 def learn(context: int) -> None:

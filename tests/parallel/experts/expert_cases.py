@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
+from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
@@ -178,6 +179,7 @@ class Spread:
     recompute: bool = False
     recompute_experts: str = "activation"
     dtype: torch.dtype = torch.float32
+    products: Products = "native"
     seed: int = 0
 
 
@@ -191,7 +193,7 @@ class RanksRun:
             config,
             self.mesh,
             layout=spread.layout,
-            execution=Execution(spread.recompute, spread.recompute_experts, spread.tile_tokens),
+            execution=Execution(spread.recompute, spread.recompute_experts, spread.tile_tokens, spread.products),
             seed=spread.seed,
         )
         self.load_LE: Tensor | None = None

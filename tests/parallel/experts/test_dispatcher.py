@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
+from longctx.kernels.processor import Products
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
@@ -19,6 +20,7 @@ from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.longctx.samples import randomize, tiny_config
+from tests.rounding import both_ways, rounded
 
 N, K, E = 25, 2, 12
 EXACT = 1e-12
@@ -117,17 +119,26 @@ def check_groups():
     check(mesh, "plain")
 
 
-def test_low_precision_and_recomputed_layers():
-    run_distributed(check_options, 3)
+ROUNDINGS: dict[Products, int] = {"float32": 13, "native": 21}
+"""In bfloat16, one after the other on the way to the gradient of a token, the longest: those of one process
+(``tests.longctx.model.experts.test_experts``), 3.64 and 12.28; weights and biases, for the definition has those of
+float64 (of the gate, whose errors count 1.64 times, 3.28; of up 2; both weights of backward 2); what a rank's experts
+make of a token, as it travels; and in float32 the sum over ranks."""
 
 
-def check_options():
+@both_ways
+def test_low_precision_and_recomputed_layers(products):
+    run_distributed(check_options, 3, products)
+
+
+def check_options(products):
     mesh = Mesh.build(expert=3)
     for tile_tokens in (0, 12):
         for case in ("plain", "some lead nowhere", "nobody sends"):
             check(mesh, case, tile_tokens=tile_tokens, layer_again=True)
             check(mesh, case, 1e-6, torch.float32, tile_tokens=tile_tokens)
-            check(mesh, case, 2e-2, torch.bfloat16, tile_tokens=tile_tokens)
+            bound = rounded(ROUNDINGS[products])
+            check(mesh, case, bound, torch.bfloat16, tile_tokens=tile_tokens, products=products)
 
 
 def test_ways_to_recompute_give_equal_bits():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import GradientError
+from longctx.kernels.processor import PRODUCTS, Products
 from longctx.model.experts.experts import is_expert_weight
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
@@ -21,8 +22,11 @@ from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 
 DENSE = replace(CONFIG, num_experts=0, selection_bias=False, num_layers=2, dense_layers=())
-WAYS = [way for way in product(range(4), (torch.float32, torch.bfloat16)) if way != (0, torch.bfloat16)]
-"""Every stage and dtype that DeepSpeed trains."""
+WAYS: list[tuple[int, torch.dtype, Products]] = [
+    *((stage, torch.float32, "native") for stage in range(4)),
+    *((stage, torch.bfloat16, products) for stage, products in product(range(1, 4), PRODUCTS)),
+]
+"""Every stage and dtype that DeepSpeed trains, and how bfloat16 is multiplied."""
 
 Values = dict[tuple[str, str, int], Tensor]
 
@@ -72,10 +76,11 @@ def check_refused(runner: RanksRun, step: int) -> GradientError:
     return caught.value
 
 
-def check_gradients(ways: list[tuple[int, torch.dtype]], expert: int, value: float) -> None:
+def check_gradients(ways: list[tuple[int, torch.dtype, Products]], expert: int, value: float) -> None:
     last = dist.get_world_size() - 1
-    for stage, dtype in ways:
-        spread = Spread(context=dist.get_world_size(), expert=expert, stage=stage, dtype=dtype)
+    for stage, dtype, products in ways:
+        context = dist.get_world_size()
+        spread = Spread(context=context, expert=expert, stage=stage, dtype=dtype, products=products)
         runner = RanksRun(CONFIG if expert > 1 else DENSE, spread)
         runner.step(0)
         name = spoil(runner, is_expert_weight if expert > 1 else lambda n: "layers.1" in n, last, value)
@@ -84,9 +89,9 @@ def check_gradients(ways: list[tuple[int, torch.dtype]], expert: int, value: flo
         assert runner.engine.broken_weights() == []
 
 
-@pytest.mark.parametrize(("stage", "dtype"), WAYS)
-def test_a_gradient_of_one_rank_that_is_not_finite_changes_nothing(stage, dtype):
-    run_distributed(check_gradients, 2, [(stage, dtype)], 1, torch.inf)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_gradient_of_one_rank_that_is_not_finite_changes_nothing(way):
+    run_distributed(check_gradients, 2, [way], 1, torch.inf)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -95,9 +100,9 @@ def test_nor_does_one_that_is_no_number(world_size):
     run_distributed(check_gradients, world_size, WAYS, 1, torch.nan)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), WAYS)
-def test_nor_does_that_of_an_expert_that_one_rank_holds(stage, dtype):
-    run_distributed(check_gradients, 2, [(stage, dtype)], 2, torch.nan)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_nor_does_that_of_an_expert_that_one_rank_holds(way):
+    run_distributed(check_gradients, 2, [way], 2, torch.nan)
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longctx.batch import Batch
 from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout
@@ -49,9 +51,7 @@ def row_of(batch: Batch, row: int) -> Batch:
     inside = cu[(cu >= start) & (cu <= stop)] - start
     cut = batch.map_tokens(lambda x: x[row : row + 1])
     documents = torch.where(cut.document_ids < 0, cut.document_ids, cut.document_ids - first)
-    return Batch(
-        tokens=cut.tokens, targets=cut.targets, positions=cut.positions, document_ids=documents, cu_seqlens=inside
-    )
+    return replace(cut, document_ids=documents, documents=PackedDocuments.of(inside))
 
 
 SPREADS = {

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
@@ -32,6 +33,7 @@ from tests.parallel.experts.expert_cases import (
     gather_whole,
     train_by_definition,
 )
+from tests.rounding import both_ways
 
 BOUND = 1e-5
 """Relative, in the Frobenius norm. AdamW makes lr · eps · d / (|g| + eps)² of the rounding d of a gradient g:
@@ -188,13 +190,20 @@ def test_every_combination_trains_like_one_process(expected, world, context, exp
     run_distributed(check_parity, world, expected(scope, MANY), scope, [spread], timeout=300)
 
 
-def check_bfloat16(expected: Path) -> None:
+def check_bfloat16(expected: Path, products: Products) -> None:
+    """A layer rounds at most 30 times forward and 30 times back, in either way: after three a gradient is 3 % off.
+
+    That bounds the norm. Logits are 0.11 in size, of which 3 % are less than 1e-3 of a loss of 4.2, though all fell to
+    one side. AdamW passes on a gradient's relative error at most; a gradient that is a difference, as a key's bias has
+    it, may be three times as far off.
+    """
     wanted: Run = torch.load(expected, weights_only=False)["fixed"]
     for stage in (1, 2, 3):
-        runner = RanksRun(CONFIG, Spread(context=2, expert=2, stage=stage, dtype=torch.bfloat16))
+        spread = Spread(context=2, expert=2, stage=stage, dtype=torch.bfloat16, products=products)
+        runner = RanksRun(CONFIG, spread)
         for step in range(FEW):
             runner.step(step, fixed_routing(FEW))
-        for got, want, bound in ((runner.run.losses, wanted.losses, 3e-3), (runner.run.norms, wanted.norms, 3e-2)):
+        for got, want, bound in ((runner.run.losses, wanted.losses, 1e-3), (runner.run.norms, wanted.norms, 3e-2)):
             assert got == pytest.approx(want, rel=bound), f"ZeRO {stage}"
         whole = gather_whole(runner.owned(), runner.engine.shapes)
         for (name, role), got in whole.items():
@@ -202,15 +211,16 @@ def check_bfloat16(expected: Path) -> None:
                 continue
             start = Decoder(CONFIG, seed=0).get_parameter(name).detach().flatten()
             moved, want = got - start.bfloat16().float(), wanted.states[FEW - 1][name, role] - start
-            assert _relative(moved, want) < 0.5, f"ZeRO {stage}: {name} went elsewhere"
+            assert _relative(moved, want) < 0.1, f"ZeRO {stage}: {name} went elsewhere"
         for name, buffer in runner.engine.model.decoder.named_buffers():
             assert buffer.dtype == torch.float32, "the selection bias is never rounded"
             assert torch.allclose(buffer, wanted.states[FEW - 1][name, "master"], atol=1e-7)
 
 
+@both_ways
 @pytest.mark.timeout(120)
-def test_bfloat16_stays_close_to_float32(expected):
-    run_distributed(check_bfloat16, 2, expected("sequence", FEW), timeout=100)
+def test_bfloat16_stays_close_to_float32(expected, products):
+    run_distributed(check_bfloat16, 2, expected("sequence", FEW), products, timeout=100)
 
 
 def check_shares() -> None:

@@ -17,6 +17,7 @@ from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.attention.tiles import row_blocks
+from longctx.kernels.processor import PRODUCTS
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
@@ -92,6 +93,12 @@ def test_kernel_choice():
     for rule in ("softcap", "alibi", "relative_bias"):
         assert choose_kernel("auto", replace(request(), rules=(rule,))).name == "blockwise"
     assert choose_kernel("reference", request()).name == "reference"
+    for products in PRODUCTS:
+        for name in ("auto", "cpu_flash"):
+            asked = choose_kernel(name, replace(request(dtype=torch.bfloat16), products=products))
+            assert asked.name == f"cpu_flash_{products}"
+            assert choose_kernel(name, replace(request(), products=products)).name == "cpu_flash"
+        assert choose_kernel("blockwise", replace(request(dtype=torch.bfloat16), products=products)).name == "blockwise"
     with pytest.raises(ConfigError, match="unknown"):
         choose_kernel("flsh", request())
     with pytest.raises(ConfigError, match="runs on the CPU"):

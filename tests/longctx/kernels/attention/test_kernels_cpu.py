@@ -17,6 +17,7 @@ from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice
 from tests.longctx.kernels.attention.kernel_cases import SCALE, SLICES, forward_backward, relative_error, rules, tensors
+from tests.rounding import both_ways, rounded
 
 NAMES = ("out", "dq", "dk", "dv")
 BANDS = {  # several tiles a row
@@ -40,8 +41,14 @@ def test_float32_is_more_exact_than_the_op_it_is_made_of(name):
             assert error <= 5e-7, f"{kernel.name}, {tensor}: {error:.1e}"  # one process's SDPA shows 4e-7 to 5e-7
 
 
-def test_bfloat16_is_more_exact_than_the_op():
-    """Rounded once at the end; query heads that share a key head are where the op loses most."""
+@both_ways
+def test_bfloat16_is_more_exact_than_the_op(products):
+    """Query heads that share a key head are where the op loses most.
+
+    In float32 results are rounded once at the end; gradients depend on the rounded output besides. Natively forward and
+    the queries' gradients are the op's own. It adds up the gradients of keys and values in bfloat16, we those of query
+    heads in float32: that leaves out some of its roundings and adds none. How many it makes, the processor decides.
+    """
     q, k, v = tensors(1024, 1024, torch.bfloat16, H=8, K=2, D=16, B=1)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -51,18 +58,21 @@ def test_bfloat16_is_more_exact_than_the_op():
     work = [AttentionSlice(0, 1024, 0, 1024, lo=0)], Scores(scale=0.25)
     exact = forward_backward(ReferenceKernel(), [x.double() for x in (q, k, v)], dout.double(), *work)
     theirs = {n: relative_error(a, b) for n, a, b in zip(NAMES, plain, exact, strict=True)}
-    for compute, share in (("float32", 0.4), ("native", 0.9)):
-        ours = forward_backward(CpuFlashKernel(compute), [q, k, v], dout, *work)
-        error = {n: relative_error(a.bfloat16(), b) for n, a, b in zip(NAMES, ours, exact, strict=True)}
-        assert error["out"] <= 1.02 * theirs["out"]
-        assert error["dq"] <= 1.02 * theirs["dq"]
-        assert max(error["dk"], error["dv"]) <= share * min(theirs["dk"], theirs["dv"]), compute
+    ours = forward_backward(CpuFlashKernel(products), [q, k, v], dout, *work)
+    error = {n: relative_error(a.bfloat16(), b) for n, a, b in zip(NAMES, ours, exact, strict=True)}
+    assert error["out"] <= 1.02 * theirs["out"]
+    assert error["dq"] <= 1.02 * theirs["dq"]
+    assert error["dk"] < theirs["dk"]
+    assert error["dv"] < theirs["dv"]
+    if products == "float32":
+        assert error["out"] <= rounded(1)
+        assert max(error[name] for name in NAMES[1:]) <= rounded(2)
 
 
 def test_what_bfloat16_is_computed_in(monkeypatch, caplog):
-    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+    for fastest, expected in (("native", torch.bfloat16), ("float32", torch.float32)):
         cpu_flash._compute_dtype.cache_clear()
-        monkeypatch.setattr(cpu_flash, "has_native_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(cpu_flash, "fastest_products", lambda fastest=fastest: fastest)
         with caplog.at_level(logging.INFO):
             for _ in range(2):
                 assert cpu_flash._compute_dtype(torch.bfloat16, "auto") == expected
@@ -112,8 +122,12 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("kernel", "limit"),
-    [(BlockwiseKernel(), 4 * 2 * 512 * (512 + 512)), (CpuFlashKernel(), 4 * 1024 * 1024)],
-    ids=["blockwise", "cpu_flash"],
+    [
+        (BlockwiseKernel(), 4 * 2 * 512 * (512 + 512)),
+        (CpuFlashKernel("float32"), 4 * 1024 * 1024),
+        (CpuFlashKernel("native"), 4 * 1024 * 1024),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
 )
 def test_memory_does_not_grow_with_the_square(kernel, limit):
     """No tensor is larger than the documented tile, or than an input in partial precision, whatever the length."""

@@ -37,7 +37,8 @@ def rich_scores(table_dtype=torch.float32) -> Scores:
 
 CASES = {
     "float32": ("cpu_flash", {}),
-    "bfloat16": ("cpu_flash", {"dtype": torch.bfloat16}),
+    "bfloat16, native": ("cpu_flash_native", {"dtype": torch.bfloat16}),
+    "bfloat16 in float32": ("cpu_flash_float32", {"dtype": torch.bfloat16}),
     "float64": ("reference", {"dtype": torch.float64}),
     "rich": ("blockwise", {"V": 5, "scores": rich_scores()}),
 }

@@ -31,7 +31,7 @@ def by_closed_form(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=No
     """A core: every weight of the flattened rows written out."""
     B, T = q_BtHD.shape[:2]
     q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-    return closed_form(q, k, v, mask.cu_seqlens, mask.causal).view(B, T, *q.shape[2:3], -1)
+    return closed_form(q, k, v, mask.documents.bounds, mask.causal).view(B, T, *q.shape[2:3], -1)
 
 
 def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):

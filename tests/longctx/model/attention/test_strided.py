@@ -24,6 +24,7 @@ from longctx.model.training_pass import Execution
 from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
 from tests.longctx.model.attention.test_local import BUCKETS, FARTHEST, leaves, rules
 from tests.longctx.samples import dense_config, documents_of, gradients, packed_batch, randomize
+from tests.rounding import ATTENTION, both_ways
 
 RULES = [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 8), (8, 4), (7, 7), (2, 11), (40, 3), (3, 40)]
 """(window, stride): one, equal, multiples and primes of each other, larger than any document."""
@@ -113,18 +114,20 @@ def test_values_and_gradients_are_the_definitions(window, stride, rich):
     torch.testing.assert_close(grads, exact, rtol=1e-12, atol=1e-12)
 
 
-# fp32: rounding of sums over the keys; bf16: outputs and gradients carry 8 bits.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 1e-13)])
-def test_the_preferred_kernel_on_long_documents(dtype, bound):
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_preferred_kernel_on_long_documents(dtype, products):
+    bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: ATTENTION[products]}[dtype]
     cu_seqlens = (0, 300, 301, 700)
     x = leaves(1, 700, V=8, dtype=dtype)
-    out = LocalAttention()(x["q"], x["k"], x["v"], mask=AttentionMask(cu_seqlens, window=30, stride=17), layer=0)
+    mask = AttentionMask(cu_seqlens, window=30, stride=17)
+    out = LocalAttention(products=products)(x["q"], x["k"], x["v"], mask=mask, layer=0)
     exact = q, k, v = [x[n].detach().double().requires_grad_() for n in "qkv"]
     apart = torch.arange(700)[:, None] - torch.arange(700)
     document = torch.bucketize(torch.arange(700), torch.tensor(cu_seqlens[1:]), right=True)
     seen = (document[:, None] == document) & (apart >= 0) & ((apart < 30) | (apart % 17 == 0))
     wanted = by_definition(q, k, v, seen, Scores(scale=8**-0.5))
-    dout = torch.randn_like(wanted).to(dtype)
+    dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(out, [x[n] for n in "qkv"], dout)
     references = torch.autograd.grad(wanted, exact, dout.double())
     for got, want in zip((out, *grads), (wanted, *references), strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
+from longctx.documents import PackedDocuments
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
@@ -244,8 +245,8 @@ def with_padding(batch: Batch, tokens: int) -> Batch:
     flat = batch.flatten_rows()
     more = {"tokens": 5, "targets": -100, "positions": 0, "document_ids": PADDING_DOCUMENT}
     columns = {n: torch.cat((getattr(flat, n), torch.full((1, tokens), v)), 1) for n, v in more.items()}
-    bounds = torch.cat((flat.cu_seqlens, flat.cu_seqlens[-1:] + tokens))
-    return replace(flat, **columns, cu_seqlens=bounds, row_tokens=0)
+    longer = PackedDocuments.of([*flat.documents.bounds, flat.documents.num_tokens + tokens])
+    return replace(flat, **columns, documents=longer, row_tokens=0)
 
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)

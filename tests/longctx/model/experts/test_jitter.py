@@ -16,6 +16,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import gradients, packed_batch, tiny_config
+from tests.rounding import UNIT
 
 M = 256
 
@@ -100,9 +101,8 @@ def test_values_and_gradients_are_multiplied(dtype, monkeypatch):
         dy = torch.randn(1, 33, M, dtype=wide)
         out.backward(dy)
         assert x.grad is not None
-        torch.testing.assert_close(
-            x.grad, (dy.double() * by).to(dtype), rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0
-        )
+        rtol = 2 * UNIT if dtype == torch.bfloat16 else 1e-6  # float32 products may round to the other neighbour
+        torch.testing.assert_close(x.grad, (dy.double() * by).to(dtype), rtol=rtol, atol=0)
         assert sum(t.numel() * t.element_size() for t in kept) <= 33 * 8
 
 

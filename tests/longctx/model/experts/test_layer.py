@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
 from longctx.model.experts.router import route
+from longctx.model.layers.linear import set_products
 from longctx.model.recompute import recomputed
 from tests.longctx.samples import gradients, randomize, tiny_config
+from tests.rounding import both_ways
 
 N, M, E = 29, 32, 4
 DOCUMENTS = torch.zeros(1, N, dtype=torch.int64)
@@ -89,12 +92,14 @@ def test_a_recomputed_layer_changes_no_bit(name):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_odd_widths_are_served(dtype):
+def test_odd_widths_are_served(dtype, products):
     module = MixtureOfExperts(tiny_config(hidden_size=33, expert_ffn_size=7)).to(dtype)
+    set_products(module, products)
     randomize(module)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
-    out = module(x)[0]
+    out = module(x, ExpertCall(run=ExpertRun(LocalDispatcher(), products=products)))[0]
     assert out.dtype == dtype
     out.float().square().sum().backward()
     assert all(g.isfinite().all() for g in gradients(module).values())

@@ -1,0 +1,100 @@
+"""``PackedDocuments``: what it counts, what it accepts and what it refuses, in one wording."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.documents import PackedDocuments
+from longctx.errors import ConfigError
+
+lengths_of_documents = st.lists(st.integers(0, 50), max_size=20)
+
+
+def bounds_of(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+@given(lengths_of_documents)
+def test_counts_are_those_of_the_lengths(lengths):
+    documents = PackedDocuments.of(bounds_of(lengths))
+    assert documents.lengths == tuple(lengths)
+    assert documents.num_documents == len(lengths)
+    assert documents.num_tokens == sum(lengths)
+    assert documents.longest == max(lengths, default=0)
+    assert documents.cu_seqlens.dtype == torch.int64
+    assert documents.cu_seqlens.tolist() == list(documents.bounds)
+
+
+@given(lengths_of_documents)
+def test_lists_tensors_and_itself_are_the_same_documents(lengths):
+    bounds = bounds_of(lengths)
+    documents = PackedDocuments.of(bounds, sum(lengths))
+    for given_bounds in (
+        tuple(bounds),
+        torch.tensor(bounds),
+        torch.tensor(bounds, dtype=torch.int32),
+        np.array(bounds),
+    ):
+        other = PackedDocuments.of(given_bounds)
+        assert other == documents
+        assert hash(other) == hash(documents)
+        assert all(type(bound) is int for bound in other.bounds)
+    assert PackedDocuments.of(documents) is documents
+    assert PackedDocuments.of(documents, sum(lengths)) is documents
+    assert PackedDocuments.of(documents.cu_seqlens) == documents
+
+
+@given(lengths_of_documents, lengths_of_documents)
+def test_equal_are_those_of_equal_lengths_alone(one, other):
+    assert (PackedDocuments.of(bounds_of(one)) == PackedDocuments.of(bounds_of(other))) == (one == other)
+
+
+@given(st.lists(st.integers(-5, 60), max_size=12), st.none() | st.integers(0, 60))
+def test_boundaries_ascend_from_0_to_the_end_or_are_refused(bounds, num_tokens):
+    ascend = bounds[:1] == [0] and bounds == sorted(bounds)
+    if ascend and num_tokens in (None, bounds[-1]):
+        assert PackedDocuments.of(bounds, num_tokens).bounds == tuple(bounds)
+        return
+    for given_bounds in (bounds, torch.tensor(bounds, dtype=torch.int64)):
+        with pytest.raises(
+            ConfigError, match=r"^cu_seqlens must ascend from 0.*; got \[.*\] \(\d+ entries\)\. .+\. .+\.$"
+        ):
+            PackedDocuments.of(given_bounds, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "num_tokens", "said"),
+    [
+        ([], 8, "There is none. One document is [0, 8]."),
+        ([3, 8], None, "The first is 3. Begin with 0"),
+        ([0, 5, 3, 8], 8, "Entry 2 is 3, after 5. Give documents' ends in order"),
+        ([0, 5], 8, "got [0, 5] (2 entries). The last is 5. End with 8;"),
+        ([0, 2.5, 8], 8, "Entry 1 is 2.5. Give a whole number"),
+        (torch.tensor([[0, 8]]), 8, "Entry 0 is [0, 8]. Give a whole number"),
+        ([*range(9), 7], 7, "got [0, 1, 2, 3, …, 8, 7] (10 entries)"),
+        (PackedDocuments.of([0, 5]), 8, "the sequence's 8 tokens; got [0, 5]"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_what_would_be_right(bounds, num_tokens, said):
+    with pytest.raises(ConfigError) as refusal:
+        PackedDocuments.of(bounds, num_tokens)
+    assert said in str(refusal.value)
+
+
+def test_one_document_and_rows_of_one_each():
+    assert PackedDocuments.of(None, 7) == PackedDocuments.of([0, 7])
+    assert PackedDocuments.of_rows(3, 4) == PackedDocuments.of([0, 4, 8, 12])
+    assert PackedDocuments.of_rows(0, 4).num_tokens == 0
+
+
+def test_the_hash_of_many_documents_is_computed_once(monkeypatch):
+    documents, known = PackedDocuments.of_rows(1000, 1), {}
+    known[documents] = "here"
+    monkeypatch.setattr("longctx.documents.hash", lambda _: pytest.fail("hashed again"), raising=False)
+    assert known[documents] == "here"
