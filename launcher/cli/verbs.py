@@ -29,7 +29,7 @@ from launcher.cli.console import (
     unframed,
     warnings_on_stderr,
 )
-from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from longctx import __version__
 from longctx.errors import LongCtxError
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_results()
         return end.code if isinstance(end.code, int) else DONE
     with warnings_on_stderr():
-        code = run_guarded(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
+        code = run_to_exit_code(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
         os._exit(code)  # a library computes on in its thread; waiting for it is what Ctrl-C was against
     return code
