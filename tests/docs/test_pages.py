@@ -110,9 +110,17 @@ def absolute_folders(words: Sequence[str]) -> list[str]:
 
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+                linked = (page.parent / target) if target else page
+                assert linked.exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_files_that_pages_name_are_there():

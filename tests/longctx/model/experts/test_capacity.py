@@ -194,7 +194,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
 
 def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     """A layer by its definition: gates of all k choices, the refused ones' terms left out."""
-    from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+    from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
     torch.manual_seed(0)
     layer = MixtureOfExperts(tiny_config(shared_ffn_size=0)).double()
@@ -203,7 +203,7 @@ def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     capacity = Capacity(6, 4, 20, 1, torch.arange(20))
     documents = torch.zeros(1, 20, dtype=torch.int64)
-    out, *stats = layer(x, ExpertCall(documents_Bt=documents, num_documents=1, capacity=capacity))
+    out, *stats = layer(x, MoECall(documents_Bt=documents, num_documents=1, capacity=capacity))
     probs = (x[0] @ layer.gate.weight.T).softmax(-1)
     gates, ids = probs.topk(2)
     gates = gates / gates.sum(-1, keepdim=True)
