@@ -33,6 +33,8 @@ class PackReport:
     """Padding tokens divided by all tokens of the rows."""
     documents_cut: int
     """Documents that do not stand in one row whole: exactly those longer than a row."""
+    shared_rows: int
+    """Rows that one document does not fill: they hold several pieces, or padding."""
     truncated_tokens: int
     """Tokens of documents that stand in no row: always 0, and counted rather than assumed."""
 
@@ -72,12 +74,14 @@ class RowPlan:
         placed = int((self.stops - self.starts).sum())
         capacity = self.num_rows * self.seq_len
         pieces = np.bincount(self.documents, minlength=len(lengths))
+        is_shared = (np.diff(self.row_offsets) > 1) | (self.row_tokens < self.seq_len)
         return PackReport(
             rows=self.num_rows,
             tokens=placed,
             padding_tokens=capacity - placed,
             padding_share=(capacity - placed) / capacity if capacity else 0.0,
             documents_cut=int((pieces > 1).sum()),
+            shared_rows=int(is_shared.sum()),
             truncated_tokens=int(np.sum(lengths)) - placed,
         )
 

@@ -164,6 +164,19 @@ def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> N
     """ConfigError unless such a layout exists; says the nearest values that work."""
     if kind not in KINDS:
         raise ConfigError(f"parallel.layout={kind!r} is unknown. Try one of {list(KINDS)}.")
+    check_division(kind, num_tokens, degree, ulysses)
+
+
+def num_parts(kind: str, degree: int, ulysses: int = 1) -> int:
+    """The equal parts that a layout over ``degree`` ranks cuts the tokens into."""
+    ring = degree // ulysses
+    if kind == "zigzag" and ring > 1:
+        return math.lcm(2 * ring, degree)
+    return degree
+
+
+def check_division(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
+    """ConfigError unless the tokens split into the parts of such a layout; says the nearest values that work."""
     if degree < 1 or num_tokens < 1:
         raise ConfigError(f"a layout needs tokens and ranks; got {num_tokens} tokens over {degree} ranks.")
     if ulysses < 1 or degree % ulysses:
@@ -173,14 +186,14 @@ def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> N
             f"parallel.ulysses={ulysses} does not divide parallel.context={degree}: the ranks that share a sequence "
             f"are ring × Ulysses.\nTry parallel.ulysses={nearest}."
         )
-    ring = degree // ulysses
-    parts = math.lcm(2 * ring, degree) if kind == "zigzag" and ring > 1 else degree
+    parts = num_parts(kind, degree, ulysses)
     if num_tokens % parts:
         below = num_tokens // parts * parts
         nearest = [str(n) for n in (below, below + parts) if n]
-        split = f", parallel.ulysses={ulysses}" if ulysses > 1 else ""
+        settings = f"parallel.context={degree}, parallel.layout={kind}"
+        if ulysses > 1:
+            settings += f", parallel.ulysses={ulysses}"
         raise ConfigError(
-            f"{num_tokens} tokens do not split into {parts} equal parts "
-            f"(parallel.context={degree}, parallel.layout={kind}{split}).\n"
+            f"{num_tokens} tokens do not split into {parts} equal parts ({settings}).\n"
             f"Try {' or '.join(nearest)} tokens (data.seq_len × train.micro_batch_rows)."
         )
