@@ -112,17 +112,25 @@ class SequenceLayout:
                 f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
                 "flatten the rows of a batch before splitting"
             )
-        before = (slice(None),) * (dim % x.dim())
-        return torch.cat([x[(*before, slice(r.start, r.stop, r.step))] for r in self.rank_runs(rank)], dim)
+        dim %= x.dim()
+        parts = []
+        for run in self.rank_runs(rank):
+            # Slicing, not indexing: a run is one block of memory (or one stride), and there are few runs.
+            index = [slice(None)] * dim
+            index.append(slice(run.start, run.stop, run.step))
+            parts.append(x[tuple(index)])
+        return torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole tensor from every rank's shard: the inverse of ``split``."""
         assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
         dim %= parts[0].dim()
         if self.kind == "striped":
+            # Token n is row n // ring of ring rank n % ring: rows outside, ring ranks inside is the order of tokens.
             u = self.ulysses
             rings = [torch.cat(list(parts[first : first + u]), dim) for first in range(0, self.degree, u)]
             return torch.stack(rings, dim + 1).flatten(dim, dim + 1)
+        # Runs are whole stretches of tokens here: sorted by their first token they are the sequence.
         pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
             runs = self.rank_runs(rank)
