@@ -34,8 +34,6 @@ class PackReport:
     """Padding tokens divided by all tokens of the rows."""
     documents_cut: int
     """Documents that do not stand in one row whole: exactly those longer than a row."""
-    shared_rows: int
-    """Rows that one document does not fill: they hold several pieces, or padding."""
     truncated_tokens: int
     """Tokens of documents that stand in no row: always 0, and counted rather than assumed."""
 
@@ -64,6 +62,12 @@ class RowPlan:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stops - self.starts)])
         return np.diff(ends[self.row_offsets])
 
+    @property
+    def num_shared_rows(self) -> int:
+        """Rows that one document does not fill: they hold several pieces, or padding."""
+        is_shared = (np.diff(self.row_offsets) > 1) | (self.row_tokens < self.seq_len)
+        return int(is_shared.sum())
+
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Pieces of a row in order, each as document, start, stop."""
         part = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
@@ -78,14 +82,12 @@ class RowPlan:
         if capacity:
             padding_share = (capacity - placed) / capacity
         pieces = np.bincount(self.documents, minlength=len(lengths))
-        is_shared = (np.diff(self.row_offsets) > 1) | (self.row_tokens < self.seq_len)
         return PackReport(
             rows=self.num_rows,
             tokens=placed,
             padding_tokens=capacity - placed,
             padding_share=padding_share,
             documents_cut=int((pieces > 1).sum()),
-            shared_rows=int(is_shared.sum()),
             truncated_tokens=int(np.sum(lengths)) - placed,
         )
 

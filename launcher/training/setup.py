@@ -190,7 +190,7 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=config.train.micro_batch_rows > 1 or loader.pack_report().shared_rows > 0,
+        packed=config.train.micro_batch_rows > 1 or loader.is_packed,
         layers=model.layers,
         window=model.window,
     )

@@ -35,7 +35,7 @@ LIMITS = {
     "launcher": Limits(ternaries=40, stars=20, comments=10),
     "longctx": Limits(ternaries=40, stars=22, comments=10),
     "longctx/model": Limits(ternaries=50, stars=30, comments=10),
-    "parallel": Limits(ternaries=40, stars=20, comments=10),
+    "parallel": Limits(ternaries=15, stars=6, comments=45),
     "data_pipeline": Limits(ternaries=20, stars=8, comments=10),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
