@@ -150,11 +150,6 @@ class Loader:
         """Tokens of all completed steps, over all ranks, without padding."""
         return self._tokens_consumed
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether some row of the epoch under way holds several documents, or one and padding."""
-        return self._plan(self._epoch).num_shared_rows > 0
-
     def pack_report(self) -> PackReport:
         """Padding, cuts and truncation of the epoch under way."""
         return self._plan(self._epoch).report(self.shards.lengths)

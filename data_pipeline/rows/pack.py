@@ -62,12 +62,6 @@ class RowPlan:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stops - self.starts)])
         return np.diff(ends[self.row_offsets])
 
-    @property
-    def num_shared_rows(self) -> int:
-        """Rows that one document does not fill: they hold several pieces, or padding."""
-        is_shared = (np.diff(self.row_offsets) > 1) | (self.row_tokens < self.seq_len)
-        return int(is_shared.sum())
-
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Pieces of a row in order, each as document, start, stop."""
         part = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))

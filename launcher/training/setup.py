@@ -179,18 +179,18 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
 
 
 def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunConfig:
-    """The config with ``parallel.layout = "auto"`` replaced by what it comes to, and a line in the log that says why.
-
-    The loader must not have read any row: each epoch packs anew, and a run that resumes has to get the same answer.
-    """
+    """The config with ``parallel.layout = "auto"`` replaced by what it comes to; the log says why."""
     parallel = config.parallel
     if parallel.layout != AUTO:
         return config
+    # What remains of a document after its whole rows shares a row with others, or with padding. Lengths say so for
+    # every epoch, however it is packed: a run that resumes gets the same answer.
+    has_remainders = bool((loader.shards.lengths % config.data.seq_len).any())
     layout, reason = choose_layout(
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=config.train.micro_batch_rows > 1 or loader.is_packed,
+        packed=has_remainders or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
     )
