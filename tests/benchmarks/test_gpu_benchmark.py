@@ -54,7 +54,7 @@ def test_a_ring_on_one_device_is_exact():
 
 def test_one_call_a_window_computes_the_same():
     """On a stand-in, through both ways of making calls; the gain is a ratio of seconds."""
-    setting = replace(benchmark.smoke_setting("cpu"), dtype=torch.float32)
+    setting = replace(benchmark.tiny_setting("cpu"), dtype=torch.float32)
     kernel = FlashKernel(FLASH2, flash_stand_in.Flash2(), capability=(9, 0))
     bounds = benchmark.packed_documents(512, 60)
     schedule = benchmark.Schedule.build(benchmark.SequenceLayout.build("balanced", 512, 4, bounds), bounds)

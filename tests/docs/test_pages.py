@@ -147,3 +147,25 @@ def test_a_command_that_there_is_not_would_be_found(monkeypatch):
     assert wrong == ("longctx", "generate", "--checkpoint", "runs/first", "--promt", "x")
     with pytest.raises(SystemExit):
         parse(wrong[1:])
+
+
+def test_the_readme_lists_every_file_and_folder_of_two_levels():
+    """A new file or folder of a package needs its line in the README, and a line needs its file."""
+    shown = re.search(r"<!-- files -->\n```\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    assert shown
+    listed: set[str] = set()
+    package = ""
+    for line in shown[1].splitlines():
+        name = line.split()[0]
+        if line.startswith(" "):
+            listed.add(package + name.rstrip("/"))
+        else:
+            package = name
+    packages = ["launcher", "parallel", "data_pipeline", "longctx"]
+    tracked = subprocess.run(["git", "ls-files", *packages], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    there = {"/".join(path.split("/")[:2]) for path in tracked.split()}
+    assert listed == {path for path in there if not path.rpartition("/")[2].startswith("__")}
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 250

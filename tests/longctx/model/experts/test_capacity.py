@@ -21,7 +21,7 @@ from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from tests.longctx.samples import gradients, packed_batch, tiny_config
+from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 E, K = 5, 3
 
@@ -170,7 +170,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
     recording = Recording()
     lm = model(dispatcher=recording)
     whole = LossSum.from_tensors(lm(flat, TRAINING))
-    whole.total(0.0, 0.1).backward()
+    step_loss(whole, 0.0, 0.1).backward()
     assert len(recording.sent) == 2, "a gather a layer"
     assert whole.diagnostics.dropped_assignments.min() > 0
     owner = torch.tensor([0, 1, 1, 0, 2] * 8)
@@ -179,7 +179,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
         together = Together(recording.sent)
         part = model(dispatcher=together, recompute=recompute)
         loss = LossSum.from_tensors(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
-        loss.total(0.0, 0.1).backward()
+        step_loss(loss, 0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"
         sums.append(loss)
         grads.append(gradients(part))
