@@ -347,9 +347,14 @@ def _decoder_lines(config: Any, dtype: str, name: str) -> Iterator[Line]:
     gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     yield tensors_line(f"{name}/gradients", gradients)
     if stats:
-        yield tensors_line(
-            f"{name}/stats", [(f"{n}.{m}", x) for n, layer in enumerate(stats) for m, x in enumerate(layer)]
-        )
+        named = []
+        for n, layer in enumerate(stats):
+            for m, x in enumerate(layer):
+                # some states of the code have named fields where others have one tensor of them
+                if not isinstance(x, torch.Tensor):
+                    x = torch.stack(list(x))
+                named.append((f"{n}.{m}", x))
+        yield tensors_line(f"{name}/stats", named)
 
 
 def randomize(model: Any, std: float = 0.15) -> None:

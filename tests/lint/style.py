@@ -33,8 +33,9 @@ class Limits:
 
 LIMITS = {
     "launcher": Limits(ternaries=40, stars=20, comments=10),
-    "longctx": Limits(ternaries=40, stars=22, comments=10),
-    "longctx/model": Limits(ternaries=50, stars=30, comments=10),
+    "longctx": Limits(ternaries=15, stars=12, comments=28),
+    "longctx/kernels": Limits(ternaries=5, stars=6, comments=50),
+    "longctx/model": Limits(ternaries=20, stars=10, comments=30),
     "parallel": Limits(ternaries=40, stars=20, comments=10),
     "data_pipeline": Limits(ternaries=20, stars=8, comments=10),
 }

@@ -18,7 +18,7 @@ class GradientSum:
     """The gradient of one weight of all experts, summed in float32 (float64 for float64).
 
     With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
-    once, and one float32 buffer serves all experts.
+    once, and one float32 buffer serves all experts. An expert with one product, in the weight's dtype, needs no buffer.
     """
 
     def __init__(self, weight: Tensor, *, tiles: int) -> None:
@@ -28,11 +28,18 @@ class GradientSum:
         self._has_begun = [False] * len(weight)
         self._open: tuple[int, Tensor] | None = None
         """The expert whose sum is not rounded yet, and its buffer."""
+        self._exact: int | None = None
+        """The expert whose only product so far lies in the result itself, not rounded a second time."""
 
     def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dyᵀ · x to an expert's gradient."""
+        if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._has_begun[expert]:
+            torch.mm(dy_nO.T, x_nI, out=self._whole()[expert])
+            self._has_begun[expert], self._exact = True, expert
+            return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
+            # a product in bfloat16 is added up in float32 all the same
             _put(sum_OI, dy_nO.T @ x_nI, is_first)
         elif is_first:
             torch.mm(dy_nO.T, x_nI, out=sum_OI)
@@ -56,6 +63,7 @@ class GradientSum:
         """The sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
         self._round_open()
         total = self._whole()
+        # memory to which nothing was written holds garbage
         for expert, has_begun in enumerate(self._has_begun):
             if not has_begun:
                 total[expert].zero_()
@@ -63,9 +71,12 @@ class GradientSum:
 
     @property
     def _total_dtype(self) -> torch.dtype:
-        return self._weight.dtype if self._rounds_each else self._sum_dtype
+        if self._rounds_each:
+            return self._weight.dtype
+        return self._sum_dtype
 
     def _whole(self) -> Tensor:
+        """The gradients of all experts, whatever was written of them so far."""
         if self._total is None:
             self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
         return self._total
@@ -77,10 +88,12 @@ class GradientSum:
         if not self._rounds_each:
             return self._whole()[expert], is_first
         if self._open is None or self._open[0] != expert:
-            assert is_first, "all blocks of an expert follow one another"
+            assert is_first or self._exact == expert, "all blocks of an expert follow one another"
             buffer = self._round_open()
             if buffer is None:
                 buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)
+            if not is_first:
+                buffer.copy_(self._whole()[expert])
             self._open = expert, buffer
         return self._open[1], is_first
 
@@ -95,6 +108,7 @@ class GradientSum:
 
 
 def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
+    """Add a part to a sum, or begin the sum with it."""
     if is_first:
         total.copy_(part)
     else:
@@ -114,7 +128,9 @@ class WeightGradients(NamedTuple):
         """Sums to which nothing has been added, over that many tiles."""
 
         def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
-            return GradientSum(weight, tiles=tiles) if weight is not None and needed else None
+            if weight is None or not needed:
+                return None
+            return GradientSum(weight, tiles=tiles)
 
         return cls(
             gate_up=of(weights.gate_up_eFM, needs.gate_up),
@@ -125,4 +141,10 @@ class WeightGradients(NamedTuple):
 
     def results(self) -> list[Tensor | None]:
         """The gradients in the order of ``Weights``."""
-        return [None if total is None else total.result() for total in self]
+        gradients: list[Tensor | None] = []
+        for total in self:
+            if total is None:
+                gradients.append(None)
+            else:
+                gradients.append(total.result())
+        return gradients

@@ -33,7 +33,10 @@ _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
     product = _product(kind, gate_NF, up_NF)
-    return product if scale_N is None else (product * scale_N.unsqueeze(-1)).to(product.dtype)
+    if scale_N is None:
+        return product
+    # float32 scales make the product float32: rounded back once, after the factor
+    return (product * scale_N.unsqueeze(-1)).to(product.dtype)
 
 
 def gated_backward(
@@ -42,10 +45,12 @@ def gated_backward(
     """Gradients of ``gated`` for gate, up and scale."""
     dscale = None
     if scale_N is not None:
+        # one number from F channels: summed in float32
         product = _product(kind, gate_NF, up_NF)
         dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
         dout_NF = (dout_NF * scale_N.unsqueeze(-1)).to(dout_NF.dtype)
-    return *_product_gradient(kind, dout_NF, gate_NF, up_NF), dscale
+    dgate_NF, dup_NF = _product_gradient(kind, dout_NF, gate_NF, up_NF)
+    return dgate_NF, dup_NF, dscale
 
 
 def gated_linear(
@@ -70,16 +75,21 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
+        # one elementwise pass computes again what would be the largest tensor to keep
         inner = gated(ctx.kind, gate, up)
         dinner, dweight = multiply_backward(
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
         dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
-        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None, None
+        dbias: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            dbias = sum_rows(dout)
+        return dgate, dup, dweight, dbias, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) · up, in new memory."""
     if kind == "swiglu":
         return nn.functional.silu(gate).mul_(up)
     if kind == "swiglu_oai":
@@ -89,9 +99,11 @@ def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``_product`` for gate and up."""
     if kind == "swiglu":
         return torch.ops.aten.silu_backward(dout * up, gate), nn.functional.silu(gate).mul_(dout)
     if kind == "swiglu_oai":
+        # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
@@ -103,4 +115,7 @@ def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tupl
 
 
 def _approximation(kind: str) -> str:
-    return "tanh" if kind == "geglu_tanh" else "none"
+    """What PyTorch calls this kind of GELU."""
+    if kind == "geglu_tanh":
+        return "tanh"
+    return "none"
