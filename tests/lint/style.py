@@ -42,7 +42,7 @@ LIMITS = {
     "longctx/objectives": Limits(ternaries=15, stars=6, comments=40),
     "longctx/kernels": Limits(ternaries=5, stars=6, comments=50),
     "longctx/model": Limits(ternaries=20, stars=10, comments=30),
-    "parallel": Limits(ternaries=40, stars=20, comments=10),
+    "parallel": Limits(ternaries=15, stars=6, comments=45),
     "data_pipeline": Limits(ternaries=15, stars=6, comments=40),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
