@@ -18,7 +18,7 @@ class GradientSum:
     """The gradient of one weight of all experts, summed in float32 (float64 for float64).
 
     With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
-    once, and one float32 buffer serves all experts. An expert with one product, in the weight's dtype, needs no buffer.
+    once, and one float32 buffer serves all experts. A product that stays an expert's only one needs no sum at all.
     """
 
     def __init__(self, weight: Tensor, *, tiles: int) -> None:
@@ -28,14 +28,15 @@ class GradientSum:
         self._has_begun = [False] * len(weight)
         self._open: tuple[int, Tensor] | None = None
         """The expert whose sum is not rounded yet, and its buffer."""
-        self._exact: int | None = None
-        """The expert whose only product so far lies in the result itself, not rounded a second time."""
+        self._alone: int | None = None
+        """The expert whose first product was written to its gradient, in the weight's dtype."""
 
     def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dyᵀ · x to an expert's gradient."""
         if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._has_begun[expert]:
+            # the product is rounded already: converting it to float32 and back would take as long as forming it
             torch.mm(dy_nO.T, x_nI, out=self._whole()[expert])
-            self._has_begun[expert], self._exact = True, expert
+            self._has_begun[expert], self._alone = True, expert
             return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
@@ -88,7 +89,7 @@ class GradientSum:
         if not self._rounds_each:
             return self._whole()[expert], is_first
         if self._open is None or self._open[0] != expert:
-            assert is_first or self._exact == expert, "all blocks of an expert follow one another"
+            assert is_first or self._alone == expert, "all blocks of an expert follow one another"
             buffer = self._round_open()
             if buffer is None:
                 buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)

@@ -26,6 +26,19 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: nn.functional.relu(x).square(),
 }
 
+_ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": nn.functional.silu,
+    "geglu": nn.functional.gelu,
+    "geglu_tanh": _gelu_tanh,
+}
+"""Of kinds that multiply up by a function of gate alone."""
+
+_ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": torch.ops.aten.silu_backward,
+    "geglu": torch.ops.aten.gelu_backward,
+    "geglu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 """GPT-OSS's steepness of the sigmoid and bound on both inputs."""
 
@@ -75,13 +88,18 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        # one elementwise pass computes again what would be the largest tensor to keep
-        inner = gated(ctx.kind, gate, up)
+        # the function of gate serves the product and up's gradient: it costs as much as three products
+        activated: Tensor | None = None
+        if ctx.kind in _ACTIVATION:
+            activated = _ACTIVATION[ctx.kind](gate)
+            inner = activated * up
+        else:
+            inner = gated(ctx.kind, gate, up)
         dinner, dweight = multiply_backward(
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
-        dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
+        dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
         dbias: Tensor | None = None
         if ctx.needs_input_grad[3]:
             dbias = sum_rows(dout)
@@ -90,18 +108,16 @@ class _GatedLinear(torch.autograd.Function):
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) · up, in new memory."""
-    if kind == "swiglu":
-        return nn.functional.silu(gate).mul_(up)
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
-    return nn.functional.gelu(gate, approximate=_approximation(kind)).mul_(up)
+    return _ACTIVATION[kind](gate).mul_(up)
 
 
-def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``_product`` for gate and up."""
-    if kind == "swiglu":
-        return torch.ops.aten.silu_backward(dout * up, gate), nn.functional.silu(gate).mul_(dout)
+def _product_gradient(
+    kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; ``activated``, the function of gate where the caller has it, is overwritten."""
     if kind == "swiglu_oai":
         # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
         with torch.enable_grad():
@@ -109,13 +125,6 @@ def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tupl
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
             product = bounded * torch.sigmoid(_OAI_ALPHA * bounded) * (other + 1)
         return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
-    approximate = _approximation(kind)
-    dup = nn.functional.gelu(gate, approximate=approximate).mul_(dout)
-    return torch.ops.aten.gelu_backward(dout * up, gate, approximate=approximate), dup
-
-
-def _approximation(kind: str) -> str:
-    """What PyTorch calls this kind of GELU."""
-    if kind == "geglu_tanh":
-        return "tanh"
-    return "none"
+    if activated is None:
+        activated = _ACTIVATION[kind](gate)
+    return _ACTIVATION_GRADIENT[kind](dout * up, gate), activated.mul_(dout)
