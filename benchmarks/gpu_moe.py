@@ -34,7 +34,7 @@ from benchmarks.gpu import Stopwatch, peak_bytes, quickest, show
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
-from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
 TILE_TOKENS = 16_384
 """Of a layer that does not fit at once."""
@@ -138,10 +138,10 @@ def build_layer(setting: Setting, config: ModelConfig) -> MixtureOfExperts:
     return layer
 
 
-def one_document(x_NM: Tensor, run: ExpertRun) -> ExpertCall:
+def one_document(x_NM: Tensor, run: ExpertRun) -> MoECall:
     """What a layer is told about tokens that are one document."""
     documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long, device=x_NM.device)
-    return ExpertCall(run=run, documents_Bt=documents_Bt, num_documents=1)
+    return MoECall(run=run, documents_Bt=documents_Bt, num_documents=1)
 
 
 def layer_step(layer: nn.Module, x_NM: Tensor, dout_NM: Tensor, run: ExpertRun, watch: Stopwatch) -> None:

@@ -6,19 +6,27 @@ Causal attention inside each document. Imbalance is the busiest rank's work over
 all ranks together receive when only needed ones travel. They are held against zigzag's; against the least that any even
 layout could do (see ``least_rows``); against zigzag within every document, which cuts each into 2·R parts (even as
 well; closed form); and against a ring that passes every row to every rank. Milliseconds are CPU time to build.
+
+Two baselines that no run can choose assign the chunks of ``balanced``, most work first. ``heap`` gives each to the rank
+with the least work so far, as MagiAttention's solver does. ``affine heap`` allows as much imbalance as ``balanced`` and
+gives each to the rank that needs the fewest more rows for it, so the two can be compared at the same balance.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
 from benchmarks.machine import save
 from data_pipeline.loader import build_loader
-from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.layout.balanced import Chunks, WorkCost, chunk_pieces, cut_chunks
+from parallel.layout.sequence import KINDS, Run, SequenceLayout
 
 TOLERANCE = 1.05
 """Imbalance that ``least_rows`` allows."""
@@ -75,13 +83,67 @@ def least_rows(cu_seqlens: np.ndarray, degree: int) -> int:
     return total
 
 
-def measure(kind: str, degree: int, packed: list[np.ndarray], zigzag: int | None, least: int) -> Figures:
+def heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> SequenceLayout:
+    """Chunks of equal size, most work first, each to the rank with the least work among those that lack chunks."""
+    chunks = cut_chunks(num_tokens, degree, np.unique(cu_seqlens))
+    owner = np.empty(len(chunks.start), dtype=np.int64)
+    assigned = [0] * degree
+    loads = [(int(work), rank) for rank, work in enumerate(chunks.remainder_work)]
+    heapq.heapify(loads)
+    for chunk in np.argsort(-chunks.work, kind="stable").tolist():
+        work, rank = heapq.heappop(loads)
+        owner[chunk] = rank
+        assigned[rank] += 1
+        if assigned[rank] < chunks.per_rank:  # a rank with all its chunks does not come back
+            heapq.heappush(loads, (work + int(chunks.work[chunk]), rank))
+    return _layout_of("heap", num_tokens, chunks, owner)
+
+
+def affine_heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> SequenceLayout:
+    """The same chunks, each to the rank that needs the fewest more rows, as far as its work stays in the tolerance."""
+    chunks = cut_chunks(num_tokens, degree, np.unique(cu_seqlens))
+    owner = np.empty(len(chunks.start), dtype=np.int64)
+    load = chunks.remainder_work.copy()
+    limit = WorkCost.of(chunks).limit
+    free = np.full(degree, chunks.per_rank)
+    reach = np.zeros((degree, int(chunks.document[-1]) + 1), dtype=np.int64)  # the longest prefix that a rank needs
+    for chunk in np.argsort(-chunks.work, kind="stable").tolist():
+        document, prefix, work = chunks.document[chunk], chunks.prefix[chunk], chunks.work[chunk]
+        candidates = np.flatnonzero(free)
+        within = candidates[load[candidates] + work <= limit]
+        if len(within):
+            more_rows = np.maximum(prefix - reach[within, document], 0)
+            rank = within[np.lexsort((load[within], more_rows))[0]]
+        else:
+            rank = candidates[np.argmin(load[candidates])]
+        owner[chunk] = rank
+        free[rank] -= 1
+        load[rank] += work
+        reach[rank, document] = max(reach[rank, document], prefix)
+    return _layout_of("affine heap", num_tokens, chunks, owner)
+
+
+def _layout_of(name: str, num_tokens: int, chunks: Chunks, owner: np.ndarray) -> SequenceLayout:
+    """The layout in which each chunk lies on its owner."""
+    runs = tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in chunk_pieces(chunks, owner))
+    return SequenceLayout(name, num_tokens, chunks.degree, 1, runs)
+
+
+BUILDERS: dict[str, Callable[[int, int, list[int]], SequenceLayout]] = {
+    **{kind: partial(SequenceLayout.build, kind) for kind in KINDS},
+    "heap": heap_layout,
+    "affine heap": affine_heap_layout,
+}
+"""Every layout by name, and the baselines."""
+
+
+def measure(name: str, degree: int, packed: list[np.ndarray], zigzag: int | None, least: int) -> Figures:
     """One kind of layout over all packed rows."""
     imbalance, rows, busiest, runs, seconds = [], 0, [], [], 0.0
     for cu_seqlens in packed:
         tokens = int(cu_seqlens[-1])
         begin = time.process_time()
-        layout = SequenceLayout.build(kind, tokens, degree, cu_seqlens.tolist())
+        layout = BUILDERS[name](tokens, degree, cu_seqlens.tolist())
         seconds += time.process_time() - begin
         work, received = work_and_rows(layout, cu_seqlens)
         imbalance.append(max(work) * degree / sum(work))
@@ -90,7 +152,7 @@ def measure(kind: str, degree: int, packed: list[np.ndarray], zigzag: int | None
         runs.append(sum(len(r) for r in layout.runs) / degree)
     plain = sum(int(cu[-1]) for cu in packed) * (degree - 1)
     return Figures(
-        kind,
+        name,
         degree,
         round(float(np.mean(imbalance)), 4),
         round(max(imbalance), 4),
@@ -109,7 +171,8 @@ def table(degree: int, packed: list[np.ndarray]) -> list[Figures]:
     """Every kind, zigzag first."""
     least = sum(least_rows(cu, degree) for cu in packed)
     zigzag = measure("zigzag", degree, packed, None, least)
-    return [zigzag, *(measure(kind, degree, packed, zigzag.rows, least) for kind in KINDS if kind != "zigzag")]
+    others = [name for name in BUILDERS if name != "zigzag"]
+    return [zigzag, *(measure(name, degree, packed, zigzag.rows, least) for name in others)]
 
 
 def main() -> None:

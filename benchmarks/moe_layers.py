@@ -154,7 +154,7 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
 
     With a dispatcher it holds the experts of this rank alone, and its gradients are theirs.
     """
-    from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+    from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
     dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
     weights = {n: w if n == "router" else w[dispatcher.local_experts] for n, w in case.weights().items()}
@@ -164,7 +164,7 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
 
     def call(x_NM: Tensor) -> tuple[Tensor, ...]:
         documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long)
-        return module(x_NM.unsqueeze(0), ExpertCall(run=run, documents_Bt=documents_Bt, num_documents=1))
+        return module(x_NM.unsqueeze(0), MoECall(run=run, documents_Bt=documents_Bt, num_documents=1))
 
     return Layer(
         module,

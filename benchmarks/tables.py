@@ -12,12 +12,14 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import KINDS, RESULTS
 
+MARKDOWN_COLUMNS = 100
 DOCS = Path(__file__).parent.parent / "docs"
 Result = dict[str, Any]
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -47,10 +49,11 @@ def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
     versions = [
         f"{library} {machine[library]}" for library in ("torch", "transformers", "deepspeed") if library in machine
     ]
-    return (
+    line = (
         f"`python -m benchmarks.{benchmark}`, {name}, {machine['cores']} cores, {KINDS[kind]}, "
         f"{', '.join(versions)}, {machine['date']}:"
     )
+    return textwrap.fill(line, MARKDOWN_COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

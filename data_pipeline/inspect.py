@@ -70,8 +70,10 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
     """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read."""
     shards = ShardSet.open(folder, verify=False)
     manifest, lengths = shards.manifest, shards.lengths
+    packing = None
     if seq_len is not None:
         _check_seq_len(seq_len)
+        packing = plan_rows(lengths, seq_len).report(lengths)
     return Description(
         folder=str(folder),
         split=manifest.split,
@@ -89,7 +91,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         manifest_hash=manifest.hash,
         sources=manifest.sources,
         skipped=manifest.skipped,
-        packing=None if seq_len is None else plan_rows(lengths, seq_len).report(lengths),
+        packing=packing,
     )
 
 
@@ -107,6 +109,7 @@ def show_row(
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder, verify=False)
     tokenizer = shards.tokenizer()
+    # The same pure function as the loader's: what is shown is what a run reads.
     plan = plan_rows(shards.lengths, seq_len, seed=seed, epoch=epoch, shuffle=shuffle)
     if not 0 <= row < plan.num_rows:
         raise ConfigError(
@@ -125,7 +128,10 @@ def verify(folder: str | Path) -> list[str]:
     """
     folder = Path(folder)
     held_out = folder / VALIDATION_FOLDER
-    return [*_problems(folder), *(_problems(held_out) if held_out.is_dir() else [])]
+    problems = list(_problems(folder))
+    if held_out.is_dir():
+        problems += _problems(held_out)
+    return problems
 
 
 def _problems(folder: Path) -> Iterator[str]:
@@ -135,6 +141,7 @@ def _problems(folder: Path) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
+    # A file that nobody reads is a sign of a copy that mixed two folders.
     listed = {entry.file for entry in manifest.shards}
     for path in sorted(folder.glob("*.arrow")):
         if path.name not in listed:
@@ -162,6 +169,7 @@ def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
         except DataError as error:
             yield str(error)
             continue
+        # A checksum proves that the file is as it was written, not that what was written is right.
         largest = int(values.max(initial=0))
         if largest >= manifest.vocab_size:
             yield f"{folder / entry.file} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."

@@ -105,7 +105,8 @@ class Loader:
         self._plans: dict[int, RowPlan] = {}
         self._epoch = 0
         # Where the last whole step ended; the state is these four numbers, so it never points into a step.
-        self._epoch_row = 0  # next unread row of the epoch
+        self._epoch_row = 0
+        """The next unread row of the epoch."""
         self._rows_consumed = 0
         self._tokens_consumed = 0
         # The step under way: all ranks' rows, and the micro-batch that comes next.
@@ -171,8 +172,10 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
         own = self.state_dict()
+        # A missing field would be a silent default, and a field too many belongs to another release.
         if not isinstance(state, dict) or set(state) != set(own):
             raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
+        # Row numbers mean the same rows only where all of these are equal.
         for name in ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle"):
             if state[name] != own[name]:
                 raise DataError(
@@ -180,17 +183,20 @@ class Loader:
                     "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
                 )
         counters = ("rows_consumed", "tokens_consumed", "epoch", "epoch_row")
+        # type(), not isinstance(): in Python True is an int.
         if not all(type(state[name]) is int and state[name] >= 0 for name in counters):
             raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
         if state["epoch_row"] >= self._plan(state["epoch"]).num_rows:
             raise DataError(f"The loader state is damaged: epoch {state['epoch']} has no row {state['epoch_row']}.")
         self._epoch, self._epoch_row = state["epoch"], state["epoch_row"]
         self._rows_consumed, self._tokens_consumed = state["rows_consumed"], state["tokens_consumed"]
+        # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
     def _rows_of_step(self) -> list[Pieces]:
         """The next ``rows_per_step`` global rows, across as many epochs as they take."""
         rows: list[Pieces] = []
+        # Local copies: the state moves in ``_finish_step`` only.
         epoch = self._epoch
         row = self._epoch_row
         while len(rows) < self._rows_per_step:
@@ -237,24 +243,32 @@ class ValidationLoader:
     ) -> None:
         self.shards = shards
         self.seq_len = seq_len
+        # No shuffle and no seed: losses of different runs are over the same rows.
         self._plan = plan_rows(shards.lengths, seq_len, shuffle=False)
-        self.num_rows = self._plan.num_rows if max_rows is None else min(max_rows, self._plan.num_rows)
+        self.num_rows = self._plan.num_rows
         """Rows with text, over all ranks."""
+        if max_rows is not None:
+            self.num_rows = min(max_rows, self.num_rows)
         self._micro_batch_rows = micro_batch_rows
         self._data_rank = data_rank
         self._data_degree = data_degree
 
     def __len__(self) -> int:
         """Micro-batches on each rank, the same everywhere."""
+        # Rounded up: the last rows are never left out.
         return -(-self.num_rows // (self._data_degree * self._micro_batch_rows))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
             first = (number * self._data_degree + self._data_rank) * self._micro_batch_rows
-            # Every rank takes part in every collective, so a rank without rows gets rows of padding.
-            wanted = range(first, first + self._micro_batch_rows)
-            rows = [self._plan.row(row) if row < self.num_rows else [] for row in wanted]
+            rows: list[Pieces] = []
+            for row in range(first, first + self._micro_batch_rows):
+                # Every rank takes part in every collective, so a rank without rows gets rows of padding.
+                pieces: Pieces = []
+                if row < self.num_rows:
+                    pieces = self._plan.row(row)
+                rows.append(pieces)
             yield build_batch(self.shards, rows, self.seq_len)
 
 
@@ -278,7 +292,9 @@ def _check_rows_per_step(rows_per_step: int, *, data_degree: int, micro_batch_ro
     unit = data_degree * micro_batch_rows
     if rows_per_step < 1 or rows_per_step % unit:
         below = max(rows_per_step // unit, 0) * unit
-        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        nearest = f"{below + unit}"
+        if below:
+            nearest = f"{below} or {below + unit}"
         raise ConfigError(
             f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} × "
             f"micro_batch_rows={micro_batch_rows} = {unit} rows. Try rows_per_step={nearest}."

@@ -23,4 +23,5 @@ def shuffled(count: int, *parts: int) -> np.ndarray:
 
 def falls_below(value: int, fraction: float, *parts: int) -> bool:
     """True for about ``fraction`` of all values, always the same ones for the same ``parts``."""
+    # Compared as integers: the fraction is rounded once, not each value.
     return key64(value, *parts) < int(fraction * 2**64)

@@ -22,7 +22,8 @@ PADDING = "<|padding|>"
 SPACE_MARK = "\u2581"
 """SentencePiece writes a space as this character, and so reads the character itself back as a space."""
 
-_CHUNK_CHARACTERS = 1 << 20  # SentencePiece needs about 100 bytes of memory for each byte it encodes at once
+# SentencePiece needs about 100 bytes of memory for each byte that it encodes at once.
+_CHUNK_CHARACTERS = 1 << 20
 
 Progress = Callable[[int, int], None]
 """A function that takes the number of documents and of bytes of text done so far."""
@@ -77,15 +78,20 @@ class Tokenizer:
     def padding(self) -> int:
         """Id that fills a row; the document end where a foreign model has no padding id (its target never counts)."""
         own = self._processor.pad_id()
-        return own if own >= 0 else self.document_end
+        if own < 0:
+            return self.document_end
+        return own
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of ``text`` as int32, without begin and end."""
+        # The empty part stands for a text without any.
+        parts = [np.empty(0, dtype=np.int32)]
         try:
-            parts = [ids for chunk in _chunks(text) for ids in self._encode_chunk(chunk)]
+            for chunk in _chunks(text):
+                parts += self._encode_chunk(chunk)
         except UnicodeEncodeError as error:
             raise DataError(f"Text with a lone surrogate ({error.reason}) is not Unicode text. Replace it.") from error
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        return np.concatenate(parts)
 
     def encode_document(self, text: str) -> np.ndarray:
         """The ids of ``text`` between document begin and document end, int32."""
@@ -95,6 +101,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ``ids``; control ids give nothing, bytes that are no UTF-8 give U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64)
+        # SentencePiece's own error names neither the id nor the file.
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):
             raise DataError(
@@ -108,7 +115,8 @@ class Tokenizer:
 
     def _encode_chunk(self, chunk: str) -> Iterator[np.ndarray]:
         """Yield the ids of a chunk, in parts: the space mark becomes its three bytes, which decode to itself."""
-        chunk.encode()  # SentencePiece would fail on a lone surrogate without a useful message
+        # Raises for a lone surrogate, on which SentencePiece would fail without a useful message.
+        chunk.encode()
         for number, part in enumerate(chunk.split(SPACE_MARK)):
             if number:
                 yield self._space_mark_ids

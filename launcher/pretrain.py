@@ -8,7 +8,7 @@ from pathlib import Path
 # The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.cluster.exit import run_guarded
+from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.hostfile import check_hostfile
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
@@ -19,6 +19,7 @@ from parallel.runtime.process import broadcast_object, environment_rank, start_p
 
 def main(argv: list[str]) -> None:
     """Check everything that can be checked, then train."""
+    # A user's mistakes first, on every rank alike, before any waits for another or allocates.
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
     check_hostfile(config.run.hostfile, world_size)
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> None:
     check_run(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
     try:
+        # DeepSpeed decides on a device when it is imported.
         from launcher.training.setup import build_run
         from launcher.training.trainer import Trainer
 
@@ -38,4 +40,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(lambda: main(sys.argv[1:])))
+    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:])))

@@ -35,10 +35,12 @@ def prepare_folder(config: RunConfig) -> Path:
                 "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
             )
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        # Permissions do not say it: the disk may be full, or mounted to be read only.
         probe = folder / f".writable.{os.getpid()}"
         probe.write_text("x")
         probe.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a null character
+    except (OSError, ValueError) as error:
+        # ValueError is what a null character in the name gives.
         raise ConfigError(
             f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
             "Choose a folder you may write to (--run.output_dir ...), on a disk with free space."
@@ -59,10 +61,17 @@ def start_logging(folder: Path, rank: int) -> None:
     to_file = logging.FileHandler(folder / LOGS / f"rank_{rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = logging.StreamHandler(sys.stdout)
-    to_console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    to_console.addFilter(lambda record: record.name != "launcher.cluster.exit")  # it has said so on standard error
-    to_console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
-    logging.raiseExceptions = False  # a full disk must not bury the error that says so under the log's own traceback
+    if rank == 0:
+        to_console.setLevel(logging.INFO)
+        to_console.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        to_console.setLevel(logging.WARNING)
+        to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+    # It writes its report to standard error by itself.
+    to_console.addFilter(lambda record: record.name != "launcher.cluster.exit")
+    # A full disk must not bury the error that says so under the log's own traceback.
+    logging.raiseExceptions = False
+    # Our packages alone, not the root: DeepSpeed and torch log what no user of ours asked for.
     ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
     for logger in ours:
         logger.setLevel(logging.INFO)
@@ -95,9 +104,14 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name; Linux has it in a file of its own."""
+    """The processor's name."""
+    # On Linux platform.processor() is the architecture, or empty.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    # ARM has no model name there.
+    return platform.machine()

@@ -18,7 +18,7 @@ class Mesh:
     """Ranks arranged as data × ring × ulysses: rank = (data_rank · ring_degree + ring_rank) · ulysses + ulysses_rank.
 
     The ranks of a context group (ring × ulysses) are neighbours, so they share a node where they can; those that trade
-    heads are the closest. The expert axis lies across these: each ``expert`` neighbouring ranks share out the experts,
+    heads are the closest. The expert axis lies across these: each ``expert`` neighbouring ranks divide the experts,
     whatever part of which sequence they hold.
     """
 
@@ -29,19 +29,19 @@ class Mesh:
     ulysses: int = 1
     """How many of those share rows and split heads; the rest is the ring."""
     expert: int = 1
-    """Neighbouring ranks that share out the experts of every layer."""
+    """Neighbouring ranks that divide the experts of every layer."""
     ranks_per_node: int = 1
     """Ranks that one machine holds."""
     context_group: ProcessGroup | None = None
     """Group of this rank's sequence; None when the sequence is not shared."""
     ring_group: ProcessGroup | None = None
-    """The ranks of that sequence with this rank's share of the heads; None in a ring of one."""
+    """The ranks of that sequence with this rank's heads; None in a ring of one."""
     ulysses_group: ProcessGroup | None = None
     """The ranks that hold the same rows; None when heads are not split."""
     expert_group: ProcessGroup | None = None
     """The ranks that hold all experts between them; None when every rank holds all."""
     control_group: ProcessGroup | None = None
-    """The context group again, for words on the CPU: the agreement before the first byte."""
+    """The context group again, for CPU tensors: the agreement before the first byte."""
 
     @classmethod
     def build(cls, *, context: int = 1, ulysses: int = 1, expert: int = 1, ranks_per_node: int | None = None) -> Mesh:
@@ -50,30 +50,30 @@ class Mesh:
         ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. ConfigError
         when the degrees do not divide the world.
         """
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = 0, 1
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
-        firsts = range(0, world_size, context)
-        spans = [range(first, first + context) for first in firsts]
-        context_group = _own_group(rank, spans) if context > 1 else None
+        spans = [range(first, first + context) for first in range(0, world_size, context)]
+        context_group = _own_group(rank, spans)
         ring_group, ulysses_group = context_group, None
         if ulysses > 1:
-            ulysses_group = _own_group(rank, [s[n : n + ulysses] for s in spans for n in range(0, context, ulysses)])
-            rings = [s[n::ulysses] for s in spans for n in range(ulysses)]
-            ring_group = _own_group(rank, rings) if context > ulysses else None
-        expert_group = None
-        if expert > 1:
-            experts = [range(first, first + expert) for first in range(0, world_size, expert)]
-            expert_group = _own_group(rank, experts)
+            neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
+            ulysses_group = _own_group(rank, neighbours)
+            rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
+            ring_group = _own_group(rank, rings)
+        experts = [range(first, first + expert) for first in range(0, world_size, expert)]
+        expert_group = _own_group(rank, experts)
         control_group = context_group
         if context_group is not None and dist.get_backend(context_group) != "gloo":
-            control_group = _own_group(rank, spans, backend="gloo")
+            control_group = _own_group(rank, spans, backend="gloo")  # what is compared lies on the CPU
         return cls(
             rank=rank,
             world_size=world_size,
             context=context,
             ulysses=ulysses,
             expert=expert,
-            ranks_per_node=_ranks_per_node(world_size) if ranks_per_node is None else ranks_per_node,
+            ranks_per_node=ranks_per_node or _ranks_per_node(world_size),
             context_group=context_group,
             ring_group=ring_group,
             ulysses_group=ulysses_group,
@@ -98,22 +98,22 @@ class Mesh:
 
     @property
     def ring_degree(self) -> int:
-        """Ring indices: groups of ranks that hold different rows of the sequence."""
+        """Ring ranks: groups of ranks that hold different rows of the sequence."""
         return self.context // self.ulysses
 
     @property
     def ring_rank(self) -> int:
-        """This rank's ring index."""
+        """This rank's number in its ring."""
         return self.context_rank // self.ulysses
 
     @property
     def ulysses_rank(self) -> int:
-        """Which share of the heads this rank computes."""
+        """Which part of the heads this rank computes."""
         return self.context_rank % self.ulysses
 
     @property
     def expert_rank(self) -> int:
-        """Which share of the experts this rank holds."""
+        """Which of the experts this rank holds."""
         return self.rank % self.expert
 
     def ring_peer(self, ring_rank: int) -> int:
@@ -122,20 +122,27 @@ class Mesh:
 
     @property
     def ring_ranks_in_node(self) -> int:
-        """Neighbouring ring indices that share a node; 1 where nodes do not hold equally many of them."""
+        """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
         nodes = [self.ring_peer(index) // self.ranks_per_node for index in range(self.ring_degree)]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-        return counts[0] if len(set(counts)) == 1 else 1
+        if len(set(counts)) > 1:
+            return 1
+        return counts[0]
 
     def describe(self) -> str:
         """One line for the log."""
-        heads = f" (ring {self.ring_degree} × ulysses {self.ulysses})" if self.ulysses > 1 else ""
-        experts = f", experts over {self.expert}" if self.expert > 1 else ""
-        return f"{self.world_size} ranks = data {self.data} × context {self.context}{heads}{experts}"
+        line = f"{self.world_size} ranks = data {self.data} × context {self.context}"
+        if self.ulysses > 1:
+            line += f" (ring {self.ring_degree} × ulysses {self.ulysses})"
+        if self.expert > 1:
+            line += f", experts over {self.expert}"
+        return line
 
 
 def _own_group(rank: int, members: Sequence[range], backend: str | None = None) -> ProcessGroup | None:
-    """This rank's group of these, which every rank creates alike."""
+    """This rank's group of these, which every rank creates alike; None where a rank would be alone."""
+    if len(members[0]) == 1:
+        return None
     own = None
     for ranks in members:
         created = dist.new_group(list(ranks), backend=backend)
@@ -146,8 +153,7 @@ def _own_group(rank: int, members: Sequence[range], backend: str | None = None) 
 
 def _ranks_per_node(world_size: int) -> int:
     """As the launcher says: DeepSpeed's LOCAL_SIZE, torchrun's LOCAL_WORLD_SIZE; else all ranks on one machine."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(said) if said else world_size
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
 
 
 def nearest(value: int, fits: Sequence[int]) -> int:

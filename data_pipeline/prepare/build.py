@@ -23,7 +23,8 @@ from longctx.files import explained_writes, staged_folder
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "validation"
-_SPLIT_SALT = 0x76616C6964  # part of the format: another number would move documents between the splits
+# Part of the format: another number would move documents between the splits.
+_SPLIT_SALT = 0x76616C6964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,13 @@ def build_shards(
     started = time.monotonic()
     options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
     sources = [source.fingerprint()]
+    # An empty folder that the user has made is free to fill.
     with explained_writes(output):
         occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
     if occupied and not overwrite:
         _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
         return _report(output, up_to_date=True, started=started)
+    # --overwrite replaces shards, never a folder that holds something else.
     if occupied and not (output / MANIFEST_FILE).is_file():
         raise DataError(
             f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
@@ -112,6 +115,7 @@ def _write_splits(
     text_bytes = 0
     for number, document in enumerate(source, start=1):
         encoded = _encode(document, tokenizer)
+        # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
         if falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT):
             validation.add(encoded)
         else:
@@ -119,6 +123,7 @@ def _write_splits(
         text_bytes += encoded.text_bytes
         if progress is not None:
             progress(number, text_bytes)
+    # Can happen with a handful of documents, and a run would only find out when it starts.
     if not training.num_documents:
         raise DataError(
             f"All {validation.num_documents} documents of {source.spec} fell into the validation split "
@@ -138,8 +143,8 @@ def _encode(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
     tokens = tokenizer.encode_document(document.text)
     decoded = tokenizer.decode(tokens)
     if decoded != document.text:
-        pairs = enumerate(zip(document.text, decoded, strict=False))
-        first = next((i for i, (before, after) in pairs if before != after), len(decoded))
+        characters = enumerate(zip(document.text, decoded, strict=False))
+        first = next((i for i, (before, after) in characters if before != after), len(decoded))
         raise DataError(
             f"{document.name} does not survive encoding and decoding with {tokenizer.path}: character {first} "
             f"{document.text[first : first + 12]!r} became {decoded[first : first + 12]!r}.\n"
@@ -165,27 +170,31 @@ def _check_same_recipe(
             "Name another folder, or replace it with --overwrite (overwrite=True)."
         )
     if (output / VALIDATION_FOLDER).exists():
-        ShardSet.open(output / VALIDATION_FOLDER)  # a damaged split is not up to date either
+        # Raises for a damaged split, which is not up to date either.
+        ShardSet.open(output / VALIDATION_FOLDER)
 
 
 def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
     """What lies in ``output`` now, read from its manifests."""
     training = Manifest.load(output)
     held_out = output / VALIDATION_FOLDER
-    validation = Manifest.load(held_out) if held_out.exists() else None
+    validation = None
+    if held_out.exists():
+        validation = _split_report(held_out, Manifest.load(held_out))
     if validation is None and training.options["validation_fraction"]:
         logger.warning("%s: no document fell into the validation split; it holds training data only", output)
     return BuildReport(
         output=output,
         up_to_date=up_to_date,
         training=_split_report(output, training),
-        validation=None if validation is None else _split_report(held_out, validation),
+        validation=validation,
         skipped=training.skipped,
         seconds=time.monotonic() - started,
     )
 
 
 def _split_report(folder: Path, manifest: Manifest) -> SplitReport:
+    """The counts of one split."""
     return SplitReport(
         folder=folder,
         documents=manifest.documents,

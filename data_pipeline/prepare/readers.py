@@ -34,7 +34,8 @@ def _check(item: Item) -> Item:
         return Skip(item.name, "empty")
     try:
         item.text.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair, which is no character.
         return Skip(item.name, "lone surrogate")
     return item
 
@@ -42,6 +43,7 @@ def _check(item: Item) -> Item:
 def _read_text(file: File, text_field: str) -> Iterator[Item]:
     """Yield the whole file as one document, bytes unchanged: no newline or byte-order-mark is touched."""
     content = file.path.read_bytes()
+    # git's test for a binary file: a zero byte near the beginning.
     if b"\0" in content[:_BINARY_PROBE_BYTES]:
         yield Skip(file.name, "binary")
         return
@@ -65,6 +67,7 @@ def _read_jsonl(file: File, text_field: str) -> Iterator[Item]:
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
     """Yield lines without their newline; only ``\\n`` ends one, as JSON Lines has it."""
     rest = b""
+    # Not the stream's own lines: they also end at \r and at Unicode's line separators.
     while piece := stream.read(1 << 20):
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
@@ -74,9 +77,11 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 def _text_of(line: bytes, text_field: str, where: str) -> str:
     """The text of one line; ``DataError`` names ``where`` it stands and what it holds instead."""
+    # utf-8-sig: the first line may begin with a byte-order mark.
     try:
         entry = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
+    except ValueError as error:
+        # UnicodeDecodeError and JSONDecodeError are both.
         raise DataError(
             f"{where}: not JSON ({error}).\nEvery line must be an object like {{{text_field!r}: …}}."
         ) from error

@@ -62,6 +62,7 @@ class Source:
                 else:
                     num_documents += 1
                     yield item
+        # Only now, so that a reading that was broken off leaves no half count.
         self._skipped = skipped
         if not num_documents:
             raise DataError(_no_text(self.spec, skipped))
@@ -91,6 +92,7 @@ class Source:
             digest = xxhash.xxh3_128()
             for file in self._files:
                 digest.update(json.dumps([file.name, file.size, _hash(file)]).encode())
+            # How the files are read belongs to it: the same bytes are other documents under another field.
             if self.kind == "stdlib":
                 read_as = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
             else:
@@ -117,12 +119,14 @@ def open_source(spec: str | Path, *, text_field: str = "text", exclude: Sequence
     kind, root = _locate(str(spec))
     left_out: Counter[str] = Counter()
     found = _list_files(root, python_only=kind == "stdlib", left_out=left_out)
+    # A pattern without a match is most often a typing error.
     unused = [pattern for pattern in exclude if not any(_matches(file.name, pattern) for file in found)]
     if unused:
         logger.warning("%s: exclude pattern %s matches no file", spec, ", ".join(map(repr, unused)))
     files = [file for file in found if not any(_matches(file.name, pattern) for pattern in exclude)]
     left_out["excluded"] += len(found) - len(files)
-    left_out = +left_out  # drops zero counts
+    # A Counter's plus sign drops zero counts.
+    left_out = +left_out
     if not files:
         raise DataError(_no_text(str(spec), left_out))
     return Source(str(spec), kind=kind, files=files, text_field=text_field, exclude=exclude, left_out=left_out)
@@ -138,7 +142,9 @@ def _locate(spec: str) -> tuple[str, Path]:
     path = Path(spec)
     if not path.exists():
         raise DataError(f"source={spec} does not exist.\n{_nearest(path)}")
-    return ("folder" if path.is_dir() else "file"), path
+    if path.is_dir():
+        return "folder", path
+    return "file", path
 
 
 def _nearest(path: Path) -> str:
@@ -159,11 +165,12 @@ def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> lis
     files: list[File] = []
     for folder, folders, names in os.walk(root, onerror=_unreadable):
         if python_only:
-            kept = [name for name in folders if name not in _NEVER]
+            entered = [name for name in folders if name not in _NEVER]
         else:
-            kept = [name for name in folders if not name.startswith(".")]
-            left_out["hidden"] += len(folders) - len(kept)
-        folders[:] = kept  # os.walk goes into these alone
+            entered = [name for name in folders if not name.startswith(".")]
+            left_out["hidden"] += len(folders) - len(entered)
+        # os.walk goes into those alone that its list still holds.
+        folders[:] = entered
         for name in names:
             path = Path(folder, name)
             if python_only and path.suffix != ".py":
@@ -174,6 +181,7 @@ def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> lis
                 left_out["not a regular file"] += 1
             else:
                 files.append(File(path, path.relative_to(root).as_posix(), path.stat().st_size))
+    # File systems list in any order; documents and their shards must not depend on it.
     return sorted(files, key=lambda file: file.name)
 
 
@@ -189,7 +197,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _no_text(spec: str, skipped: Counter[str]) -> str:
-    """What to say of a source without a document."""
+    """The message about a source without a document."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "it is empty"
     return (
         f"source={spec} holds no text that can be used ({reasons}).\n"

@@ -21,6 +21,7 @@ SMALLEST_VOCAB_SIZE = 4 + 256 + 1
 
 _TRAINING_OPTIONS = {
     "model_type": "bpe",
+    # These options make decoding exact: any text comes back, spaces included.
     "byte_fallback": True,
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
@@ -36,8 +37,10 @@ _TRAINING_OPTIONS = {
     "bos_piece": DOCUMENT_BEGIN,
     "eos_piece": DOCUMENT_END,
     "pad_piece": PADDING,
-    "num_threads": 1,  # BPE training gains nothing from more, and the number would end up in the model file's bytes
-    "minloglevel": 3,  # SentencePiece would write its progress straight to stderr
+    # BPE training gains nothing from more, and the number would end up in the model file's bytes.
+    "num_threads": 1,
+    # SentencePiece would write its progress straight to stderr.
+    "minloglevel": 3,
 }
 
 
@@ -61,6 +64,7 @@ def train_tokenizer(
             f"Try {SMALLEST_VOCAB_SIZE} or more."
         )
     texts = _sample(documents, max_text_bytes=max_text_bytes, seed=seed, progress=progress)
+    # Without spaces' own mark, which SentencePiece would learn as a space (``Tokenizer`` spells it in bytes).
     sentences = (part for text in texts for part in text.split(SPACE_MARK) if part)
     model = io.BytesIO()
     try:
@@ -76,22 +80,24 @@ def train_tokenizer(
 def _sample(documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None) -> list[str]:
     """Texts of at most ``max_text_bytes`` together, those with the smallest hash; memory never holds much more.
 
-    The choice does not depend on the order of the documents. One document is always kept.
+    The choice does not depend on the order of the documents. One document is always in it.
     """
-    kept: list[tuple[int, int, str]] = []  # a heap with the largest hash first
-    kept_bytes = seen_bytes = 0
+    # A heap with the largest hash first: (−hash, number of the document, text).
+    sample: list[tuple[int, int, str]] = []
+    sample_bytes = seen_bytes = 0
     for number, document in enumerate(documents):
         raw = document.text.encode()
-        heapq.heappush(kept, (-xxhash.xxh3_64_intdigest(raw, seed=seed), number, document.text))
-        kept_bytes += len(raw)
+        heapq.heappush(sample, (-xxhash.xxh3_64_intdigest(raw, seed=seed), number, document.text))
+        sample_bytes += len(raw)
         seen_bytes += len(raw)
-        while kept_bytes > max_text_bytes and len(kept) > 1:
-            kept_bytes -= len(heapq.heappop(kept)[2].encode())
+        while sample_bytes > max_text_bytes and len(sample) > 1:
+            sample_bytes -= len(heapq.heappop(sample)[2].encode())
         if progress is not None:
             progress(number + 1, seen_bytes)
-    if not kept:
+    if not sample:
         raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
-    in_order = sorted(kept, key=lambda entry: entry[1])
+    # Back in the source's order: the same corpus gives the same model file.
+    in_order = sorted(sample, key=lambda entry: entry[1])
     return [text for _, _, text in in_order]
 
 

@@ -1,4 +1,4 @@
-"""Rows of pieces as a Batch."""
+"""Build a ``Batch`` from packed rows: tokens, shifted targets, positions, documents."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
     num_tokens = len(rows) * seq_len
+    # Everything starts as padding, and each piece overwrites its part.
     tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)
     bounds: list[int] = [0]
@@ -26,8 +27,11 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     for number, row in enumerate(rows):
         first = number * seq_len
         for document, start, stop in row:
-            ids = shards.slice(document, start, stop + 1)  # ends with the document, if that comes first
+            # One token more than the piece has, unless the document ends here: the last target of a document's end
+            # stays ignored, that of a cut is the next token.
+            ids = shards.slice(document, start, stop + 1)
             tokens[first : first + stop - start] = ids[: stop - start]
+            # Shifted here, before any rank cuts the row: a target may lie on another rank than its token.
             targets[first : first + len(ids) - 1] = ids[1:]
             first += stop - start
             bounds.append(first)
@@ -38,6 +42,7 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     # Padding is a document of its own for attention, and no document for losses and routers.
     sizes = np.diff(bounds)
     document_ids = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
+    # Positions restart with each piece, also with one that continues a document: its row does not hold the beginning.
     positions = np.arange(num_tokens) - np.repeat(bounds[:-1], sizes)
     shape = (len(rows), seq_len)
     return Batch(

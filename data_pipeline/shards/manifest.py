@@ -85,6 +85,7 @@ class Manifest:
                 "Build the shards again with this release, or use the release that wrote them."
             )
         recorded = body.pop("hash", None)
+        # The manifest holds the shards' checksums, so its own hash vouches for every byte of the folder.
         if hash_json(body) != recorded:
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
         try:
@@ -103,7 +104,7 @@ def hash_json(value: Any) -> str:
 
 def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
     """Documents by length, in powers of two, shortest first."""
-    # frexp: length = mantissa · 2^exponent with a mantissa of at least one half and below one
+    # frexp: length = mantissa · 2^exponent with a mantissa of at least one half and below one.
     exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
     counts = np.bincount(exponents)
     return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}

@@ -27,8 +27,10 @@ class ShardSet:
         self.folder = folder
         self.manifest = manifest
         lengths = [np.diff(shard.offsets) for shard in shards]
-        self.lengths: np.ndarray = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+        self.lengths: np.ndarray = np.empty(0, np.int64)
         """Tokens of each document, int64."""
+        if lengths:
+            self.lengths = np.concatenate(lengths)
         self._shards = shards
         self._first_document = list(accumulate((len(part) for part in lengths), initial=0))
 
@@ -107,6 +109,7 @@ def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
     path = folder / entry.file
     advice = "Copy the shard again or build the folder again."
     try:
+        # Cheap, and enough for a copy that was cut short: also where checksums are not read.
         if path.stat().st_size != entry.bytes:
             raise DataError(
                 f"{path} has {path.stat().st_size} bytes where {MANIFEST_FILE} says {entry.bytes}. {advice}"
@@ -114,7 +117,8 @@ def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
         mapped = pa.memory_map(str(path))
         if verify and xxhash.xxh3_128_hexdigest(mapped.read_buffer()) != entry.xxh3_128:
             raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {advice}")
-        mapped.seek(0)  # read_buffer has moved to the end
+        # read_buffer has moved to the end.
+        mapped.seek(0)
         return _views(pa.ipc.open_file(mapped).get_batch(0), entry, path)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {advice}") from error
@@ -127,6 +131,7 @@ def _views(batch: pa.RecordBatch, entry: ShardEntry, path: Path) -> _Shard:
     tokens = batch.column("tokens")
     offsets = tokens.offsets.to_numpy(zero_copy_only=True)
     values = tokens.values.to_numpy(zero_copy_only=True)
+    # Wrong offsets would read beyond the mapped file, or another document's tokens.
     ascending = bool((np.diff(offsets) > 0).all()) and offsets[0] == 0 and offsets[-1] == len(values)
     if not ascending or len(offsets) - 1 != entry.documents or len(values) != entry.tokens:
         raise DataError(

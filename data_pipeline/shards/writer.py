@@ -22,7 +22,9 @@ DEFAULT_SHARD_TOKENS = 1 << 26
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest of uint16 and uint32 that holds every id below ``vocab_size``."""
-    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.uint32)
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class ShardWriter:
         tokens = document.tokens
         if not len(tokens):
             raise DataError(f"{document.name} has no tokens. Leave empty documents out.")
+        # Stored unsigned and small: an id outside of the range would come back as another one.
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise DataError(
                 f"{document.name} has id {int(tokens.max())} (lowest {int(tokens.min())}), "
@@ -118,6 +121,7 @@ class ShardWriter:
         with path.open("wb") as file:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
+            # On the disk before the manifest that vouches for it.
             file.flush()
             os.fsync(file.fileno())
         entry = ShardEntry(

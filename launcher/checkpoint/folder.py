@@ -1,4 +1,4 @@
-"""Find, keep, set aside."""
+"""The checkpoints in a run folder: find, prune and set aside."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
             )
         return folder
     for path in reversed(list_checkpoints(run_folder)):
+        # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
         if resume == "latest":
             return path
-        if problems := _problems(path):
-            log.warning("%s is passed over: %s", path, "; ".join(problems))
-        else:
+        problems = _problems(path)
+        if not problems:
             return path
+        log.warning("%s is passed over: %s", path, "; ".join(problems))
     raise CheckpointError(
         f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.\n"
         "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
@@ -60,7 +61,10 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
 
 def prune(run_folder: Path, keep_last: int) -> None:
     """Remove all but the newest ``keep_last`` checkpoints; 0 keeps all."""
-    for path in list_checkpoints(run_folder)[:-keep_last] if keep_last else []:
+    if keep_last == 0:
+        return
+    for path in list_checkpoints(run_folder)[:-keep_last]:
+        # A checkpoint that cannot be removed costs disk, and must not cost the run.
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -78,12 +82,14 @@ def set_aside_newer(run_folder: Path, step: int) -> None:
 
 
 def set_aside(path: Path) -> None:
+    """Rename a checkpoint to ``*.discarded``, in place of an older one of that name."""
     aside = path.with_name(f"{path.name}.discarded")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
 
 
 def _offer(run_folder: Path) -> str:
+    """The checkpoints that a user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
         return (
@@ -93,6 +99,7 @@ def _offer(run_folder: Path) -> str:
 
 
 def _problems(path: Path) -> list[str]:
+    """What is wrong with a checkpoint's files; every byte is read."""
     try:
         return CheckpointReader(path).verify()
     except CheckpointError as error:

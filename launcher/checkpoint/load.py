@@ -1,4 +1,4 @@
-"""Check and load."""
+"""Load a checkpoint into the engine, once its files and its model are checked."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
     """Load weights and moments into the engine; returns the reader, whose manifest has the rest. Collective.
 
-    Every file's hash is checked first, the files dealt out over the ranks. CheckpointError on all ranks when the
+    Every file's hash is checked first, each rank checking some of the files. CheckpointError on all ranks when the
     checkpoint is damaged or is of another model.
     """
 
     def read_and_check() -> CheckpointReader:
+        # From cheap to expensive: the manifest, then shapes, then every byte.
         reader = CheckpointReader(folder)
         _check_model(reader, model)
         _check_shapes(reader, engine)
         _check_files(reader, "Try --run.resume newest-good, which passes damaged ones over.")
         return reader
 
+    # All ranks agree that it is whole before any weight changes.
     reader = on_every_rank(read_and_check)
+    # Each rank reads the ranges that it owns, whatever world and ZeRO stage wrote them. Imported and upcycled
+    # checkpoints have weights alone.
     engine.load(reader.read_range, step=reader.step, moments=set(ROLES) <= set(reader.roles))
     reader.close()
     return reader
@@ -44,7 +48,7 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
     """Load weights alone: the optimiser starts afresh, at step 0. Collective.
 
     Checked like ``load_checkpoint``, except that ``model`` may reach further than the checkpoint's does: ``rope`` (how
-    positions are stretched, not which channels turn), ``max_positions`` and ``window`` may be others.
+    positions are stretched, not which channels are rotated), ``max_positions`` and ``window`` may be others.
     """
 
     def read_and_check() -> CheckpointReader:
@@ -60,8 +64,10 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
 
 
 def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    if differing := model_config(reader).differences(model):
-        raise CheckpointError("\n".join([f"{reader.folder} is of another model:", *_lines(differing)]))
+    """CheckpointError unless the checkpoint's model and the run's are the same function of the same weights."""
+    differing = model_config(reader).differences(model)
+    if differing:
+        raise CheckpointError(_of_another_model(reader, differing))
 
 
 def _check_start(reader: CheckpointReader, model: ModelConfig) -> None:
@@ -70,24 +76,28 @@ def _check_start(reader: CheckpointReader, model: ModelConfig) -> None:
     differing.pop("window", None)
     if "rope" in differing:
         theirs, ours = differing.pop("rope")
-        for name in ("partial", "interleaved"):  # which channels turn together is what the weights have learned
+        # The weights have learned which channels are rotated together.
+        for name in ("partial", "interleaved"):
             if getattr(theirs, name) != getattr(ours, name):
                 differing[f"rope.{name}"] = getattr(theirs, name), getattr(ours, name)
     if differing:
-        raise CheckpointError(
-            "\n".join([f"{reader.folder} is of another model:", *_lines(differing), *_MAY_CHANGE.splitlines()])
-        )
+        raise CheckpointError(f"{_of_another_model(reader, differing)}\n{_MAY_CHANGE}")
 
 
 _MAY_CHANGE = """A run that starts from it may change model.max_positions, model.window and how model.rope is stretched
 (kind, factor, theta, …). Set the other fields as the checkpoint has them."""
 
 
-def _lines(differing: dict[str, tuple[Any, Any]]) -> list[str]:
-    return [f"  model.{k}: checkpoint {a!r}, run {b!r}" for k, (a, b) in differing.items()]
+def _of_another_model(reader: CheckpointReader, differing: dict[str, tuple[Any, Any]]) -> str:
+    """The message about fields that differ, one a line."""
+    lines = [f"{reader.folder} is of another model:"]
+    for name, (theirs, ours) in differing.items():
+        lines.append(f"  model.{name}: checkpoint {theirs!r}, run {ours!r}")
+    return "\n".join(lines)
 
 
 def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
+    """CheckpointError unless the checkpoint's tensors are the engine's, by name and shape."""
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
     stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
@@ -96,7 +106,7 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_files(reader: CheckpointReader, advice: str) -> None:
-    """This rank's share of the files is whole."""
+    """CheckpointError unless this rank's part of the files is whole."""
     names = sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     if problems := reader.verify(names):
         raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{advice}")

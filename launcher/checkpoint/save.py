@@ -1,4 +1,4 @@
-"""Writing, finding and loading checkpoints of a run (the format itself: ``longctx/checkpoint_format.py``).
+"""Save a checkpoint of a run (the format itself: ``longctx/checkpoint_format.py``).
 
 Every rank writes the ranges it owns into one safetensors file of a hidden folder; rank 0 writes the manifest and
 renames the folder. Until that rename the previous checkpoint is the newest one, whatever is killed. All ranks need to
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
 
 
 class _WrittenFile(NamedTuple):
-    """One rank's file, as the manifest tells of it."""
+    """One rank's file, and what the manifest says of it."""
 
     name: str
     num_bytes: int
@@ -66,22 +66,28 @@ def save_checkpoint(
     ``sync`` puts a file or folder on the disk. CheckpointError on every rank when any of them cannot write; nothing is
     left behind and older checkpoints stay.
     """
+    # 1. A hidden folder, which no reader takes for a checkpoint.
     target = run_folder / CHECKPOINTS / f"step_{step:06d}"
     partial = target.with_name(f".{target.name}.partial")
     _on_rank_0(lambda: _make_empty(partial), partial)
+
+    # 2. Every rank writes what it owns. An error waits until all ranks have tried: a rank that raised here would leave
+    # the others in the next collective.
     written, problem = None, None
     try:
         written = _write_own_ranges(partial, engine, sync)
-    except (OSError, SafetensorError) as error:  # safetensors wraps what the system says
+    except (OSError, SafetensorError) as error:
         problem = _explain(error, partial)
+
+    # 3. Rank 0 writes the manifest and renames the folder, once every byte of every rank is on the disk.
+    def commit() -> None:
+        files.append(_copy_tokenizer(tokenizer, partial, sync))
+        manifest = _manifest(engine, files, step, model, training)
+        _commit(partial, target, manifest, sync)
+
     try:
         agree_or_raise(problem)
         files = gather_objects(written)
-
-        def commit() -> None:
-            manifest = _manifest(engine, [*files, _copy_tokenizer(tokenizer, partial, sync)], step, model, training)
-            _commit(partial, target, manifest, sync)
-
         _on_rank_0(commit, partial)
     except CheckpointError:
         if dist.get_rank() == 0:
@@ -115,7 +121,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path, sync: Callable[[Path], None])
 def _manifest(
     engine: ZeroEngine, files: list[_WrittenFile], step: int, model: ModelConfig, training: dict[str, Any]
 ) -> dict[str, Any]:
-    """What ``manifest.json`` says, its own hash included."""
+    """The contents of ``manifest.json``, its own hash included."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -135,7 +141,10 @@ def _tensor_table(engine: ZeroEngine, files: list[_WrittenFile]) -> dict[str, An
     """Every tensor's shape, and for each of its roles the pieces that hold it."""
     table: dict[str, Any] = {}
     for name, shape in engine.shapes.items():
-        roles = ROLES[:1] if is_buffer(name) else ROLES
+        # A buffer is no parameter: it has a value and no moments.
+        roles = ROLES
+        if is_buffer(name):
+            roles = ROLES[:1]
         table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
     for file in files:
         for name, role, piece in file.pieces:
@@ -146,11 +155,14 @@ def _tensor_table(engine: ZeroEngine, files: list[_WrittenFile]) -> dict[str, An
 def _commit(partial: Path, target: Path, manifest: dict[str, Any], sync: Callable[[Path], None]) -> None:
     """Write the manifest beside the pieces and rename the folder: from here on the checkpoint exists."""
     (partial / MANIFEST).write_text(json.dumps(manifest))
+    # Before the rename: a power cut must not leave a committed folder with an empty manifest.
     sync(partial / MANIFEST)
     sync(partial)
+    # The run has taken this step before, and was resumed from an earlier checkpoint.
     if target.exists():
         set_aside(target)
     partial.rename(target)
+    # A rename is on the disk when its parent folder is.
     sync(target.parent)
 
 
@@ -168,14 +180,18 @@ def _on_rank_0(action: Callable[[], None], path: Path) -> None:
 
 
 def _explain(error: Exception, path: Path) -> CheckpointError:
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-    mend = "The disk is full: free some space, or set checkpoint.keep_last lower" if full else "Mend that"
+    """The error that a user reads, with what to do."""
+    advice = "Mend that"
+    # safetensors puts what the system says into an error of its own, which has no errno.
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
     return CheckpointError(
         f"the checkpoint could not be written to {path.parent}: {error}.\n"
-        f"{mend}, then go on with --run.resume latest. Earlier checkpoints are untouched."
+        f"{advice}, then go on with --run.resume latest. Earlier checkpoints are untouched."
     )
 
 
 def _make_empty(folder: Path) -> None:
+    """Make the folder anew, without what a killed save has left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

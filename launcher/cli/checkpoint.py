@@ -46,7 +46,10 @@ def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Jso
     """
     from longctx.checkpoint_format import MANIFEST
 
-    folders = [folder] if (folder / MANIFEST).is_file() else _checkpoints_of(folder)
+    if (folder / MANIFEST).is_file():
+        folders = [folder]
+    else:
+        folders = _checkpoints_of(folder)
     if not folders:
         raise CheckpointError(f"{folder} holds no committed checkpoint to verify.")
     rows = [{"folder": str(path), "problems": _problems(path)} for path in folders]
@@ -55,12 +58,18 @@ def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Jso
         say_json(rows)
     else:
         for row in rows:
-            say(f"{row['folder']} is {'damaged:' if row['problems'] else 'whole.'}")
+            if not row["problems"]:
+                say(f"{row['folder']} is whole.")
+                continue
+            say(f"{row['folder']} is damaged:")
             for problem in row["problems"]:
                 say(indent(problem, "  "))
+        # Where none is whole there is nothing to go on from.
         if damaged and len(damaged) < len(rows):
             say("Go on from the newest whole one with --run.resume newest-good.")
-    return FAILED if damaged else DONE
+    if damaged:
+        return FAILED
+    return DONE
 
 
 def _checkpoints_of(run: Path) -> list[Path]:
@@ -71,7 +80,9 @@ def _checkpoints_of(run: Path) -> list[Path]:
     if (run / MANIFEST).is_file():
         raise CheckpointError(f"{run} is a checkpoint, not a run. Give the run's folder, which has checkpoints/ in it.")
     if not (run / CHECKPOINTS).is_dir() and not (run / "config.toml").is_file():
-        what = "holds neither checkpoints/ nor a config.toml" if run.is_dir() else "does not exist"
+        what = "does not exist"
+        if run.is_dir():
+            what = "holds neither checkpoints/ nor a config.toml"
         raise CheckpointError(f"{run} is not a run folder: it {what}. Give the folder that run.output_dir named.")
     return checkpoint_format.list_checkpoints(run)
 
@@ -80,6 +91,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """What the manifest says; where it is damaged, what is wrong with it."""
     from longctx.checkpoint_format import CheckpointReader
 
+    # From the folder's name, which is there even when the manifest cannot be read.
     step = int(folder.name.removeprefix("step_"))
     try:
         manifest = CheckpointReader(folder).manifest
@@ -93,9 +105,12 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _cell(key: str, value: Any) -> str:
+    """A value of ``_summary`` as text; a dash where the manifest is damaged."""
     if value is None:
         return "–"
-    return human_bytes(value) if key == "bytes" else str(value)
+    if key == "bytes":
+        return human_bytes(value)
+    return str(value)
 
 
 def _problems(folder: Path) -> list[str]:

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Protocol, TextIO, TypeVar
 from tyro.conf import arg
 
 _SECONDS_BETWEEN_LINES = 10.0
-_BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Result = TypeVar("Result")
 Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
@@ -33,8 +32,10 @@ Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 
 
 def program() -> str:
-    """How the user called us, for commands that we tell them to type."""
-    return "longctx" if Path(sys.argv[0]).name == "longctx" else "python -m launcher"
+    """How the user called us, for commands that we suggest."""
+    if Path(sys.argv[0]).name == "longctx":
+        return "longctx"
+    return "python -m launcher"
 
 
 def command(*words: object) -> str:
@@ -68,51 +69,51 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
     except BrokenPipeError:
+        # Python would fail once more when it closes the stream at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def unframed(box: str) -> str:
-    """What tyro says in a box, on one line: without frame and colours, and without the help text of each option."""
+    """tyro's boxed message on one line: without frame and colours, and without the help text of each option."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    # The title goes. The frame is two columns wide and drawn in ASCII where UTF-8 has no place.
+    # Without the title. The frame is two columns wide, and drawn in ASCII on a terminal without UTF-8.
     lines = [line[2:].rstrip(" │╯") for line in plain.splitlines()[1:]]
     parts: list[str] = []
     for is_rule, block in itertools.groupby(lines, key=lambda line: bool(re.fullmatch("[─-]+", line))):
-        # An option stands four columns to the right of what is said of it, its help text eight.
+        # An option is indented by four columns below the message about it, its help text by eight.
         first_paragraph = [line for line in itertools.takewhile(bool, block) if not line.startswith(" " * 8)]
-        said = " ".join(line for line in first_paragraph if not line.startswith(" "))
+        message = " ".join(line for line in first_paragraph if not line.startswith(" "))
         options = ", ".join(line.strip(" •") for line in first_paragraph if line.startswith(" "))
-        if said and not is_rule and not said.startswith(("For full helptext", "Argument helptext")):
-            parts.append(f"{said} {options}".strip())
-    return "; ".join(parts).replace(" .", ".")  # a line may break before its full stop
+        if message and not is_rule and not message.startswith(("For full helptext", "Argument helptext")):
+            parts.append(f"{message} {options}".strip())
+    # A line may break before its full stop.
+    return "; ".join(parts).replace(" .", ".")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, two spaces apart: the first to the left, numbers to the right; nothing is cut or wrapped."""
-    lines = [list(headings), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
-    right = [bool(rows) and all(row[i][:1].isdigit() or row[i] == "–" for row in rows) for i in range(len(headings))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def plural(count: int, thing: str) -> str:
-    """``1 shard``, ``2 shards``."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+    columns: list[list[str]] = []
+    for index, heading in enumerate(headings):
+        column = [row[index] for row in rows]
+        # Numbers stand to the right, and the heading with them; some of them may be unknown.
+        pad = str.ljust
+        if column and all(cell[:1].isdigit() or cell == "–" for cell in column):
+            pad = str.rjust
+        column.insert(0, heading)
+        width = max(len(cell) for cell in column)
+        columns.append([pad(cell, width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def human_bytes(count: float) -> str:
     """``1536`` as ``1.5 KiB``."""
-    for prefix in _BINARY_PREFIXES[:-1]:
-        if count < 1024:
-            return f"{count:.0f} {prefix}" if prefix == "B" else f"{count:.1f} {prefix}"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for prefix in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.1f} {_BINARY_PREFIXES[-1]}"
+        if count < 1024:
+            return f"{count:.1f} {prefix}"
+    return f"{count / 1024:.1f} TiB"
 
 
 # --------------------------------------------------------------------------------------------------------- progress
@@ -134,6 +135,7 @@ def progress(label: str, *, total: int | None = None) -> Iterator[Update]:
         note(f"{label} …")
         yield _Lines(label, total)
         return
+    # Here, because rich takes longer to import than a short verb takes to run.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -149,11 +151,13 @@ def progress(label: str, *, total: int | None = None) -> Iterator[Update]:
         task = bar.add_task(label, total=total, note="")
 
         def update(done: int, total: int | None = None, note: str = "") -> None:
-            known = total if total is not None else bar.tasks[0].total
-            guessed_low = known is not None and done > known
-            if guessed_low:
-                bar.tasks[0].total = None  # update() cannot take a total away again
-            bar.update(task, completed=done, total=None if guessed_low else total, note=note)
+            known = bar.tasks[0].total
+            if total is not None:
+                known = total
+            if known is not None and done > known:
+                # The guess was too low. update() reads None as "unchanged", so the total is taken away by hand.
+                bar.tasks[0].total = total = None
+            bar.update(task, completed=done, total=total, note=note)
 
         yield update
 
@@ -170,7 +174,9 @@ class _Lines:
             return
         self._due = time.monotonic() + _SECONDS_BETWEEN_LINES
         whole = total or self._total
-        share = f" {100 * done // whole}%" if whole and done <= whole else ""
+        share = ""
+        if whole and done <= whole:
+            share = f" {100 * done // whole}%"
         _write(sys.stderr, f"{self._label}:{share} {note}".rstrip() + "\n")
 
 
@@ -185,11 +191,13 @@ def interruptible(action: Callable[[], Result]) -> Result:
     def work() -> None:
         try:
             results.append(action())
-        except BaseException as error:  # raised again in the caller's thread
+        except BaseException as error:
+            # Raised again in the caller's thread.
             errors.append(error)
 
     worker = threading.Thread(target=work, name=ABANDONED, daemon=True)
     worker.start()
+    # join() without a time-out would not hear Ctrl-C either.
     while worker.is_alive():
         worker.join(0.1)
     if errors:
@@ -213,7 +221,7 @@ def has_abandoned_work() -> bool:
 def warnings_on_stderr() -> Iterator[None]:
     """Within the block, warnings of any package are lines on standard error, without disturbing a progress bar.
 
-    What ``launcher.cluster.exit`` logs is left out: it has told the user already.
+    What ``launcher.cluster.exit`` logs is left out: it writes to standard error by itself.
     """
     handler = _NoteHandler(logging.WARNING)
     handler.addFilter(lambda record: record.name != "launcher.cluster.exit")
@@ -226,5 +234,7 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 class _NoteHandler(logging.Handler):
+    """Writes records as notes."""
+
     def emit(self, record: logging.LogRecord) -> None:
         note(f"{record.levelname.lower()}: {record.getMessage()}")

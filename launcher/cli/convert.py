@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg, create_mutex_group
 from tyro.constructors import PrimitiveConstructorSpec
 
-from launcher.cli.console import human_bytes, plural, progress, say
+from launcher.cli.console import human_bytes, progress, say
+from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,10 +21,20 @@ _DIRECTION = create_mutex_group(required=True, title="direction")
 
 def _one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[str | None]:
     """An option that takes one of ``choices``; ``bare`` is what it means without a value."""
+
+    def read(given: list[str]) -> str | None:
+        if given:
+            return given[0]
+        return bare
+
+    nargs = 1
+    if bare is not None:
+        nargs = (0, 1)
+    # Not a Literal: tyro cannot take one without a value (`--verify` alone).
     return PrimitiveConstructorSpec(
-        nargs=1 if bare is None else (0, 1),
+        nargs=nargs,
         metavar="{" + ",".join(choices) + "}",
-        instance_from_str=lambda words: words[0] if words else bare,
+        instance_from_str=read,
         is_instance=lambda value: value is None or value in choices,
         str_from_instance=lambda value: [str(value)],
         choices=choices,
@@ -68,16 +79,20 @@ def convert(
 
     from longctx.conversion import export_checkpoint, import_hf
 
-    run = export_checkpoint if to == "hf" else import_hf
+    if to == "hf":
+        run, kind = export_checkpoint, "a Hugging Face folder"
+    else:
+        run, kind = import_hf, "a checkpoint of step 0"
     with progress(f"converting {source}") as update:
 
         def count(done_to_them: str, done: int, total: int) -> None:
             update(done, total, f"{done:,} of {total:,} tensors {done_to_them}")
 
-        cast = None if dtype is None else getattr(torch, dtype)
+        cast = None
+        if dtype is not None:
+            cast = getattr(torch, dtype)
         done = run(source, output, dtype=cast, verify=verify, progress=count)
     size = human_bytes(sum(path.stat().st_size for path in done.folder.iterdir()))
-    kind = "a Hugging Face folder" if to == "hf" else "a checkpoint of step 0"
     say(f"{done.folder}: {kind}, {size}, {str(done.dtype).removeprefix('torch.')}.")
     for line in _verified(done):
         say(line)
@@ -103,7 +118,7 @@ def _upcycle(source: Path, output: Path, wanted: str) -> None:
 
 
 def _verified(done: Conversion) -> Iterator[str]:
-    """What a conversion did besides moving bits, and what is proved of it: a line each."""
+    """A line for each thing that a conversion did besides moving bits, and for each that it verified."""
     for kinds, count in done.lossy_casts.items():
         yield f"Cast as asked: {plural(count, 'tensor')} {kinds}, which loses bits."
     if done.carried:

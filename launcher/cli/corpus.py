@@ -28,11 +28,15 @@ class Corpus:
 
         return open_source(self.source, text_field=self.text_field, exclude=self._globs())
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The options as the user gave them, for a command line that we suggest."""
-        excluded = ["--exclude", *self._globs()] if self.exclude else []
-        text_field = ["--text-field", self.text_field] if self.text_field != "text" else []
-        return ["--source", self.source, *excluded, *text_field]
+        arguments = ["--source", self.source]
+        if self.exclude:
+            arguments.append("--exclude")
+            arguments += self._globs()
+        if self.text_field != "text":
+            arguments += ["--text-field", self.text_field]
+        return arguments
 
     def _globs(self) -> list[str]:
         """Every glob, whichever ``--exclude`` named it."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from launcher.cli.console import Json, command, human_bytes, interruptible, plural, progress, say, say_json, table
+from launcher.cli.console import Json, command, human_bytes, interruptible, progress, say, say_json, table
 from launcher.cli.corpus import Corpus
 from launcher.cluster.exit import DONE, FAILED
+from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ def build(
 
     loaded = Tokenizer.load(tokenizer)
     source = corpus.open()
+    if shard_tokens is None:
+        shard_tokens = DEFAULT_SHARD_TOKENS
     with progress(f"tokenizing {source.spec}", total=source.num_bytes) as update:
         report = build_shards(
             source,
             loaded,
             output,
             validation_fraction=validation_fraction,
-            shard_tokens=DEFAULT_SHARD_TOKENS if shard_tokens is None else shard_tokens,
+            shard_tokens=shard_tokens,
             overwrite=overwrite,
             progress=lambda documents, done: update(done, note=f"{documents:,} documents, {human_bytes(done)}"),
         )
@@ -85,9 +88,12 @@ def inspect(folder: _ShardFolder, *, seq_len: int | None = None, row: int | None
     if row is not None and seq_len is not None:
         shown = show_row(folder, seq_len=seq_len, row=row)
     if json:
-        held_out = dataclasses.asdict(found[1]) if len(found) > 1 else None
-        row_json = {} if shown is None else {"row": dataclasses.asdict(shown)}
-        say_json({**dataclasses.asdict(found[0]), "validation": held_out, **row_json})
+        out: dict[str, Any] = dataclasses.asdict(found[0]) | {"validation": None}
+        if len(found) > 1:
+            out["validation"] = dataclasses.asdict(found[1])
+        if shown is not None:
+            out["row"] = dataclasses.asdict(shown)
+        say_json(out)
         return
     say(_description_table(found))
     if shown is not None:
@@ -107,7 +113,8 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 
     if not (folder / MANIFEST_FILE).is_file():
-        Manifest.load(folder)  # says what a shard folder is: this one is not damaged, it is none
+        # Raises the error that says what a shard folder is: this one is not damaged, it is none.
+        Manifest.load(folder)
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
     if json:
@@ -117,20 +124,27 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     else:
         manifest = Manifest.load(folder)
         say(f"{folder} is whole: {plural(len(manifest.shards), 'shard')}, {manifest.tokens:,} tokens.")
-    return FAILED if problems else DONE
+    if problems:
+        return FAILED
+    return DONE
 
 
 # --------------------------------------------------------------------------------------------------- what they print
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:
+    """The report with the ratios that its dataclasses compute."""
+
     def split(found: SplitReport | None) -> dict[str, Any] | None:
-        return None if found is None else dataclasses.asdict(found) | {"bytes_per_token": found.bytes_per_token}
+        if found is None:
+            return None
+        return dataclasses.asdict(found) | {"bytes_per_token": found.bytes_per_token}
 
     return dataclasses.asdict(report) | {"training": split(report.training), "validation": split(report.validation)}
 
 
 def _say_build(report: BuildReport) -> None:
+    """The report as a table, and what to do next."""
     splits = [("training", report.training), ("validation", report.validation)]
     rows = [
         [name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes_per_token:.2f}", f"{s.shards:,}", str(s.folder)]
@@ -150,49 +164,50 @@ def _say_build(report: BuildReport) -> None:
 
 def _description_table(found: list[Description]) -> str:
     """One column a split."""
-    rows = [
-        ["documents", *(f"{d.documents:,}" for d in found)],
-        ["tokens", *(f"{d.tokens:,}" for d in found)],
-        ["bytes per token", *(f"{d.bytes_per_token:.2f}" for d in found)],
-        ["mean tokens a document", *(f"{d.mean_tokens:,.0f}" for d in found)],
-        ["longest document, tokens", *(f"{d.longest_tokens:,}" for d in found)],
-        ["vocabulary", *(f"{d.vocab_size:,}" for d in found)],
-        ["shards", *(f"{d.shards:,}" for d in found)],
-        ["size on disk", *(human_bytes(d.shard_bytes) for d in found)],
-        *_packing_rows(found),
-        *_histogram_rows(found),
-    ]
-    return table([found[0].folder, *(d.split for d in found)], rows)
-
-
-def _packing_rows(found: list[Description]) -> list[list[str]]:
-    packings = [d.packing for d in found if d.packing is not None]
-    if not packings:
-        return []
-    return [
-        ["rows of an epoch", *(f"{p.rows:,}" for p in packings)],
-        ["padding", *(f"{100 * p.padding_share:.2f}%" for p in packings)],
-        ["documents longer than a row", *(f"{p.documents_cut:,}" for p in packings)],
-        ["truncated tokens", *(f"{p.truncated_tokens:,}" for p in packings)],
-    ]
-
-
-def _histogram_rows(found: list[Description]) -> list[list[str]]:
-    """Documents by length: one row a power of two."""
+    # Every split is described at the same row length and gets the same rows: one power of two that only one split has
+    # documents of is a 0 in the other.
     exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
-    return [
-        [
-            f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens",
-            *(str(d.length_histogram.get(f"2^{k}", 0)) for d in found),
-        ]
-        for k in exponents
-    ]
+    columns = [_description_column(d, exponents) for d in found]
+    headings = [d.split for d in found]
+    headings.insert(0, found[0].folder)
+    rows: list[list[str]] = []
+    for name in columns[0]:
+        cells = [column[name] for column in columns]
+        cells.insert(0, name)
+        rows.append(cells)
+    return table(headings, rows)
+
+
+def _description_column(found: Description, exponents: list[int]) -> dict[str, str]:
+    """What is known of a split, by the names of the table's rows; documents are counted by powers of two."""
+    column = {
+        "documents": f"{found.documents:,}",
+        "tokens": f"{found.tokens:,}",
+        "bytes per token": f"{found.bytes_per_token:.2f}",
+        "mean tokens a document": f"{found.mean_tokens:,.0f}",
+        "longest document, tokens": f"{found.longest_tokens:,}",
+        "vocabulary": f"{found.vocab_size:,}",
+        "shards": f"{found.shards:,}",
+        "size on disk": human_bytes(found.shard_bytes),
+    }
+    if found.packing is not None:
+        column["rows of an epoch"] = f"{found.packing.rows:,}"
+        column["padding"] = f"{100 * found.packing.padding_share:.2f}%"
+        column["documents longer than a row"] = f"{found.packing.documents_cut:,}"
+        column["truncated tokens"] = f"{found.packing.truncated_tokens:,}"
+    for k in exponents:
+        count = found.length_histogram.get(f"2^{k}", 0)
+        column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)
+    return column
 
 
 def _row_text(row: RowView) -> str:
+    """A packed row as lines: each document's piece, and how it begins and ends."""
     lines = [f"row {row.row} of {row.num_rows:,}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
     for piece in row.pieces:
         part = f"tokens {piece.start:,} to {piece.stop:,} of {piece.document_tokens:,}"
         lines.append(f"\n  {piece.name}: {part}")
-        lines.append(f"    {piece.head!r}" + (f"\n    … {piece.tail!r}" if piece.tail else ""))
+        lines.append(f"    {piece.head!r}")
+        if piece.tail:
+            lines.append(f"    … {piece.tail!r}")
     return "\n".join(lines)

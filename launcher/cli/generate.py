@@ -54,14 +54,18 @@ def generate(
     own_tokenizer = _load_tokenizer(folder, tokenizer)
     with progress(f"loading {folder}"):
         model = load_model(folder)
-    prompt_ids = [own_tokenizer.document_begin, *own_tokenizer.encode(prompt).tolist()]
+    # As in training, where every document begins with this id.
+    prompt_ids = [own_tokenizer.document_begin]
+    prompt_ids += own_tokenizer.encode(prompt).tolist()
     _check_limits(model, own_tokenizer, len(prompt_ids) + max_new_tokens)
     started = time.monotonic()
     with progress(f"continuing {len(prompt_ids):,} tokens"):
         ids = continue_ids(model, prompt_ids, max_new_tokens, strategy, stop_ids={own_tokenizer.document_end})
     seconds = time.monotonic() - started
     say(_continuation(own_tokenizer, prompt_ids, ids))
-    end = ", then the document ended" if ids and ids[-1] == own_tokenizer.document_end else ""
+    end = ""
+    if ids and ids[-1] == own_tokenizer.document_end:
+        end = ", then the document ended"
     note(f"{len(ids):,} tokens in {seconds:.1f} s{end}.")
 
 
@@ -71,10 +75,15 @@ def _strategy(**options: float | None) -> Greedy | Sample:
 
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("temperature") == 0:
-        if idle := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
-            raise ConfigError(f"--temperature 0 is greedy, so {', '.join(idle)} would do nothing. Leave one out.")
+        without_effect = [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]
+        if without_effect:
+            raise ConfigError(
+                f"--temperature 0 is greedy, so {', '.join(without_effect)} would do nothing. Leave one out."
+            )
         return Greedy()
-    return Sample(**given) if given else Greedy()  # type: ignore[arg-type]
+    if not given:
+        return Greedy()
+    return Sample(**given)  # type: ignore[arg-type]
 
 
 def _refuse_hf_folder(folder: Path) -> None:
@@ -93,10 +102,12 @@ def _load_tokenizer(checkpoint: Path, chosen: Path | None) -> Tokenizer:
     from data_pipeline.tokenizer import Tokenizer
     from longctx.checkpoint_format import TOKENIZER
 
+    if chosen is not None:
+        return Tokenizer.load(chosen)
     own = checkpoint / TOKENIZER
-    if chosen is None and not own.is_file():
+    if not own.is_file():
         raise CheckpointError(f"{checkpoint} has no {TOKENIZER} of its own. Name one: --tokenizer F.model")
-    return Tokenizer.load(own if chosen is None else chosen)
+    return Tokenizer.load(own)
 
 
 def _check_limits(model: Decoder, tokenizer: Tokenizer, num_tokens: int) -> None:
@@ -112,9 +123,13 @@ def _check_limits(model: Decoder, tokenizer: Tokenizer, num_tokens: int) -> None
 
 def _continuation(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> str:
     """The text that follows the prompt's; ids that the tokenizer does not have are left out and reported."""
+    # A model's vocabulary may be padded beyond its tokenizer's.
     known = [i for i in ids if i < tokenizer.vocab_size]
     if len(known) < len(ids):
         note(f"warning: left out {len(ids) - len(known)} ids that the tokenizer does not have.")
     # Decoded together: some tokenizers drop the first space of whatever they are given.
-    prompt, whole = tokenizer.decode(prompt_ids), tokenizer.decode([*prompt_ids, *known])
-    return whole[len(prompt) :] if whole.startswith(prompt) else tokenizer.decode(known)
+    prompt, whole = tokenizer.decode(prompt_ids), tokenizer.decode(prompt_ids + known)
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    # The last character of the prompt may be completed by the first new byte.
+    return tokenizer.decode(known)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from launcher.cli.console import command, human_bytes, interruptible, plural, progress, say
+from launcher.cli.console import command, human_bytes, interruptible, progress, say
 from launcher.cli.corpus import Corpus
+from launcher.wording import plural
 
 
 def train(
@@ -45,7 +46,9 @@ def train(
             )
         )
     documents, text_bytes = seen
-    sampled = f"a sample of {human_bytes(max_text_bytes)} from " if text_bytes > max_text_bytes else ""
+    sampled = ""
+    if text_bytes > max_text_bytes:
+        sampled = f"a sample of {human_bytes(max_text_bytes)} from "
     read_text = f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
     say(f"{output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{read_text}.")
-    say(f"Next: {command('data', 'build', *corpus.words(), '--tokenizer', output, '--output', 'DIR')}")
+    say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")

@@ -29,7 +29,7 @@ from launcher.cli.console import (
     unframed,
     warnings_on_stderr,
 )
-from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from longctx import __version__
 from longctx.errors import LongCtxError
 
@@ -100,38 +100,47 @@ _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code; never raises for what a user can cause."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail
+        # A terminal without UTF-8 is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        verb = parse(words)
+        verb = parse(list(argv))
     except SystemExit as end:
         flush_results()
-        return end.code if isinstance(end.code, int) else DONE
+        if isinstance(end.code, int):
+            return end.code
+        return DONE
     with warnings_on_stderr():
-        code = run_guarded(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
+        code = run_to_exit_code(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
-        os._exit(code)  # a library computes on in its thread; waiting for it is what Ctrl-C was against
+        # A library still computes in its thread; waiting for it is what Ctrl-C was against.
+        os._exit(code)
     return code
 
 
-def parse(words: Sequence[str]) -> Callable[[], int | None]:
+def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
     """The verb that a command line names, its options bound; SystemExit once help or a complaint is printed."""
-    for name in (" ".join(words[:2]), " ".join(words[:1])):
+    # Two words before one: `data verify` is not the verb `data`.
+    for length in (2, 1):
+        name = " ".join(arguments[:length])
         if name in UNBUILT:
             note(f"`{program()} {name}` is not built yet. {UNBUILT[name]}")
             raise SystemExit(WRONG_USAGE)
         if name in VERBS:
-            return _bind(name, words[len(name.split()) :])
-    group = words[0] if words and _verbs_of(words[0]) else ""
-    following = words[1:2] if group else words[:1]
-    if following in (["-h"], ["--help"]):
+            return _bind(name, arguments[len(name.split()) :])
+    # No verb: help, the version, or a mistake, of the whole command or of a group such as `data`.
+    group, length = "", 1
+    if arguments and _verbs_of(arguments[0]):
+        group, length = arguments[0], 2
+    if arguments[length - 1 : length] in (["-h"], ["--help"]):
         say(overview(group))
         raise SystemExit(DONE)
-    if words == ["--version"]:
+    if arguments == ["--version"]:
         say(f"longctx {__version__}")
         raise SystemExit(DONE)
-    _complain_of_verb(group, " ".join(words[:2] if group else words[:1]))
+    _complain_of_verb(group, " ".join(arguments[:length]))
 
 
 def overview(group: str = "") -> str:
@@ -153,29 +162,30 @@ def _summary(verb: Verb) -> str:
     return (verb.run.__doc__ or "").splitlines()[0]
 
 
-def _bind(name: str, words: Sequence[str]) -> Callable[[], int | None]:
-    """The verb with its options; SystemExit once its help or what is wrong with ``words`` is printed."""
+def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
+    """The verb with its options; SystemExit once its help or what is wrong with ``arguments`` is printed."""
     verb = VERBS[name]
 
+    # tyro calls what it parses for. The verb itself must run later, outside of the handling of wrong usage.
     @functools.wraps(verb.run)
-    def bound(*args, **options) -> Callable[[], int | None]:
-        return functools.partial(verb.run, *args, **options)
+    def bound(*positional, **options) -> Callable[[], int | None]:
+        return functools.partial(verb.run, *positional, **options)
 
     called = f"{program()} {name}"
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            return tyro.cli(bound, prog=called, args=words, config=markers)
+            return tyro.cli(bound, prog=called, args=arguments, config=markers)
     except SystemExit as end:
         if not end.code:
-            say("\n".join(["examples:", *(f"  {called} {example}" for example in verb.examples)]))
+            # tyro has printed the verb's help.
+            say("examples:")
+            for example in verb.examples:
+                say(f"  {called} {example}")
             raise
-        _complain(
-            called,
-            unframed(complaint.getvalue()).replace(f" from {called}", ""),
-            "shows what it takes, with an example.",
-        )
+        message = unframed(complaint.getvalue()).replace(f" from {called}", "")
+        _complain(called, message, "shows what it takes, with an example.")
 
 
 def _complain_of_verb(group: str, given: str) -> NoReturn:
@@ -202,6 +212,7 @@ def _explained(verb: Callable[[], int | None]) -> int:
     try:
         return verb() or DONE
     except ModuleNotFoundError as error:
+        # A missing module of our own is our fault, and keeps its traceback.
         if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
@@ -209,6 +220,7 @@ def _explained(verb: Callable[[], int | None]) -> int:
             "Run `make setup` and use .venv/bin/python, or pip install longctx."
         ) from error
     except OSError as error:
+        # Without a file's name it is no mistake of the user's that we could explain.
         if error.filename is None:
             raise
         raise LongCtxError(f"{error.filename}: {error.strerror}.") from error

@@ -14,6 +14,7 @@ import psutil
 
 from longctx.errors import ClusterError
 
+# No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FILTERS = ("--include", "--exclude", "-i", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
 _MOST_SLOTS = 4096
@@ -28,12 +29,16 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
     """
     if setting == "none":
         return
-    command = launcher_command() if command is None else command
-    path = _flag_value(command, ("--hostfile", "-H")) if setting == "launcher" else setting
+    if command is None:
+        command = launcher_command()
+    path = setting
+    if setting == "launcher":
+        path = _flag_value(command, ("--hostfile", "-H"))
     if path is None:
         return
     slots = read_hostfile(Path(path))
-    filtered = any(word.split("=")[0] in _FILTERS for word in command)
+    # With a filter the user starts fewer ranks on purpose.
+    filtered = any(argument.split("=")[0] in _FILTERS for argument in command)
     if not filtered and sum(slots.values()) != world_size:
         hosts = ", ".join(f"{host} slots={n}" for host, n in slots.items())
         raise ClusterError(
@@ -55,10 +60,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
         raise ClusterError(f"hostfile {path} cannot be read: {error}.") from error
     slots: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#")[0].split()
-        if not words:
+        fields = line.split("#")[0].split()
+        if not fields:
             continue
-        host, count = _parse_line(words, f"{path}:{number}: {line.strip()!r}")
+        host, count = _parse_line(fields, f"{path}:{number}: {line.strip()!r}")
         if host in slots:
             raise ClusterError(f"{path}:{number}: host {host!r} is there twice. Give it one line with all its slots.")
         slots[host] = count
@@ -71,39 +76,49 @@ def launcher_command() -> list[str]:
     """Command line of the deepspeed launcher among this process's ancestors; empty when there is none."""
     try:
         for parent in psutil.Process().parents():
-            words = parent.cmdline()
-            if any(Path(w).name in ("deepspeed", "ds") or w == "deepspeed.launcher.runner" for w in words[:4]):
-                return _own_arguments(words)
+            command = parent.cmdline()
+            # `deepspeed …`, `python /bin/deepspeed …` or `python -m deepspeed.launcher.runner …`.
+            if any(Path(a).name in ("deepspeed", "ds") or a == "deepspeed.launcher.runner" for a in command[:4]):
+                return _own_arguments(command)
     except psutil.Error:
+        # A parent that has ended, or that we may not look at, is no launcher of ours.
         pass
     return []
 
 
-def _own_arguments(words: list[str]) -> list[str]:
+def _own_arguments(command: list[str]) -> list[str]:
     """The launcher's own arguments: everything before the script it starts."""
-    for index, word in enumerate(words):
-        if word.endswith(".py") and index > 1 and not words[index - 1].startswith("-"):
-            return words[:index]
-    return words
+    for index, argument in enumerate(command):
+        # The script is the first .py file that is no flag's value; the program itself stands at 0 or 1.
+        if argument.endswith(".py") and index > 1 and not command[index - 1].startswith("-"):
+            return command[:index]
+    return command
 
 
 def _flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
     """The value of a flag of one of these names, after a space or a ``=``."""
-    for index, word in enumerate(command):
-        flag, _, value = word.partition("=")
-        if flag in names:
-            return value or (command[index + 1] if index + 1 < len(command) else None)
+    for index, argument in enumerate(command):
+        flag, _, value = argument.partition("=")
+        if flag not in names:
+            continue
+        if value:
+            return value
+        if index + 1 < len(command):
+            return command[index + 1]
+        return None
     return None
 
 
-def _parse_line(words: list[str], where: str) -> tuple[str, int]:
+def _parse_line(fields: list[str], where: str) -> tuple[str, int]:
     """Host and slots of a line; ClusterError says ``where`` it is wrong."""
-    match = re.fullmatch(r"slots=(\d{1,6})", words[1]) if len(words) == 2 else None
-    if not match or not _HOST.fullmatch(words[0]):
+    match = None
+    if len(fields) == 2 and _HOST.fullmatch(fields[0]):
+        match = re.fullmatch(r"slots=(\d{1,6})", fields[1])
+    if not match:
         raise ClusterError(
             f"{where} is not `HOST slots=N`; a host is letters, digits, dots and dashes, and starts with no dash.\n"
             "Write for example: node-01 slots=8"
         )
     if not 1 <= int(match[1]) <= _MOST_SLOTS:
         raise ClusterError(f"{where}: slots must lie between 1 and {_MOST_SLOTS}.")
-    return words[0], int(match[1])
+    return fields[0], int(match[1])

@@ -1,4 +1,4 @@
-"""Rules between keys and the world."""
+"""Rules between keys of a config, and between them and the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from parallel.schedule.heads import check_heads
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+    # Importing DeepSpeed takes seconds: only a run that starts pays for it.
     from parallel.zero.options import check_zero
 
+    # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
         context=config.parallel.context,
@@ -41,38 +43,40 @@ def check_run(config: RunConfig, world_size: int) -> None:
 
 
 def _check_built(config: RunConfig) -> None:
-    if config.parallel.kernel not in ("auto", *KERNELS):
-        raise ConfigError(f"parallel.kernel={config.parallel.kernel!r} is unknown. Try one of {['auto', *KERNELS]}.")
+    """The options whose values are names."""
+    kernels = ["auto"]
+    kernels.extend(KERNELS)
+    if config.parallel.kernel not in kernels:
+        raise ConfigError(f"parallel.kernel={config.parallel.kernel!r} is unknown. Try one of {kernels}.")
     if config.zero.offload != "none":
         raise ConfigError(
             f"zero.offload={config.zero.offload!r} is not built yet. Use none, and zero.stage=3 for memory."
         )
 
 
-_OF_EXPERTS = (
-    *("parallel.expert_tile_tokens", "train.recompute_experts", "train.record_routing", "train.replay_routing"),
-    *("model.balance_scope", "model.router_z_loss_weight", "model.selection_bias_rate", "model.router_jitter"),
+_EXPERT_OPTIONS = (
+    "parallel.expert_tile_tokens",
+    "train.recompute_experts",
+    "train.record_routing",
+    "train.replay_routing",
+    "model.balance_scope",
+    "model.router_z_loss_weight",
+    "model.selection_bias_rate",
+    "model.router_jitter",
     "model.capacity_factor",
 )
 """Options that a model without experts does not read."""
 
 
 def _check_routing(config: RunConfig) -> None:
-    """Nothing is asked of experts that are not there, and routing files are not read where they are written."""
+    """A model without experts has no option of experts, and routing files are not read where they are written."""
     if not config.model.num_experts:
-        defaults = RunConfig(model=ModelSection())
-        for name in _OF_EXPERTS:
-            section, key = name.split(".")
-            value, plain = (getattr(getattr(c, section), key) for c in (config, defaults))
-            if value != plain:
-                raise ConfigError(
-                    f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
-                    f"Leave it out ({name}={plain}), or set model.num_experts."
-                )
+        _refuse_expert_options(config)
     folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
     for key, folder in folders.items():
         if not folder.strip():
             raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
+    # Resolved: two spellings of a folder are one folder.
     given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
     if len(given) != len(set(given)):
         raise ConfigError(
@@ -81,7 +85,22 @@ def _check_routing(config: RunConfig) -> None:
         )
 
 
+def _refuse_expert_options(config: RunConfig) -> None:
+    """ConfigError for an option of experts that is not at its default: it would have no effect."""
+    defaults = RunConfig(model=ModelSection())
+    for name in _EXPERT_OPTIONS:
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        default = getattr(getattr(defaults, section), key)
+        if value != default:
+            raise ConfigError(
+                f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
+                f"Leave it out ({name}={default}), or set model.num_experts."
+            )
+
+
 def _check_ranges(config: RunConfig) -> None:
+    """ConfigError for the first number outside of its range."""
     at_least = {
         "data.seq_len": (config.data.seq_len, 1),
         "train.steps": (config.train.steps, 1),
@@ -100,6 +119,7 @@ def _check_ranges(config: RunConfig) -> None:
         "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():
+        # Not `value < least`, which NaN would pass.
         if not value >= least:
             raise ConfigError(f"{name}={value} must be at least {least}.")
     for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
@@ -107,6 +127,7 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{name}={value} must be a positive number.")
     for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):
         value = getattr(config.train, name)
+        # Adam divides by 1 − beta^step, and smoothing of 1 leaves nothing of the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
             raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
 
@@ -117,6 +138,7 @@ def _check_step(config: RunConfig, world_size: int) -> None:
     unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
     tokens = config.train.tokens_per_step
     if tokens < unit or tokens % unit:
+        # Fewer tokens than one micro-batch a rank have no multiple below them.
         below = tokens // unit * unit
         nearest = " or ".join(str(n) for n in (below, below + unit) if n)
         raise ConfigError(

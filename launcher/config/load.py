@@ -1,14 +1,13 @@
-"""Defaults, file, flags: strict."""
+"""Load a run's config: defaults, then a TOML file, then flags; strict."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import os
-import sys
 import tomllib
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,31 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
     like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
     """
-    argv = [a for a in argv if not a.startswith("--local_rank")]  # the deepspeed launcher adds it
+    # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
+    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     argv, path = _take_flag(argv, "--config")
+    # The preset sets fields that the file and the other flags then change, so it is read before them.
     argv, preset = _take_flag(argv, "--model.preset")
-    values = read_toml(Path(path) if path else QUICKSTART)
+    values = read_toml(Path(path or QUICKSTART))
     if preset is not None:
         values.setdefault("model", {})["preset"] = preset
     defaults = from_values(values)
-    with Path(os.devnull).open("w") as nowhere:
-        out, err = (nowhere, nowhere) if quiet else (sys.stdout, sys.stderr)
-        with redirect_stdout(out), redirect_stderr(err):
-            return tyro.cli(
-                RunConfig,
-                args=[{"true": "True", "false": "False"}.get(a, a) for a in argv],  # TOML's spelling works here too
-                default=defaults,
-                prog="pretrain.py",
-                description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
-                "the defaults below are that file's.",
-                use_underscores=True,
-                config=(tyro.conf.FlagConversionOff,),
-            )
+    with contextlib.ExitStack() as stack:
+        if quiet:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        return tyro.cli(
+            RunConfig,
+            # TOML's spelling of booleans works on the command line too.
+            args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
+            default=defaults,
+            prog="pretrain.py",
+            description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
+            "the defaults below are that file's.",
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -82,10 +86,13 @@ def from_values(values: dict[str, Any]) -> RunConfig:
 
 
 def _refuse_date(value: Any) -> None:
+    """Called for what TOML has and JSON has not."""
     raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
 def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
+    """ConfigError, with the nearest known name, for a section or key that no dataclass has."""
+    # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     for section, entries in values.items():
@@ -100,8 +107,10 @@ def _keys(section: Any, prefix: str = "") -> list[str]:
     """The keys of a section; those of a table within it with its name before them, and its name alone."""
     names = []
     for f in dataclasses.fields(section):
+        names.append(prefix + f.name)
         value = getattr(section, f.name)
-        names += [prefix + f.name, *(_keys(value, f"{f.name}.") if dataclasses.is_dataclass(value) else ())]
+        if dataclasses.is_dataclass(value):
+            names += _keys(value, f"{f.name}.")
     return names
 
 
@@ -109,12 +118,16 @@ def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
     """The keys that are given, those of a table within with its name before them."""
     found = []
     for key, value in entries.items():
-        inner = isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known)
-        found += [f"{key}.{name}" for name in value] if inner else [key]
+        # A table where a plain value belongs stays one key: its type is refused later, by its name.
+        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known):
+            found += [f"{key}.{name}" for name in value]
+        else:
+            found.append(key)
     return found
 
 
 def _nearest(word: str, known: list[str]) -> str:
+    """A question with the known names that look most like this one."""
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
     return f" Did you mean {' or '.join(close[:3])}?"
 

@@ -187,15 +187,23 @@ class RunConfig:
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype, once ``resolve`` has settled it."""
-        return torch.float32 if self.train.dtype == "auto" else getattr(torch, self.train.dtype)
+        # Unsettled, it is the dtype that every device and ZeRO stage takes.
+        if self.train.dtype == "auto":
+            return torch.float32
+        return getattr(torch, self.train.dtype)
 
     def resolve(self, *, native_bfloat16: bool) -> RunConfig:
         """The config with nothing left to the machine: ``train.dtype`` is a dtype, ``train.products`` one way."""
         dtype, products = self.train.dtype, self.train.products
         if dtype == "auto":
-            dtype = "bfloat16" if native_bfloat16 and self.zero.stage else "float32"
+            dtype = "float32"
+            # DeepSpeed's stage 0 cannot keep float32 masters beside bfloat16 weights.
+            if native_bfloat16 and self.zero.stage:
+                dtype = "bfloat16"
         if products == "auto":
-            products = "native" if native_bfloat16 else "float32"
+            products = "float32"
+            if native_bfloat16:
+                products = "native"
         return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype, products=products))
 
     @property
@@ -206,8 +214,9 @@ class RunConfig:
     @property
     def last_step(self) -> int:
         """The step that this process ends at."""
-        steps, stop = self.train.steps, self.train.stop_after
-        return min(steps, stop) if stop else steps
+        if self.train.stop_after:
+            return min(self.train.steps, self.train.stop_after)
+        return self.train.steps
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
@@ -229,6 +238,7 @@ def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
     values = dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
+    # A table within the section is merged too: one key of rope leaves the preset's other keys.
     if isinstance(model.get("rope"), dict):
         values["rope"] = dataclasses.asdict(PRESETS[preset].rope) | model["rope"]
     return values

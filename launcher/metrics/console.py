@@ -1,4 +1,4 @@
-"""A record as a line."""
+"""A record as one line of the console."""
 
 from __future__ import annotations
 
@@ -14,17 +14,26 @@ def short_number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # What rounds up to the unit has it: 999.96 is 1.0k, not 1000.
         if abs(value) >= size * 0.9995:
             scaled = value / size
-            return f"{scaled:.{0 if abs(scaled) >= 99.95 else 1}f}{unit}"
-    return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.1f}"
+            if abs(scaled) >= 99.95:
+                return f"{scaled:.0f}{unit}"
+            return f"{scaled:.1f}{unit}"
+    if float(value).is_integer() or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}"
 
 
 def console_line(record: Mapping[str, Any], total_steps: int | None = None) -> str:
     """A record as one line: fixed order, units; what the record does not know is left out."""
-    step = str(record["step"]) if total_steps is None else f"{record['step']:>{len(str(total_steps))}}/{total_steps}"
+    step = str(record["step"])
+    if total_steps is not None:
+        # As wide as the last step, so that the columns of a run stand below each other.
+        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps}"
     parts = {"train": _train_parts, "validation": _validation_parts, "event": _event_parts}[record["kind"]](record)
-    return "  ".join([f"step {step}", *parts])
+    parts.insert(0, f"step {step}")
+    return "  ".join(parts)
 
 
 def _train_parts(record: Mapping[str, Any]) -> list[str]:
@@ -35,17 +44,22 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
         ("tokens_per_second", lambda x: f"{short_number(x)} tok/s"),
         ("step_seconds", lambda x: f"{x:.2f} s"),
         ("data_wait_seconds", lambda x: f"data {x:.2f} s"),
-        ("max_memory_bytes", lambda x: f"mem {x / 2**30:.1f} GiB" if x else ""),
+        ("max_memory_bytes", lambda x: f"mem {x / 2**30:.1f} GiB"),
         ("mfu", lambda x: f"mfu {x:.1%}"),
     )
-    parts = [form(record[key]) for key, form in formats if record.get(key) is not None]
+    parts = []
+    for key, form in formats:
+        # Where a device cannot tell its peak memory, the record says 0.
+        is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
+        if not is_unknown:
+            parts.append(form(record[key]))
     worst = worst_max_over_mean(record.get("expert_load") or [])
     if worst is not None:
         parts.append(f"experts max/mean {worst:.2f}")
     dropped = max(record.get("expert_dropped_share") or [], default=0)
     if dropped > 0:
         parts.append(f"dropped {dropped:.1%}")
-    return [part for part in parts if part]
+    return parts
 
 
 def _validation_parts(record: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Figures of a load."""
+"""Figures of an expert load: how many tokens chose each expert of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ def max_over_mean(counts: Sequence[float]) -> float:
     With experts spread over devices this is how much longer the slowest one computes. NaN when no token was routed.
     """
     total = sum(counts)
-    return max(counts) * len(counts) / total if total else math.nan
+    if not total:
+        return math.nan
+    return max(counts) * len(counts) / total
 
 
 def max_violation(counts: Sequence[float]) -> float:
@@ -27,12 +29,16 @@ def mean_violation(counts: Sequence[float]) -> float:
     Half of it is the share of tokens that another expert would have to take. NaN when no token was routed.
     """
     total = sum(counts)
-    return sum(abs(count - total / len(counts)) for count in counts) / total if total else math.nan
+    if not total:
+        return math.nan
+    return sum(abs(count - total / len(counts)) for count in counts) / total
 
 
 def idle_share(counts: Sequence[float]) -> float:
     """Share of experts that got no token: ``#{e: counts[e] = 0} / E``."""
-    return sum(1 for count in counts if count == 0) / len(counts) if counts else math.nan
+    if not counts:
+        return math.nan
+    return sum(1 for count in counts if count == 0) / len(counts)
 
 
 def load_entropy(counts: Sequence[float]) -> float:
@@ -40,6 +46,7 @@ def load_entropy(counts: Sequence[float]) -> float:
     total = sum(counts)
     if not total:
         return math.nan
+    # + 0.0 turns the −0.0 of a load on one expert into 0.0.
     return -sum(p * math.log(p) for p in (count / total for count in counts) if p > 0) + 0.0
 
 

@@ -1,6 +1,6 @@
 """The record of a run: ``metrics.jsonl``, and the console line and TensorBoard curves made from the same records.
 
-Rank 0 alone writes. A record is a plain dict of one of three kinds, told by its ``kind``: ``train`` (one a step),
+Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step),
 ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every key.
 
 JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gains
@@ -41,13 +41,9 @@ REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """What every record of a kind carries; readers treat any other key as optional."""
 
-
 _NON_FINITE = "non_finite"
 _DECODE_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
-
-
-# Expert load: pure figures of one layer's token counts.
-
+"""What ``decode`` may raise on a damaged line."""
 
 # Records as text.
 
@@ -61,7 +57,8 @@ def encode(record: Mapping[str, Any]) -> str:
     """A record as one line of strict JSON, newline not included."""
     try:
         return json.dumps(record, allow_nan=False)
-    except ValueError:  # some number is not finite: the rare case pays for the search
+    except ValueError:
+        # Some number is not finite: the rare case pays for the search.
         found: dict[str, str] = {}
         finite = {key: _take_non_finite(value, key, found) for key, value in record.items()}
         return json.dumps({**finite, _NON_FINITE: found}, allow_nan=False)
@@ -86,11 +83,13 @@ def check_record(record: Mapping[str, Any]) -> None:
     if missing := [key for key in REQUIRED_KEYS[kind] if key not in record]:
         raise ValueError(f"a {kind} record lacks {missing}")
     step = record["step"]
+    # In Python a bool is an int.
     if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError(f"step={step!r} must be a whole number")
 
 
 def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
+    """The value with None for each number that is not finite; ``found`` gets those by their dotted path."""
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = str(float(value))
         return None
@@ -102,11 +101,19 @@ def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
 
 
 def _put_back(record: Record, path: str, number: float) -> None:
+    """Set the number at a dotted path, whose parts are keys of objects and indices of lists."""
     holder: Any = record
     *parents, last = path.split(".")
     for part in parents:
-        holder = holder[int(part)] if isinstance(holder, list) else holder[part]
-    holder[int(last) if isinstance(holder, list) else last] = number
+        holder = holder[_key(holder, part)]
+    holder[_key(holder, last)] = number
+
+
+def _key(holder: Any, part: str) -> str | int:
+    """A part of a dotted path as the key of this object or list."""
+    if isinstance(holder, list):
+        return int(part)
+    return part
 
 
 def _refuse_constant(name: str) -> None:
@@ -147,12 +154,17 @@ def settle(folder: Path, *, last_step: int | None) -> int:
         return 0
     data = path.read_bytes()
     lines, torn = _split_lines(data)
-    steps = [record["step"] for record in _decode_lines(path, lines)]
-    kept = [line for line, step in zip(lines, steps, strict=True) if last_step is None or step <= last_step]
-    moved = [line for line, step in zip(lines, steps, strict=True) if last_step is not None and step > last_step]
+    remaining: list[bytes] = []
+    moved: list[bytes] = []
+    for line, record in zip(lines, _decode_lines(path, lines), strict=True):
+        if last_step is None or record["step"] <= last_step:
+            remaining.append(line)
+        else:
+            moved.append(line)
     if torn:
         moved.append(torn)
-    text = b"".join(line + b"\n" for line in kept)
+    text = b"".join(line + b"\n" for line in remaining)
+    # First append, then replace: a process killed in between leaves rows twice, but never loses one.
     if moved:
         _append_durably(folder / DISCARDED_FILE, moved)
     if text != data:
@@ -164,8 +176,10 @@ def settle(folder: Path, *, last_step: int | None) -> int:
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     """Whole lines, and what a killed writer left after them. An unfinished line that is a whole record is a line."""
     *lines, tail = data.split(b"\n")
+    # The writer may have been killed between a record and its line feed.
     if tail and _is_record(tail):
-        return [*lines, tail], b""
+        lines.append(tail)
+        tail = b""
     return lines, tail
 
 
@@ -189,8 +203,12 @@ def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
 
 
 def _append_durably(path: Path, lines: Sequence[bytes]) -> None:
+    """Append lines, and return once they are on the disk."""
     torn = path.is_file() and not (path.read_bytes() or b"\n").endswith(b"\n")
     with path.open("ab") as file:
-        file.write((b"\n" if torn else b"") + b"".join(line + b"\n" for line in lines))
+        # An earlier append may have been killed within a line: ours starts on a line of its own.
+        if torn:
+            file.write(b"\n")
+        file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""TensorBoard and other trackers."""
+"""TensorBoard: the curves of a run, made from its records."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ def check_tensorboard() -> None:
 
 def open_tensorboard(folder: Path) -> Any:
     """A SummaryWriter that hides curves beyond the last record: a killed run may have drawn steps that come again."""
+    # Importing it takes seconds, and only rank 0 draws.
     from torch.utils.tensorboard import SummaryWriter
 
-    records = read_metrics(folder) if (folder / METRICS_FILE).is_file() else []
-    purge_step = max(record["step"] for record in records) + 1 if records else None
+    purge_step = None
+    if (folder / METRICS_FILE).is_file():
+        steps = [record["step"] for record in read_metrics(folder)]
+        if steps:
+            purge_step = max(steps) + 1
     return SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step, flush_secs=30)
 
 
@@ -57,6 +61,7 @@ def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         pairs.append((f"expert_max_over_mean/layer_{layer}", max_over_mean(counts)))
         pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
         pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
+    # Runs of earlier releases lack some of these keys.
     for key in PER_LAYER_KEYS:
         pairs += [
             (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)

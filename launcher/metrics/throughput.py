@@ -38,6 +38,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
     ``M``. Once a model: the output head ``V·M``, tied or not.
     """
+    # A tied head multiplies the embedding's weights, so V·M is added for it once whatever ``counts`` calls it.
     counts = count_matrices(config, active=True)
     return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
 
@@ -54,7 +55,8 @@ def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0) 
 def _pairs_of(n: int, window: int, stride: int) -> int:
     near = min(n, window)
     pairs = near * (near + 1) // 2 + (n - near) * window
-    if stride and n > window:  # query i meets i // stride multiples of it, those within the window twice
+    if stride and n > window:
+        # Query i meets i // stride multiples of the stride; those within its window are counted already.
         inside = (window - 1) // stride
         pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
     return pairs
@@ -76,9 +78,14 @@ def attention_flops(config: ModelConfig, kind: str, lengths: Sequence[int]) -> i
     H, D, V = config.num_heads, config.head_dim, config.value_dim
     if kind == "linear":
         return 2 * (config.num_kv_heads + H) * D * V * sum(lengths)
-    window = config.window if kind in ("window", "sparse") else 0
-    stride = config.sparse_stride if kind == "sparse" else 0
-    scores = 2 * D if config.position == "relative" else D
+    window = stride = 0
+    if kind in ("window", "sparse"):
+        window = config.window
+    if kind == "sparse":
+        stride = config.sparse_stride
+    scores = D
+    if config.position == "relative":
+        scores = 2 * D
     return 2 * H * (scores + V) * attended_pairs(lengths, window=window, stride=stride)
 
 
@@ -96,12 +103,16 @@ def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:
     """``num_tokens / seconds`` of the whole world; 0.0 when no time has passed."""
-    return num_tokens / seconds if seconds > 0 else 0.0
+    if seconds <= 0:
+        return 0.0
+    return num_tokens / seconds
 
 
 def model_tflops(flops: float, seconds: float, *, num_devices: int) -> float:
     """Model TFLOP/s of one device: ``flops / seconds / num_devices / 1e12``, with the FLOPs of the whole world."""
-    return flops / seconds / num_devices / 1e12 if seconds > 0 else 0.0
+    if seconds <= 0:
+        return 0.0
+    return flops / seconds / num_devices / 1e12
 
 
 def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
@@ -122,6 +133,7 @@ def peak_device_flops(device_name: str, dtype: str) -> float | None:
     """
     if dtype != "bfloat16":
         return None
+    # The longer names of a family stand before its shorter ones: an H100 PCIe is slower than an H100.
     for name, tflops in _PEAK_TFLOPS_BFLOAT16:
         if name.lower() in device_name.lower():
             return tflops * 1e12

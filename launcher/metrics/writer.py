@@ -1,4 +1,4 @@
-"""Who writes it."""
+"""The writers of a run's records: ``metrics.jsonl``, TensorBoard, the console."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class MetricsWriter:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settle(folder, last_step=None)
-        self._tensorboard = open_tensorboard(folder) if tensorboard else None
+        self._tensorboard = None
+        if tensorboard:
+            self._tensorboard = open_tensorboard(folder)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -38,6 +40,7 @@ class MetricsWriter:
             record = {**record, "time": timestamp()}
         check_record(record)
         self._file.write(encode(record) + "\n")
+        # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()
         if self._tensorboard is not None:
             for tag, value in scalars(record):
@@ -68,12 +71,21 @@ def timestamp() -> str:
 
 @dataclasses.dataclass
 class RecordWriter:
-    """Writes records to the run folder and the console; does nothing on ranks that do not lead."""
+    """Writes records to the run folder and the console on rank 0; does nothing on the others."""
 
     writer: MetricsWriter | None
     total_steps: int
 
+    @classmethod
+    def of_run(cls, folder: Path, total_steps: int, *, is_rank_0: bool) -> RecordWriter:
+        """The writer of this process."""
+        writer = None
+        if is_rank_0:
+            writer = MetricsWriter(folder)
+        return cls(writer, total_steps)
+
     def write(self, record: Record) -> None:
+        """Write a record everywhere."""
         if self.writer is not None:
             self.writer.write(record)
             log.info(console_line(record, self.total_steps))

@@ -26,6 +26,7 @@ from launcher.metrics.expert_load import (
 )
 from launcher.metrics.record import Record
 from launcher.report.figures import Series, finish, new_figure, styled, thin_curve, to_svg
+from launcher.wording import plural
 
 MAX_COLUMNS = 160
 """Most columns of a heat map; longer runs add up the loads of neighbouring steps."""
@@ -49,6 +50,7 @@ def routed_records(train: Sequence[Record]) -> list[Record]:
 
 def uneven_rows(routed: Sequence[Record]) -> list[int]:
     """Rows of ``expert_load`` that are drawn one by one: all, or the ``MAX_PANELS`` least even over the whole run."""
+    # Over the whole run: the rows of one step change from step to step, and with them the picture.
     totals_LE = _loads(routed).sum(axis=0)
     worst = sorted(range(len(totals_LE)), key=lambda row: -_or_zero(max_over_mean(totals_LE[row].tolist())))
     return sorted(worst[:MAX_PANELS])
@@ -77,9 +79,12 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
     for row, layer in enumerate(layer_numbers(routed[-1])):
         by_step = [max_over_mean(counts) for counts in loads_SLE[:, row].tolist()]
         worst = max(range(len(by_step)), key=lambda step: _or_zero(by_step[step]))
-        recent, start = (
-            part[:, row].sum(axis=0).tolist() for part in (loads_SLE[-num_recent:], loads_SLE[:num_recent])
-        )
+        recent = loads_SLE[-num_recent:, row].sum(axis=0).tolist()
+        start = loads_SLE[:num_recent, row].sum(axis=0).tolist()
+        # One expert has no entropy to compare with: ln 1 is 0.
+        entropy = "–"
+        if len(recent) > 1:
+            entropy = f"{load_entropy(recent) / math.log(len(recent)):.3f}"
         rows.append(
             (
                 str(layer),
@@ -87,10 +92,10 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
                 f"{max_over_mean(start):.2f}",
                 f"{by_step[worst]:.2f} (step {routed[worst]['step']:,})",
                 f"{idle_share(recent):.0%}",
-                f"{load_entropy(recent) / math.log(len(recent)):.3f}" if len(recent) > 1 else "–",
+                entropy,
             )
         )
-    span = f"{num_recent:,} step{'' if num_recent == 1 else 's'}"
+    span = plural(num_recent, "step")
     return ("Layer", f"max/mean, last {span}", f"first {span}", "worst step", "idle experts", "entropy / ln E"), rows
 
 
@@ -101,7 +106,8 @@ def load_figure(routed: Sequence[Record]) -> str:
     rows = uneven_rows(routed)
     num_columns = min(2, len(rows))
     num_rows = math.ceil(len(rows) / num_columns)
-    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])  # each of many experts needs a line
+    # Each of many experts needs a line of its own.
+    panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])
     figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + panel_height * num_rows)
     image = None
     for axes, row in zip(panels, rows, strict=False):
@@ -112,8 +118,10 @@ def load_figure(routed: Sequence[Record]) -> str:
         axes.set_ylabel("expert")
         axes.yaxis.set_major_locator(_expert_ticks(loads_SLE.shape[2], most=5))
         _step_ticks(axes, steps[0], steps[-1])
+    # An odd number of layers leaves an empty panel in the last row.
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
+    # The lowest panel of each column names the axis for those above it.
     for axes in panels[max(0, len(rows) - num_columns) : len(rows)]:
         axes.set_xlabel("step")
     assert image is not None
@@ -136,7 +144,9 @@ def map_figure(routed: Sequence[Record]) -> str:
         extent = (-0.5, num_experts - 0.5, num_layers - 0.5, -0.5)
         image = _heat_map(axes, _log_loads(part_SLE.sum(axis=0)), extent)
         first, last = records[0]["step"], records[-1]["step"]
-        axes.set_title(f"{name} steps: {first:,} to {last:,}" if last > first else f"Step {first:,}")
+        axes.set_title(f"Step {first:,}")
+        if last > first:
+            axes.set_title(f"{name} steps: {first:,} to {last:,}")
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
         axes.xaxis.set_major_locator(_expert_ticks(num_experts, most=12))
@@ -160,17 +170,21 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
     figure, panels = new_figure(2, rows=num_rows, height=0.7 + 2.1 * num_rows)
     for axes, (key, title) in zip(panels, curves, strict=False):
         for row, colour in zip(rows, _LAYER_COLOURS, strict=False):
-            series = Series.of([{"step": r["step"], key: r[key][row] if r.get(key) else None} for r in routed], key)
+            # Records of a run's earlier releases may lack the key.
+            series = Series.of([{"step": r["step"], key: r[key][row]} for r in routed if r.get(key)], key)
             thin_curve(axes, series, colour, f"layer {layers[row]}")
         axes.set_title(title)
         finish(axes, "step", "", None)
         if key == "expert_dropped_share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        # From zero, unless values are negative: small changes must not look large.
         if axes.get_ylim()[0] > 0:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(rows))
+    # All panels draw the same layers in the same colours: one legend serves them.
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(rows))
     return to_svg(figure, "balance")
 
 
@@ -182,11 +196,13 @@ def _columns(loads_SE: np.ndarray) -> np.ndarray:
     """At most ``MAX_COLUMNS`` sums over equal groups of steps, [C, E]."""
     size = math.ceil(len(loads_SE) / MAX_COLUMNS)
     padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
+    # Sums, not means: the colours show load over mean, which a sum leaves as it is.
     return np.concatenate([loads_SE, padding]).reshape(-1, size, loads_SE.shape[1]).sum(axis=1)
 
 
 def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
     """log2 of load over the row's mean, within ±2; −3 marks an expert without a token, NaN a row without any."""
+    # A row without tokens is 0 / 0, an expert without tokens log 0: both have a colour of their own.
     with np.errstate(invalid="ignore", divide="ignore"):
         logs_XE = np.log2(loads_XE / loads_XE.mean(axis=1, keepdims=True))
     return np.where(np.isneginf(logs_XE), -3.0, np.clip(logs_XE, -2.0, 2.0))
@@ -215,6 +231,7 @@ def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
 
 
 def _step_ticks(axes: Axes, first: int, last: int) -> None:
+    """Whole steps as ticks: each one of a short run, round numbers of a long one."""
     if last - first < 6:
         axes.set_xticks(range(first, last + 1))
     else:
@@ -223,4 +240,7 @@ def _step_ticks(axes: Axes, first: int, last: int) -> None:
 
 
 def _or_zero(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
+    """A figure to sort by: a layer without tokens counts as even."""
+    if math.isnan(value):
+        return 0.0
+    return value

@@ -84,10 +84,12 @@ class Series:
     def smoothed(self) -> Series:
         """Centred running mean over about a thirtieth of the run, narrower at both ends; skips what is not finite."""
         half = max(2, len(self.values) // 60)
+        # Differences of running sums: the mean costs the same for every width.
         known = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(known)])
         index = np.arange(len(self.values))
+        # As far to the right as to the left, so that the curve does not lag at either end.
         reach = np.minimum(half, np.minimum(index, len(index) - 1 - index))
         start, stop = index - reach, index + reach + 1
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -125,6 +127,7 @@ def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Seque
     if entropy.drawable:
         level = entropy.values[np.isfinite(entropy.values)][-1]
         axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
+    # At most 50 marks: a run that has diverged would be all red.
     broken = loss.steps[~np.isfinite(loss.values)]
     _mark_steps(axes, broken[:50], color=RED, linestyle="-", label="not finite")
     _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
@@ -155,6 +158,7 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
 
 def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Middle of each bin on a log axis, positions counted from 1, and its loss; bins without targets are left out."""
+    # From 1, because a log axis has no 0.
     bins = [spot for spot in validation["loss_by_position"] if spot.get("num_targets", 1) and spot["loss"] is not None]
     return [math.sqrt((spot["start"] + 1) * spot["stop"]) for spot in bins], [spot["loss"] for spot in bins]
 
@@ -182,7 +186,8 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     finish(right, "step", "seconds", None)
     _log_if_spiky(right, seconds)
     if right.get_yscale() == "linear":
-        right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])  # room for the legend above the curves
+        # The legend lies above the curves.
+        right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])
     right.legend(loc="upper right")
     for axes in (left, right):
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
@@ -223,6 +228,7 @@ def new_figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, l
 
 
 def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> None:
+    """Draw a series with at most ``MAX_POINTS`` points, if it has any."""
     if series.drawable:
         thin = series.thinned()
         axes.plot(thin.steps, thin.values, _dots(thin), color=colour, linewidth=1.1, label=label)
@@ -230,7 +236,9 @@ def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> No
 
 def _dots(series: Series) -> str:
     """A plain line, with a dot a point while there are too few to see one."""
-    return "-" if len(series.steps) > 12 else ".-"
+    if len(series.steps) > 12:
+        return "-"
+    return ".-"
 
 
 def _binary_number(value: float) -> str:
@@ -238,13 +246,18 @@ def _binary_number(value: float) -> str:
     for size, unit in ((2**20, "M"), (2**10, "K")):
         if value >= size:
             return f"{value / size:g}{unit}"
-    return f"{value:g}" if value >= 1 else ""
+    # matplotlib also asks for ticks outside of the axis.
+    if value < 1:
+        return ""
+    return f"{value:g}"
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
+    """Label the axes, with whole steps below; ``scale_by`` decides whether the other one is logarithmic."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.015)
+    # A run of one step would be drawn over a range of width zero.
     low, high = axes.get_xlim()
     if high - low < 2:
         axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
@@ -263,8 +276,10 @@ def _log_if_spiky(axes: Axes, series: Series) -> None:
 
 
 def _mark_steps(axes: Axes, steps: Sequence[float] | np.ndarray, *, color: str, linestyle: str, label: Any) -> None:
-    for index, step in enumerate(steps):
-        axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=None if index else label)
+    """Vertical lines at these steps, all of them under one name in the legend."""
+    for step in steps:
+        axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=label)
+        label = None
 
 
 def to_svg(figure: Figure, name: str) -> str:
@@ -272,10 +287,13 @@ def to_svg(figure: Figure, name: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
+    # Inline SVG has no XML header, and the same numbers give the same bytes: no date, no version.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Without a size of its own it takes the width of the page; its viewBox keeps the proportions.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    # matplotlib numbers the ids of each figure alike, and a page has one space of ids.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")

@@ -24,6 +24,7 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
 from launcher.report import experts, figures
 from launcher.report.run import Run, load_run
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
+from launcher.wording import first_names, plural
 from longctx.errors import DataError
 from longctx.files import replaced_file
 
@@ -69,7 +70,9 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     """
     folder = Path(run_folder)
     run = load_run(folder)
-    path = folder / REPORT_FILE if output is None else Path(output)
+    path = folder / REPORT_FILE
+    if output is not None:
+        path = Path(output)
     if path.is_dir():
         path = path / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,9 @@ def render(run: Run) -> str:
     """The page of a run, as text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        # Names and the config come from the user; only our own SVG is Markup.
         autoescape=True,
+        # A misspelt name in the template is an error, not an empty space.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -116,15 +121,18 @@ def state(run: Run) -> str:
     last, total = run.train[-1]["step"], run.total_steps
     if total is None:
         return f"at step {last:,}"
-    return f"finished: {last:,} steps" if last >= total else f"at step {last:,} of {total:,}"
+    if last >= total:
+        return f"finished: {last:,} steps"
+    return f"at step {last:,} of {total:,}"
 
 
 def key_figures(run: Run) -> list[Figure]:
     """The figures that a reader looks for first; a figure without data is left out."""
-    return [*_loss_figures(run), *_size_figures(run), *_speed_figures(run)]
+    return _loss_figures(run) + _size_figures(run) + _speed_figures(run)
 
 
 def _loss_figures(run: Run) -> list[Figure]:
+    """How well the model predicts."""
     found = []
     if run.train:
         losses = [record["loss"] for record in run.train[-_RECENT_STEPS:]]
@@ -132,7 +140,7 @@ def _loss_figures(run: Run) -> list[Figure]:
             Figure(
                 label="Training loss",
                 value=_number(losses[-1]),
-                note=f"mean of the last {_times(len(losses), 'step')} {_number(_mean(losses))}",
+                note=f"mean of the last {plural(len(losses), 'step')} {_number(_mean(losses))}",
             )
         )
     if run.validations:
@@ -141,6 +149,7 @@ def _loss_figures(run: Run) -> list[Figure]:
         found.append(
             Figure(label="Validation loss", value=_number(loss), note=f"nats a token, at step {last['step']:,}")
         )
+        # Only beside the entropy a loss says something: it is what a model without any context would reach.
         if loss is not None and entropy is not None:
             note = "of predicting by frequency alone"
             found.append(Figure(label="Unigram entropy", value=_number(entropy), note=note))
@@ -149,11 +158,15 @@ def _loss_figures(run: Run) -> list[Figure]:
 
 
 def _gain_figure(gain: float) -> Figure:
-    note = "nats below the unigram entropy" if gain > 0 else "nats: not better than frequency alone yet"
+    """How far the loss is below the unigram entropy."""
+    note = "nats below the unigram entropy"
+    if gain <= 0:
+        note = "nats: not better than frequency alone yet"
     return Figure(label="Learned from context", value=_number(gain), note=note)
 
 
 def _size_figures(run: Run) -> list[Figure]:
+    """How much was read, and by how large a model."""
     found = []
     if run.train and run.train[-1].get("tokens") is not None:
         tokens = run.train[-1]["tokens"]
@@ -162,12 +175,15 @@ def _size_figures(run: Run) -> list[Figure]:
     total = counts.get("num_parameters", counts.get("parameters"))
     if isinstance(total, int):
         active = counts.get("num_active_parameters", counts.get("active_parameters"))
-        note = f"{active:,} active a token" if isinstance(active, int) else f"{total:,}"
+        note = f"{total:,}"
+        if isinstance(active, int):
+            note = f"{active:,} active a token"
         found.append(Figure(label="Parameters", value=short_number(total), note=note))
     return found
 
 
 def _speed_figures(run: Run) -> list[Figure]:
+    """Speed, time and memory: medians, since the first steps of a process compile and warm up."""
     found = []
     speeds = _known(run.train, "tokens_per_second")
     if speeds:
@@ -198,6 +214,7 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
                 f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
             ) from error
         ends.append(end)
+        # A validation has no duration of its own: it lies between two steps.
         starts.append(end - (record.get("step_seconds") or 0.0))
     return starts, ends
 
@@ -207,17 +224,20 @@ def remarks(run: Run) -> list[str]:
     found = []
     broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
     if broken:
-        found.append(f"The loss was not finite in {_times(len(broken), 'step')}, first at step {broken[0]:,}.")
+        found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")
     if run.resumed_steps:
         steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
         found.append(f"Resumed at step {steps}; dotted green lines mark it.")
     if run.num_discarded:
-        rows = _times(run.num_discarded, "row")
+        rows = plural(run.num_discarded, "row")
         found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
     routed = experts.routed_records(run.train)
-    if routed and (dead := experts.dead_experts(routed)):
+    dead = []
+    if routed:
+        dead = experts.dead_experts(routed)
+    if dead:
         found.append(
-            f"Without a token for {DEAD_AFTER_STEPS} steps or more: {_times(len(dead), 'expert')}, named below."
+            f"Without a token for {DEAD_AFTER_STEPS} steps or more: {plural(len(dead), 'expert')}, named below."
         )
     if len(run.train) > figures.MAX_POINTS:
         size = math.ceil(len(run.train) / figures.MAX_POINTS)
@@ -230,36 +250,38 @@ def remarks(run: Run) -> list[str]:
 
 def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
-    return [
-        _loss_section(run),
-        _position_section(run),
-        _speed_section(run),
-        _optimizer_section(run),
-        *_expert_sections(run),
-        Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text),
-        _environment_section(run),
-    ]
+    parts = [_loss_section(run), _position_section(run), _speed_section(run), _optimizer_section(run)]
+    parts += _expert_sections(run)
+    parts.append(
+        Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
+    )
+    parts.append(_environment_section(run))
+    return parts
 
 
 def _loss_section(run: Run) -> Section:
+    """Loss over the steps, or why there is none."""
     if not run.train and not run.validations:
         return Section(title="Loss", caption="No step has been logged yet.")
-    caption = (
-        "A model that only knew how frequent each token is would be on the dashed line."
-        if any(record.get("unigram_entropy") is not None for record in run.validations)
-        else "The run has not been validated yet: there is nothing to compare the training loss with."
-    )
+    caption = "The run has not been validated yet: there is nothing to compare the training loss with."
+    if any(record.get("unigram_entropy") is not None for record in run.validations):
+        caption = "A model that only knew how frequent each token is would be on the dashed line."
     picture = figures.loss_figure(run.train, run.validations, run.resumed_steps)
     return Section(title="Loss", caption=caption, picture=Markup(picture))
 
 
 def _position_section(run: Run) -> Section:
+    """Loss by position in the document: how far the context helps."""
     title = "Loss by position"
     measured = [record for record in run.validations if record.get("loss_by_position")]
+    if not run.validations:
+        return Section(title=title, caption="No validation has been run yet.")
     if not measured:
-        why = "No validation has been run yet." if not run.validations else "The validations did not record it."
-        return Section(title=title, caption=why)
-    first = measured[0] if len(measured) > 1 else None
+        return Section(title=title, caption="The validations did not record it.")
+    # With one validation there is no progress to draw.
+    first = None
+    if len(measured) > 1:
+        first = measured[0]
     caption = (
         "A model that uses its context predicts later tokens of a document better: the curve falls to the right, "
         "as far as the context helps."
@@ -268,14 +290,18 @@ def _position_section(run: Run) -> Section:
 
 
 def _speed_section(run: Run) -> Section:
+    """Tokens a second and seconds a step over the steps."""
     if not _known(run.train, "tokens_per_second"):
         return Section(title="Speed", caption="No step has been timed yet.")
     waits, seconds = sum(_known(run.train, "data_wait_seconds")), sum(_known(run.train, "step_seconds"))
-    caption = f"{waits / seconds:.1%} of the step time was spent waiting for data." if seconds else ""
+    caption = ""
+    if seconds:
+        caption = f"{waits / seconds:.1%} of the step time was spent waiting for data."
     return Section(title="Speed", caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
 
 
 def _optimizer_section(run: Run) -> Section:
+    """Learning rate and gradient norm over the steps."""
     title = "Learning rate and gradient norm"
     if not run.train:
         return Section(title=title, caption="No step has been logged yet.")
@@ -283,10 +309,12 @@ def _optimizer_section(run: Run) -> Section:
 
 
 def _expert_sections(run: Run) -> list[Section]:
+    """Load over time, load by layer, and the router's figures where they were logged."""
     routed = experts.routed_records(run.train)
+    if not run.train:
+        return [Section(title="Expert load", caption="No step has been logged yet.")]
     if not routed:
-        why = "No step has been logged yet." if not run.train else "The model is dense: it has no experts to balance."
-        return [Section(title="Expert load", caption=why)]
+        return [Section(title="Expert load", caption="The model is dense: it has no experts to balance.")]
     caption = (
         "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
     )
@@ -321,11 +349,11 @@ def dead_caption(dead: Sequence[str]) -> str:
     """The caption about experts that got no token for long."""
     if not dead:
         return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
-    more = f" and {len(dead) - 20} more" if len(dead) > 20 else ""
-    return f"Without a token for {DEAD_AFTER_STEPS} steps or more: {', '.join(dead[:20])}{more}."
+    return f"Without a token for {DEAD_AFTER_STEPS} steps or more: {first_names(dead, most=20)}."
 
 
 def _environment_section(run: Run) -> Section:
+    """Host, versions and degrees, as a table."""
     if not run.environment:
         return Section(title="Environment", caption=f"The run folder holds no {ENVIRONMENT_FILE}.")
     rows = [(key, _plain(value)) for key, value in flatten(run.environment)]
@@ -359,24 +387,30 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    """Four decimals; a dash for what is not known."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}"
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the finite values; None without any."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(known) if known else None
+    if not known:
+        return None
+    return fmean(known)
 
 
 def _known(records: Sequence[Record], key: str) -> list[float]:
+    """The finite values of a key: one broken step must not hide the figures of the others."""
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _plain(value: Any) -> str:
+    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
         return ", ".join(str(item) for item in value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)

@@ -46,14 +46,19 @@ class Run:
     def total_steps(self) -> int | None:
         """``train.steps`` of the resolved config."""
         steps = self.config.get("train", {}).get("steps")
-        return steps if isinstance(steps, int) else None
+        # The file may have been edited by hand; a report of it is still worth having.
+        if not isinstance(steps, int):
+            return None
+        return steps
 
 
 def load_run(folder: Path) -> Run:
     """Read a run folder's files; DataError names what is missing."""
     missing = [name for name in (CONFIG_FILE, METRICS_FILE) if not (folder / name).is_file()]
     if missing:
-        what = "does not exist" if not folder.is_dir() else f"holds no {' and no '.join(missing)}"
+        what = f"holds no {' and no '.join(missing)}"
+        if not folder.is_dir():
+            what = "does not exist"
         raise DataError(
             f"{folder} is not a run folder: it {what}.\n"
             "Give the folder that run.output_dir named; it is filled when the first step is logged."
@@ -63,22 +68,27 @@ def load_run(folder: Path) -> Run:
         config = tomllib.loads(config_text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: not TOML: {error}") from error
-    discarded = folder / DISCARDED_FILE
+    num_discarded = 0
+    if (folder / DISCARDED_FILE).is_file():
+        num_discarded = (folder / DISCARDED_FILE).read_bytes().count(b"\n")
     return Run(
         name=folder.resolve().name,
         records=read_metrics(folder),
         config_text=config_text,
         config=config,
         environment=_load_environment(folder / ENVIRONMENT_FILE),
-        num_discarded=discarded.read_bytes().count(b"\n") if discarded.is_file() else 0,
+        num_discarded=num_discarded,
     )
 
 
 def _load_environment(path: Path) -> dict[str, Any]:
+    """What ``environment.json`` says; empty where there is none, as in folders that were copied in part."""
     if not path.is_file():
         return {}
     try:
         environment = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
-    return environment if isinstance(environment, dict) else {"environment": environment}
+    if not isinstance(environment, dict):
+        return {"environment": environment}
+    return environment

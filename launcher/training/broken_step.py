@@ -1,4 +1,4 @@
-"""What to say of a step that is not finite."""
+"""The error of a step that is not finite (NaN or infinity)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.config.sections import RunConfig
 from launcher.training.setup import Run
+from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import GradientError, TrainingError
 
@@ -34,29 +35,39 @@ class BrokenStep:
     """The newest one."""
 
     def message(self) -> str:
-        """One screen."""
-        if self.grad_norm is None:
-            said = f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
-            if math.isfinite(self.loss):
-                said = f"the balance loss or z-loss of step {self.step} is not finite (loss {self.loss:g})."
-        else:
-            said = (
+        """What happened, where, and how to go on: one screen."""
+        lines = [self._what_happened()]
+        if self.grad_norm is not None:
+            # Finite gradients whose squares overflow in the norm leave no name to give.
+            where = first_names(self.gradients) or "in no single tensor, but all together are too large"
+            lines.append(f"Gradients that are not finite: {where}.")
+        if self.weights:
+            lines.append(f"Weights that were not finite before this step: {first_names(self.weights)}.")
+        lines.append("The step was not taken: weights, moments and checkpoints are those of the step before.")
+        lines.append(self._way_out())
+        lines.append(f"Its data, to look at: {self.rows}.")
+        return "\n".join(lines)
+
+    def _what_happened(self) -> str:
+        """The first line: which quantity is not finite."""
+        if self.grad_norm is not None:
+            return (
                 f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though loss {self.loss:g}."
             )
-            where = _some(self.gradients) or "in no single tensor, but all together are too large"
-            said += f"\nGradients that are not finite: {where}."
-        if self.weights:
-            said += f"\nWeights that were not finite before this step: {_some(self.weights)}."
-        return f"{said}\n{self._way_out()}"
+        if math.isfinite(self.loss):
+            return f"the balance loss or z-loss of step {self.step} is not finite (loss {self.loss:g})."
+        return f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
 
     def _way_out(self) -> str:
-        taken = "The step was not taken: weights, moments and checkpoints are those of the step before."
+        """Where to go on from, and what to change."""
         advice = f"a lower train.lr (now {self.lr:g}) or a longer train.warmup_steps"
-        go_on = "There is no checkpoint yet: start again"
-        if self.checkpoint is not None:
-            older = ", or from an older one should it hold such weights too" if self.weights else ""
-            go_on = f"Go on from the newest checkpoint, {self.checkpoint} (--run.resume latest){older},"
-        return f"{taken}\n{go_on} with {advice}.\nIts data, to look at: {self.rows}."
+        if self.checkpoint is None:
+            return f"There is no checkpoint yet: start again with {advice}."
+        go_on = f"Go on from the newest checkpoint, {self.checkpoint} (--run.resume latest)"
+        if self.weights:
+            # Weights go bad a step before the loss shows it, so the newest checkpoint may have them already.
+            go_on += ", or from an older one should it hold such weights too"
+        return f"{go_on}, with {advice}."
 
 
 def broken_step(
@@ -66,29 +77,30 @@ def broken_step(
 
     ``order`` is the loader's state before the step.
     """
+    grad_norm, gradients = None, []
+    if gradient is not None:
+        grad_norm, gradients = gradient.norm, gradient.names
     broken = BrokenStep(
         step=step,
         loss=loss,
-        grad_norm=None if gradient is None else gradient.norm,
-        gradients=[] if gradient is None else gradient.names,
+        grad_norm=grad_norm,
+        gradients=gradients,
+        # Collective: every rank looks at the weights that it owns, and all learn the names.
         weights=run.engine.broken_weights(),
         rows=_rows_from(run.config, order),
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),
     )
-    record = {"kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": broken.grad_norm}
+    # The trainer writes this record too: the curves then end with the step that broke.
+    record = {"kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
     return TrainingError(broken.message(), record)
 
 
 def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
-    """Where a step's rows stand in the data, in words."""
+    """Where a step's rows are in the data, and the command that shows them."""
     data, seed, row, epoch = config.data, config.run.seed, order["epoch_row"], order["epoch"]
-    said = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
+    where = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
     if seed or epoch:
-        return f"{said} (run.seed {seed})"
-    return f"{said} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+        # `data inspect` packs the first epoch of seed 0 only: it would show other rows.
+        return f"{where} (run.seed {seed})"
+    return f"{where} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"

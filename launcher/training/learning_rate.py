@@ -1,4 +1,4 @@
-"""Warm-up and cosine."""
+"""The learning-rate schedule: warm-up and cosine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ def learning_rate(step: int, train: TrainSection) -> float:
     """Rate of the ``step``-th step (from 1): linear warm-up, then a cosine from ``lr`` to ``final_lr_ratio`` of it."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
+    # max(1, …): a run that is all warm-up has no cosine to divide.
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     floor = train.final_lr_ratio
     return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

@@ -40,8 +40,8 @@ class RoutingFiles:
 
     def __init__(self, record: str, replay: str, model: ModelConfig, tokens_per_step: int) -> None:
         """``record`` and ``replay`` are folders, or "no"."""
-        self._record = None if record == "no" else Path(record)
-        self._replay = None if replay == "no" else Path(replay)
+        self._record = _folder_or_none(record)
+        self._replay = _folder_or_none(replay)
         self._layers, self._tokens = expert_layers(model), tokens_per_step
         self._dtype = smallest_dtype(model.num_experts)
         self._model = {
@@ -63,45 +63,51 @@ class RoutingFiles:
         """
         if self._record is not None:
             _make_folder(self._record, resumes=resumes)
-        if self._replay is not None and (missing := [s for s in steps if not _path(self._replay, s).is_file()]):
-            there = sorted(path.name for path in self._replay.glob("step_*.safetensors"))
-            what = f"it holds {there[0]} to {there[-1]}" if there else "it holds no routing files"
-            raise DataError(
-                f"train.replay_routing={str(self._replay)!r} lacks step {missing[0]} of the steps {steps[0]} to "
-                f"{steps[-1]} that this run takes; {what}.\n"
-                "Record as many steps (train.record_routing), or end earlier (train.stop_after)."
-            )
+        if self._replay is not None:
+            # Now rather than at the step itself, which may be hours away.
+            _check_steps(self._replay, steps)
 
-    def begin(self, step: int, order: Order, places: Sequence[Tensor]) -> None:
-        """Make ready for a step whose micro-batches' tokens stand at ``places`` [N] among all of the step's.
+    def begin(self, step: int, order: Order, token_indices: Sequence[Tensor]) -> None:
+        """Prepare for a step; ``token_indices`` [N] say which of the step's tokens each micro-batch of this rank has.
 
         Collective when replaying: DataError on every rank where a file is damaged, or was recorded with another model
         or over other rows.
         """
-        self._step, self._order, self._places = step, order, list(places)
+        self._step, self._order, self._token_indices = step, order, list(token_indices)
         if self._replay is not None:
+            # The file is of the whole step; each rank picks its own tokens, so any degree may replay it.
             ids_LTk = on_every_rank(lambda: self._read(step, order))
-            self._replays = [RoutingReplay([ids[own] for ids in ids_LTk]) for own in places]
+            self._replays = [RoutingReplay([ids[own] for ids in ids_LTk]) for own in token_indices]
         elif self._record is not None:
-            self._replays = [RoutingReplay() for _ in places]
+            self._replays = [RoutingReplay() for _ in token_indices]
 
     def replay(self, micro_batch: int) -> RoutingReplay | None:
         """What a micro-batch's forward pass is to record or follow."""
-        return self._replays[micro_batch] if self._replays else None
+        if not self._replays:
+            return None
+        return self._replays[micro_batch]
 
     def end(self) -> None:
         """Write the step's file, if this run records. Collective."""
         if self._record is None:
             return
-        own = [replay.experts_LNk.to("cpu", self._dtype) for replay in self._replays]
-        ids_LTk = gather_tokens(torch.cat(own, dim=1), torch.cat(self._places), self._tokens)
-        path, facts = _path(self._record, self._step), self._facts(self._step, self._order)
-        on_every_rank(lambda: None if ids_LTk is None else _write(path, self._names(), ids_LTk, facts))
+        own_LNk = [replay.experts_LNk.to("cpu", self._dtype) for replay in self._replays]
+        ids_LTk = gather_tokens(torch.cat(own_LNk, dim=1), torch.cat(self._token_indices), self._tokens)
+        path, metadata = _path(self._record, self._step), self._metadata(self._step, self._order)
+
+        def write() -> None:
+            if ids_LTk is not None:
+                _write(path, self._names(), ids_LTk, metadata)
+
+        # All ranks wait for the one that writes: a full disk ends the run on every rank alike.
+        on_every_rank(write)
 
     def _names(self) -> list[str]:
+        """The file's tensors, one a layer with experts."""
         return [f"model.layers.{layer}.mlp.chosen_experts" for layer in self._layers]
 
-    def _facts(self, step: int, order: Order) -> dict[str, Any]:
+    def _metadata(self, step: int, order: Order) -> dict[str, Any]:
+        """What must be equal in the run that records and the one that replays."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -117,13 +123,14 @@ class RoutingFiles:
         path = _path(self._replay, step)
         try:
             with safe_open(path, framework="pt") as file:
-                _check_facts(path, (file.metadata() or {}).get(_METADATA), self._facts(step, order))
+                _check_metadata(path, (file.metadata() or {}).get(_METADATA), self._metadata(step, order))
                 ids = [file.get_tensor(name) for name in self._names()]
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read: {error}.\nRecord the routing again.") from error
         shape = (self._tokens, self._model["experts_per_token"])
         for name, found in zip(self._names(), ids, strict=True):
             low, high = (int(x) for x in found.aminmax())
+            # An id beyond the experts would index past the dispatcher's counts, far from the file that is to blame.
             if found.shape != shape or low < -1 or high >= self._model["num_experts"]:
                 raise DataError(
                     f"{path} is damaged: {name} has shape {tuple(found.shape)} and ids from {low} to {high}; it needs "
@@ -133,22 +140,22 @@ class RoutingFiles:
 
 
 def smallest_dtype(num_experts: int) -> torch.dtype:
-    """The integers that hold every id, and −1 for nowhere."""
+    """The integer dtype that holds every expert's id, and −1 for an assignment that was dropped."""
     return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(t).max)
 
 
-def gather_tokens(ids_LNk: Tensor, places_N: Tensor, num_tokens: int) -> Tensor | None:
-    """Every rank's ids at their tokens' places, [L, T, k] on rank 0, None elsewhere. Collective.
+def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> Tensor | None:
+    """Every rank's ids in the order of the step's tokens, [L, T, k] on rank 0, None elsewhere. Collective.
 
     Ranks hold equally many tokens, and together each of the ``num_tokens`` once.
     """
-    parts_LNk, parts_N = _gather(ids_LNk), _gather(places_N)
+    parts_LNk, parts_N = _gather(ids_LNk), _gather(token_indices_N)
     if parts_LNk is None or parts_N is None:
         return None
-    places_T = torch.cat(parts_N)
-    assert torch.equal(places_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
+    token_indices_T = torch.cat(parts_N)
+    assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
     out_LTk = torch.empty(len(ids_LNk), num_tokens, ids_LNk.shape[2], dtype=ids_LNk.dtype)
-    out_LTk[:, places_T] = torch.cat(parts_LNk, dim=1)
+    out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)
     return out_LTk
 
 
@@ -156,11 +163,21 @@ def _gather(own: Tensor) -> list[Tensor] | None:
     """Every rank's tensor, of one shape, on rank 0."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
-    own_bytes = own.contiguous().view(torch.uint8)  # gloo has no 16-bit integers
-    leads = dist.get_rank() == 0
-    parts = [torch.empty_like(own_bytes) for _ in range(dist.get_world_size())] if leads else None
+    # As bytes: gloo has no 16-bit integers.
+    own_bytes = own.contiguous().view(torch.uint8)
+    if dist.get_rank() != 0:
+        dist.gather(own_bytes, None, dst=0)
+        return None
+    parts = [torch.empty_like(own_bytes) for _ in range(dist.get_world_size())]
     dist.gather(own_bytes, parts, dst=0)
-    return None if parts is None else [part.view(own.dtype) for part in parts]
+    return [part.view(own.dtype) for part in parts]
+
+
+def _folder_or_none(setting: str) -> Path | None:
+    """The folder that an option names; None for "no"."""
+    if setting == "no":
+        return None
+    return Path(setting)
 
 
 def _path(folder: Path, step: int) -> Path:
@@ -180,17 +197,33 @@ def _make_folder(folder: Path, *, resumes: bool) -> None:
         )
 
 
-def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, facts: dict[str, Any]) -> None:
-    """The file appears whole or not at all."""
+def _check_steps(folder: Path, steps: range) -> None:
+    """DataError unless the folder has a file for each of these steps."""
+    missing = [step for step in steps if not _path(folder, step).is_file()]
+    if not missing:
+        return
+    there = sorted(path.name for path in folder.glob("step_*.safetensors"))
+    holds = "it holds no routing files"
+    if there:
+        holds = f"it holds {there[0]} to {there[-1]}"
+    raise DataError(
+        f"train.replay_routing={str(folder)!r} lacks step {missing[0]} of the steps {steps[0]} to "
+        f"{steps[-1]} that this run takes; {holds}.\n"
+        "Record as many steps (train.record_routing), or end earlier (train.stop_after)."
+    )
+
+
+def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str, Any]) -> None:
+    """Write the file so that it appears whole or not at all."""
     tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
     try:
         with replaced_file(path) as temporary:
-            save_file(tensors, temporary, metadata={_METADATA: json.dumps(facts)})
+            save_file(tensors, temporary, metadata={_METADATA: json.dumps(metadata)})
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} could not be written: {error}.\nFree some space, or set record_routing=no.") from error
 
 
-def _check_facts(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
+def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
     """DataError unless the file is of this step of a run like this one."""
     try:
         found = json.loads(stored or "")
@@ -200,6 +233,7 @@ def _check_facts(path: Path, stored: str | None, wanted: dict[str, Any]) -> None
         raise DataError(f"{path} is no routing file of this release: train.record_routing writes them.")
     if found.get("step") != wanted["step"]:
         raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
+    # Ids of another model or of other tokens would be followed without complaint: shapes often agree.
     for what, key, mend in (
         ("with another model", "model", "Replay with the experts and layers that recorded it."),
         ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this process writes and speaks for all."""
+        """Whether this process writes the run's files and the console."""
         return self.mesh.rank == 0
 
     @property
@@ -89,6 +89,7 @@ class Run:
 
     def first_token(self, micro_batch: int) -> int:
         """The index, among all tokens of a step, of the first one of this rank's micro-batch."""
+        # The loader gives micro-batch after micro-batch, and within one the data ranks in order.
         row = (micro_batch * self.mesh.data + self.mesh.data_rank) * self.config.train.micro_batch_rows
         return row * self.config.data.seq_len
 
@@ -101,7 +102,7 @@ class Run:
 def build_run(config: RunConfig, device: torch.device) -> Run:
     """Check and build everything; every rank alike. The process group must be up.
 
-    Collective. What a resumed run did after its checkpoint still stands in the folder: ``Trainer.train`` sets it aside.
+    Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
@@ -113,6 +114,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     resume_from, start_from = _find_origin(config, folder, mesh)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
 
+    # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
     origin, progress = "new", Progress()
     if resume_from is not None:
@@ -121,6 +123,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         origin = "started"
         _start(start_from, engine, model, loader, is_rank_0=mesh.rank == 0)
 
+    # Last, because only now the steps that this process takes are known.
     routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin == "resumed")
     return Run(
         config=config,
@@ -139,9 +142,14 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
 
 def _find_origin(config: RunConfig, folder: Path, mesh: Mesh) -> tuple[Path | None, Path | None]:
     """The checkpoint to resume from, and else the one whose weights to start with. Collective."""
-    # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then said once.
-    found = on_every_rank(lambda: find_resume(folder, config.run.resume) if mesh.rank == 0 else None)
-    resume_from = broadcast_object(found)
+
+    def find_on_rank_0() -> Path | None:
+        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
+        if mesh.rank != 0:
+            return None
+        return find_resume(folder, config.run.resume)
+
+    resume_from = broadcast_object(on_every_rank(find_on_rank_0))
     if resume_from is not None:
         return resume_from, None
     return None, on_every_rank(lambda: find_start(config.run.start_from))
@@ -155,6 +163,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
+    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, seed=config.run.seed, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
@@ -173,7 +182,9 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
     communication_dtype = None
     if parallel.communication_dtype != "float32":
         communication_dtype = getattr(torch, parallel.communication_dtype)
-    products = fastest_products() if train.products == "auto" else train.products
+    products = train.products
+    if products == "auto":
+        products = fastest_products()
     causal_lm = build_parallel_model(
         model,
         mesh,
@@ -199,6 +210,7 @@ def _resume(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Lo
     """Take weights, moments and data order from a checkpoint; returns where its run stood. Collective."""
     training = load_checkpoint(checkpoint, engine, model).manifest["training"]
     step, load_LE = 0, None
+    # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
     if "loader" in training:
         on_every_rank(lambda: loader.load_state_dict(training["loader"]))
         step = training["step"]
@@ -212,6 +224,7 @@ def _start(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Loa
     """Take a checkpoint's weights and nothing else. Collective."""
     load_weights(checkpoint, engine, model)
     log.info("Started from the weights of %s.", checkpoint)
+    # A warning, not an error: a tokenizer that was only extended or renamed is a fair start.
     theirs, ours = checkpoint / TOKENIZER, loader.shards.folder / TOKENIZER
     if is_rank_0 and theirs.is_file() and hash_file(theirs) != hash_file(ours):
         log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)

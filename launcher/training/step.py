@@ -40,8 +40,8 @@ class TrainStep:
         run, step = self.run, progress.step + 1
         started = time.perf_counter()
 
-        # 1. The step's rows, and this rank's shard of each micro-batch. Where they begin in the data is kept, for the
-        # routing files and for the message about a step that breaks.
+        # 1. The step's rows, and this rank's shard of each micro-batch. ``order`` says where they begin in the data:
+        # the routing files and the message about a broken step need it.
         order = run.loader.state_dict()
         batches = [next(run.loader) for _ in range(run.loader.micro_batches_per_step)]
         shards = [run.shard_batch(batch) for batch in batches]
@@ -49,7 +49,8 @@ class TrainStep:
         if run.routing.active:
             run.routing.begin(step, order, run.token_indices(shards))
 
-        # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss.
+        # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
+        # the step's loss is one sum over one count whatever the degrees and the accumulation.
         counts = count_step(shards)
         sums = self.forward_backward(shards, counts, progress)
         totals = sums.over_ranks(_model_flops(run, batches))
@@ -64,16 +65,17 @@ class TrainStep:
         except GradientError as error:
             raise broken_step(run, step, loss=loss, lr=lr, order=order, gradient=error) from error
 
-        # 4. The loads of the step move the selection bias. The next step's balance loss may read them too.
+        # 4. The step's expert load moves the selection bias (arXiv 2408.15664), after the optimiser, so that forward
+        # and backward have seen one bias. The balance loss of the next step may read the load too.
         load_LE = None
         if run.model.num_experts:
             load_LE = totals.counts_LE
-            if run.model.selection_bias_rate:
-                move_selection_bias_(
-                    run.engine.model.decoder.selection_biases(), load_LE, run.model.selection_bias_rate
-                )
+        if load_LE is not None and run.model.selection_bias_rate:
+            biases = run.engine.model.decoder.selection_biases()
+            move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
         run.routing.end()
 
+        # 5. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
         record = {
             "kind": "train",
             "step": step,
@@ -91,13 +93,15 @@ class TrainStep:
         if progress.expert_load_LE is not None:
             load_LE = load_share(progress.expert_load_LE).to(run.device)
         for number, shard in enumerate(shards):
-            # What is random depends on the run's seed, the step and a token's index in it: on no degree, no history.
+            # Dropout and jitter depend on the run's seed, the step and a token's index in it, and on nothing else:
+            # another degree or a resumed run draws the same numbers.
             training_pass = TrainingPass(
                 seed=run.config.run.seed * 0x9E3779B1 + progress.step,
                 first_token=run.first_token(number),
                 expert_load_LE=load_LE,
                 replay=run.routing.replay(number),
             )
+            # One micro-batch at a time is on the device; backward frees its activations.
             loss = run.engine.forward(shard.to(run.device), training_pass)
             run.engine.backward(counts.loss(loss, run.model))
             sums.add(loss)
@@ -106,13 +110,15 @@ class TrainStep:
 
 def _model_flops(run: Run, batches: list[Batch]) -> float:
     """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and share it."""
+    # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
     flops = sum(training_flops(run.model, batch.documents.lengths) for batch in batches)
     return flops / run.mesh.context
 
 
 def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
-    """What a train record says of time, memory and work."""
+    """The fields of a train record about time, memory and work."""
     world_size = run.mesh.world_size
+    # None on a CPU, and on a GPU whose data sheet we do not have: then there is no MFU either.
     peak_flops = peak_device_flops(device_name(run.device), run.config.train.dtype)
     if peak_flops is not None:
         peak_flops *= world_size

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher.wording import first_names
 from longctx.errors import TrainingError
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
@@ -45,11 +46,8 @@ class StepTotals:
         counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
         wrong = [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
         if wrong:
-            message = ", ".join(wrong[:8])
-            if len(wrong) > 8:
-                message += f" and {len(wrong) - 8} more layers"
             raise TrainingError(
-                f"router logits are not finite in step {step}: {message}.\n"
+                f"router logits are not finite in step {step}: {first_names(wrong, thing='layers')}.\n"
                 "The step was not taken: weights and checkpoints are those of the step before. Go on from the newest "
                 "checkpoint (--run.resume latest) with a lower train.lr, a lower train.clip_norm or a "
                 "model.router_z_loss_weight (1e-3), which keeps logits small."
@@ -64,6 +62,7 @@ class StepSums:
 
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch."""
+        # float64: the reported loss then barely depends on how the step was cut into micro-batches.
         scalars = torch.stack([x.detach().double() for x in (loss.nll_sum, loss.balance_sum, loss.z_sum)])
         own = (scalars, loss.counts_LE, torch.stack(loss.diagnostics))
         if self._sums is None:
@@ -75,8 +74,9 @@ class StepSums:
         """The sums over all ranks; ``flops`` are this rank's. Collective: one for everything that a step reports."""
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
-        # float64 holds whole numbers up to 2^53: counts stay exact
+        # float64 holds whole numbers up to 2^53, so counts stay exact.
         flat = torch.cat([scalars, counts_LE.flatten().double(), diagnostics_4L.flatten().double()]).cpu()
+        # One small all-reduce a step instead of one for each quantity.
         flat = sum_over_ranks(torch.cat([flat, flat.new_tensor([flops])]))
         parts = flat.split([3, counts_LE.numel(), diagnostics_4L.numel(), 1])
         nll, balance, router_z = parts[0].tolist()

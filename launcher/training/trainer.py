@@ -12,7 +12,7 @@ from typing import Any
 from launcher.checkpoint.folder import prune, remove_partial, set_aside_newer
 from launcher.checkpoint.save import save_checkpoint
 from launcher.metrics.record import Record, truncate_after
-from launcher.metrics.writer import MetricsWriter, RecordWriter
+from launcher.metrics.writer import RecordWriter
 from launcher.report.page import write_report
 from launcher.run_folder import write_config_and_environment
 from launcher.training.expert_record import DeadExpertWatch
@@ -55,13 +55,15 @@ class Trainer:
             )
             return
         announce(run)
-        with RecordWriter(MetricsWriter(run.folder) if run.is_rank_0 else None, config.train.steps) as writer:
+        with RecordWriter.of_run(run.folder, config.train.steps, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
+            # The first point of the curve: what the weights can do before this run changes them.
             if run.origin == "started" and config.validation.rows:
-                writer.write(self._validate())  # what the weights can do before this run changes them
+                writer.write(self._validate())
             while self.progress.step < last:
                 self._take_recorded_step(writer)
+                # Validation comes before the save: a checkpoint that exists has all records up to its step.
                 if config.validation.rows and self._is_due(config.validation.every_steps):
                     writer.write(self._validate())
                 if self._is_due(config.checkpoint.every_steps):
@@ -72,20 +74,29 @@ class Trainer:
         """Take one optimiser step and return its record; TrainingError when it is not finite. Collective."""
         self.progress, record = self._train_step(self.progress)
         load_LE = self.progress.expert_load_LE
-        if load_LE is not None and self.run.is_rank_0 and (dead := self._dead_experts.find(load_LE)):
-            log.warning("%s", self._dead_experts.warning(dead, self.progress.step, self.run.model))
+        # Loads are the same on every rank, so rank 0 can watch them for all.
+        if load_LE is not None and self.run.is_rank_0:
+            dead = self._dead_experts.find(load_LE)
+            if dead:
+                log.warning("%s", self._dead_experts.warning(dead, self.progress.step, self.run.model))
         return record
 
     def _open_folder(self) -> None:
-        """Make the folder that of this process: its history ends where the run begins, and its config is this one's."""
+        """Let the folder's history end where this process begins, and give it this process's config."""
         run = self.run
-        if run.origin == "resumed":  # not before everything that could refuse this start has agreed to it
-            on_every_rank(lambda: _rewind(run.folder, self.progress.step) if run.is_rank_0 else None)
+        # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
+        if run.origin == "resumed":
+            on_every_rank(self._rewind_on_rank_0)
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
 
+    def _rewind_on_rank_0(self) -> None:
+        """Set aside what this run did after the checkpoint that it resumes from."""
+        if self.run.is_rank_0:
+            rewind(self.run.folder, self.progress.step)
+
     def _take_recorded_step(self, writer: RecordWriter) -> None:
-        """``take_step``, and its record in the metrics, also that of a step that could not be taken."""
+        """Take a step and write its record, also that of a step that could not be taken."""
         try:
             writer.write(self.take_step())
         except TrainingError as error:
@@ -112,15 +123,19 @@ class Trainer:
         return step == self.run.config.last_step or (every > 0 and step % every == 0)
 
     def _save(self) -> None:
-        """Commit a checkpoint, then let go of the oldest."""
-        run, load_LE = self.run, self.progress.expert_load_LE
-        started = time.perf_counter()
+        """Commit a checkpoint, then remove the oldest ones."""
+        run, started = self.run, time.perf_counter()
+        expert_load = []
+        if self.progress.expert_load_LE is not None:
+            expert_load = self.progress.expert_load_LE.tolist()
+        # All that a resumed run needs besides weights and moments. Nothing in it depends on world size or ZeRO stage:
+        # the two are written for people to read.
         training: dict[str, Any] = {
             "step": self.progress.step,
             "loader": run.loader.state_dict(),
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
-            "expert_load": [] if load_LE is None else load_LE.tolist(),
+            "expert_load": expert_load,
             "config": dataclasses.asdict(run.config),
         }
         path = self._save_checkpoint(
@@ -131,11 +146,13 @@ class Trainer:
             training=training,
             tokenizer=run.loader.shards.folder / TOKENIZER,
         )
+        # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
         if run.is_rank_0:
             prune(run.folder, run.config.checkpoint.keep_last)
         log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
 
     def _finish(self) -> None:
+        """Write the report, and log where it and the last checkpoint are."""
         if not self.run.is_rank_0:
             return
         report = write_report(self.run.folder)
@@ -143,10 +160,11 @@ class Trainer:
         log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)
 
 
-def _rewind(folder: Path, step: int) -> None:
-    """Set aside what a run did after this step: it will be done anew. Good wherever it is killed."""
+def rewind(folder: Path, step: int) -> None:
+    """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
     remove_partial(folder)
-    set_aside_newer(folder, step)  # first: rows may be newer than the newest checkpoint, never older
+    # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
+    set_aside_newer(folder, step)
     truncate_after(folder, step)
 
 
@@ -175,15 +193,15 @@ def announce(run: Run) -> None:
 
 
 def _describe_experts(run: Run) -> str:
-    """One line for the log."""
+    """The model's experts and their ranks, one line for the log."""
     model, parallel = run.model, run.config.parallel
-    said = f"{model.num_experts} experts a layer, {model.experts_per_token} a token"
+    line = f"{model.num_experts} experts a layer, {model.experts_per_token} a token"
     if model.shared_ffn_size:
-        said += ", one shared"
+        line += ", one shared"
     if parallel.expert > 1:
-        said += f"; {model.num_experts // parallel.expert} on a rank"
+        line += f"; {model.num_experts // parallel.expert} on a rank"
     if parallel.expert_tile_tokens:
-        said += f", {parallel.expert_tile_tokens} tokens at a time"
+        line += f", {parallel.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
-        said += f"; capacity {model.capacity_factor:g}"
-    return f"{said}."
+        line += f"; capacity {model.capacity_factor:g}"
+    return f"{line}."

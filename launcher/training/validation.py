@@ -34,8 +34,10 @@ def validate(
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for batch in batches:
         shard = shard_batch(batch)
+        # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
         nll = model.token_nll(shard.to(device)).flatten().double().cpu()
         counted = shard.targets.flatten() != IGNORED_TARGET
+        # Positions travel with the tokens, so any layout counts them into the same bins.
         bins = torch.bucketize(shard.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
@@ -54,7 +56,7 @@ def validate(
 
 def position_edges(seq_len: int) -> list[int]:
     """Starts of the position bins: 0, 1, 2, 4, 8, … below ``seq_len``."""
-    return [0, *(2**n for n in range(max(0, seq_len - 1).bit_length()))]
+    return [0] + [2**n for n in range(max(0, seq_len - 1).bit_length())]
 
 
 def entropy(histogram: Tensor) -> float:
@@ -67,7 +69,9 @@ def entropy(histogram: Tensor) -> float:
 
 
 def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:
-    stops = [*edges[1:], seq_len]
+    """A dictionary for each bin that has targets; a bin without any has no loss."""
+    stops = edges[1:]
+    stops.append(seq_len)
     return [
         {"start": start, "stop": stop, "loss": float(nll[i]) / int(targets[i]), "num_targets": int(targets[i])}
         for i, (start, stop) in enumerate(zip(edges, stops, strict=True))

@@ -232,12 +232,16 @@ class ModelFields(
         """Rotary channels of a head."""
         if self.is_latent:
             return self.rope_head_dim
-        return int(self.head_dim * self.rope.partial) if self.position == "rope" else 0
+        if self.position != "rope":
+            return 0
+        return int(self.head_dim * self.rope.partial)
 
     @property
     def scale(self) -> float:
         """Factor of the dot products of queries and keys."""
-        stretched = self.rope.score_scale() if self.position == "rope" else 1.0
+        stretched = 1.0
+        if self.position == "rope":
+            stretched = self.rope.score_scale()
         return (self.attention_scale or self.head_dim**-0.5) * stretched
 
     def layer_kind(self, layer: int) -> str:
@@ -250,6 +254,7 @@ class ModelFields(
 
     def rope_of(self, layer: int) -> Rope:
         """The rotary positions of this layer."""
+        # A window is never longer than the training's documents, so its rotation is not stretched (Gemma 3).
         if self.local_rope_theta and self.layer_kind(layer) == "window":
             return Rope(theta=self.local_rope_theta, partial=self.rope.partial, interleaved=self.rope.interleaved)
         return self.rope

@@ -13,9 +13,15 @@ ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3
 _READ_BY = {
     "factor": ROPE_KINDS[1:],
     "attention_factor": ("yarn", "longrope"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), ("yarn",)),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
-    **dict.fromkeys(("short_factor", "long_factor"), ("longrope",)),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "mscale": ("yarn",),
+    "mscale_all_dim": ("yarn",),
+    "truncate": ("yarn",),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
 }
 """The kinds that a field changes; on any other it would be an option without effect."""
 
@@ -101,7 +107,10 @@ class Rope:
         if self.kind == "yarn":
             return _yarn_frequencies(self, base, rotary_size)
         if self.kind == "longrope":
-            divisors = self.long_factor if length > self.original_max_positions else self.short_factor
+            # All positions of a batch take one table, as in transformers: a long document changes short ones too.
+            divisors = self.short_factor
+            if length > self.original_max_positions:
+                divisors = self.long_factor
             return [f / divisor for f, divisor in zip(base, divisors, strict=True)]
         if self.kind == "llama3":
             return [_llama3_frequency(self, f) for f in base]
@@ -112,6 +121,7 @@ class Rope:
         if self.attention_factor:
             return self.attention_factor
         if self.kind == "yarn":
+            # DeepSeek splits the factor: one part scales rotated channels, the other whole scores (``score_scale``).
             if self.mscale and self.mscale_all_dim:
                 return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
             return _mscale(self.factor, 1.0)
@@ -133,8 +143,9 @@ class Rope:
             growth = self.factor * max(length / self.original_max_positions, 1) - (self.factor - 1)
         else:
             return self.theta
+        # One pair alone has the frequency 1 for every base, and the exponent below would divide by 0.
         if rotary_size <= 2:
-            return self.theta  # one pair, whose frequency is 1 for every base
+            return self.theta
         return self.theta * growth ** (rotary_size / (rotary_size - 2))
 
 
@@ -194,7 +205,7 @@ def _check_yarn(rope: Rope) -> None:
     if rope.mscale not in (0, 1) and not rope.mscale_all_dim:
         raise ConfigError(
             f"model.rope.mscale={rope.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
-            "or give model.rope.attention_factor itrope."
+            "or give model.rope.attention_factor itself."
         )
 
 
@@ -206,11 +217,13 @@ def _yarn_frequencies(rope: Rope, base: list[float], rotary_size: int) -> list[f
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return rotary_size * math.log(wavelength) / (2 * math.log(rope.theta))
 
+    # Pairs below ``low`` rotate often enough to have seen every angle in training; those above ``high`` have not.
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_size - 1)
-    width = high - low or 0.001  # as transformers does it, where both bounds are one pair
+    # As transformers does it, where both bounds are one pair.
+    width = high - low or 0.001
     divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
     return [f * (1 - share) + f / rope.factor * share for f, share in zip(base, divided, strict=True)]
 
@@ -222,10 +235,12 @@ def _llama3_frequency(rope: Rope, frequency: float) -> float:
         return frequency / rope.factor
     if rotations > rope.high_freq_factor:
         return frequency
-    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return (1 - kept) * frequency / rope.factor + kept * frequency
+    share = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - share) * frequency / rope.factor + share * frequency
 
 
 def _mscale(factor: float, weight: float) -> float:
     """YaRN's growth of attention with the factor: 0.1 · weight · ln(factor) + 1."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0

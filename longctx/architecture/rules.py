@@ -26,19 +26,42 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 """Activations that multiply two projections."""
 
 _AT_LEAST_ONE = (
-    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"),
-    *("expert_groups", "groups_per_token", "relative_buckets", "relative_max_distance"),
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+    "expert_groups",
+    "groups_per_token",
+    "relative_buckets",
+    "relative_max_distance",
 )
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
-    *("num_experts", "shared_ffn_size", "balance_loss_weight", "attention_scale", "attention_softcap"),
-    *("logit_softcap", "window", "sparse_stride", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "value_head_dim"),
-    *("local_rope_theta", "router_z_loss_weight", "selection_bias_rate", "capacity_factor"),
+    "num_experts",
+    "shared_ffn_size",
+    "balance_loss_weight",
+    "attention_scale",
+    "attention_softcap",
+    "logit_softcap",
+    "window",
+    "sparse_stride",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "rope_head_dim",
+    "value_head_dim",
+    "local_rope_theta",
+    "router_z_loss_weight",
+    "selection_bias_rate",
+    "capacity_factor",
 )
 
 
 def check_model(config: ModelFields) -> None:
     """ConfigError for the first rule that does not hold."""
+    # Types and ranges first: the later rules compare and divide.
     check_types(config, "model")
     _check_numbers(config)
     for name, choices in CHOICES.items():
@@ -55,6 +78,7 @@ def check_model(config: ModelFields) -> None:
 
 
 def _check_numbers(config: ModelFields) -> None:
+    """ConfigError for a number out of its range, whatever the others are."""
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
@@ -75,6 +99,7 @@ def _check_numbers(config: ModelFields) -> None:
 
 
 def _check_heads(config: ModelFields) -> None:
+    """ConfigError unless equally many query heads share each key/value head."""
     if config.num_heads % config.num_kv_heads:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise ConfigError(
@@ -84,6 +109,7 @@ def _check_heads(config: ModelFields) -> None:
 
 
 def _check_layers(config: ModelFields) -> None:
+    """ConfigError for kinds of layers that do not exist, and for a window or stride that none of them reads."""
     if not config.layers or not set(config.layers) <= set(LAYER_KINDS):
         raise ConfigError(f"model.layers={list(config.layers)} must name one or more of {list(LAYER_KINDS)}.")
     for name in ("layers", "rope_layers"):
@@ -95,16 +121,20 @@ def _check_layers(config: ModelFields) -> None:
             )
     needs_window = {"window", "sparse"} & set(config.layers)
     if bool(needs_window) != (config.window > 0):
+        advice = "Try model.window=0, or name window layers."
+        if needs_window:
+            advice = "Set it, to 4096 say."
         raise ConfigError(
             f"model.window={config.window} with model.layers={list(config.layers)}: window and sparse layers need a "
-            "window of at least 1, and nothing else reads it. "
-            + ("Set it, to 4096 say." if needs_window else "Try model.window=0, or name window layers.")
+            f"window of at least 1, and nothing else reads it. {advice}"
         )
     if ("sparse" in config.layers) != (config.sparse_stride > 0):
+        advice = "Try 0, or name sparse layers."
+        if "sparse" in config.layers:
+            advice = "Set it, to 128 say."
         raise ConfigError(
             f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
-            "stride of at least 1, and nothing else reads it. "
-            + ("Set it, to 128 say." if "sparse" in config.layers else "Try 0, or name sparse layers.")
+            f"stride of at least 1, and nothing else reads it. {advice}"
         )
     if "linear" in config.layers:
         _check_linear(config)
@@ -153,8 +183,9 @@ def _check_positions(config: ModelFields) -> None:
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
     else:
-        untouched = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
-        for name, value in untouched.items():
+        # An option without effect is an error, not a silence: the model would not be the one that was meant.
+        defaults = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
+        for name, value in defaults.items():
             if getattr(config, name) != value:
                 raise ConfigError(
                     f"model.{name} is about rotary positions, and model.position is {config.position!r}. Leave {name} "
@@ -183,6 +214,7 @@ def _check_biases(config: ModelFields) -> None:
     if config.position != "t5":
         return
     buckets, farthest = config.relative_buckets, config.relative_max_distance
+    # Half of the buckets hold one distance each; the others grow with its logarithm up to the farthest.
     if buckets < 2:
         raise ConfigError(f"model.relative_buckets={buckets} must be at least 2; T5 has 32.")
     if farthest <= buckets // 2:
@@ -193,6 +225,7 @@ def _check_biases(config: ModelFields) -> None:
 
 
 def _check_ffn(config: ModelFields) -> None:
+    """ConfigError unless dense layers are layers of the model, and have a width."""
     wrong = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
     if wrong or (config.dense_layers and not config.num_experts):
         raise ConfigError(
@@ -209,6 +242,7 @@ def _check_ffn(config: ModelFields) -> None:
 
 
 def _check_experts(config: ModelFields) -> None:
+    """ConfigError for a choice of experts that cannot be made, and for options that would have no effect on it."""
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
         raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
@@ -217,9 +251,12 @@ def _check_experts(config: ModelFields) -> None:
         raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
     if most > groups:
         raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
+    # A token chooses among the experts of its best groups only.
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
-        where = f"model.num_experts={E}" if groups == 1 else f"the {reachable} experts of {most} of {groups} groups"
+        where = f"the {reachable} experts of {most} of {groups} groups"
+        if groups == 1:
+            where = f"model.num_experts={E}"
         raise ConfigError(
             f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
             f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
@@ -236,6 +273,7 @@ def _check_experts(config: ModelFields) -> None:
             f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
             "model.selection_bias=true, or model.selection_bias_rate=0."
         )
+    # Below 1 the experts have fewer slots together than there are tokens.
     if 0 < config.capacity_factor < 1:
         raise ConfigError(
             f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "

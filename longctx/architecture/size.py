@@ -47,8 +47,9 @@ def count_matrices(config: ModelFields, *, active: bool = False) -> dict[str, in
     GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``.
     """
     counts = _sum(config, _block_matrices)
-    table = config.vocab_size * config.hidden_size
-    counts.update(embedding=table, head=0 if config.tie_embeddings else table)
+    counts["embedding"] = config.vocab_size * config.hidden_size
+    if not config.tie_embeddings:
+        counts["head"] = counts["embedding"]
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
     return {name: counts[name] for name in COMPONENTS if name != "norms"}
@@ -82,16 +83,22 @@ def _position_table(config: ModelFields) -> int:
 
 
 def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
+    """Weight matrices of one layer."""
     M, H, D = config.hidden_size, config.num_heads, config.head_dim
+    counts = _ffn_matrices(config, layer)
     if config.is_latent:
-        attention = _latent_matrices(config)
+        counts["attention"] = _latent_matrices(config)
     else:
-        attention = 2 * M * D * (H + config.num_kv_heads)  # queries and output, keys and values
-    positions = H * D * M if config.position == "relative" else 0
-    return {"attention": attention, "positions": positions, **_ffn_matrices(config, layer)}
+        # Queries and output, keys and values.
+        counts["attention"] = 2 * M * D * (H + config.num_kv_heads)
+    if config.position == "relative":
+        # Transformer-XL projects the sinusoids of distances for each head.
+        counts["positions"] = H * D * M
+    return counts
 
 
 def _latent_matrices(config: ModelFields) -> int:
+    """Matrices of multi-head latent attention (DeepSeek-V2)."""
     M, H, D, V = config.hidden_size, config.num_heads, config.head_dim, config.value_dim
     latent, rotary = config.kv_lora_rank, config.rope_head_dim
     if config.q_lora_rank:
@@ -104,15 +111,21 @@ def _latent_matrices(config: ModelFields) -> int:
 
 
 def _ffn_matrices(config: ModelFields, layer: int) -> dict[str, int]:
+    """Matrices of a layer's dense FFN, or of its router and experts."""
     M, E = config.hidden_size, config.num_experts
-    projections = 3 if config.activation in GATED else 2
+    # Down and up; a gated activation has a gate projection beside the latter.
+    projections = 2
+    if config.activation in GATED:
+        projections = 3
     if not config.has_experts(layer):
         return {"dense_ffn": projections * M * config.ffn_size}
-    gate = M if config.shared_ffn_size and config.shared_gate else 0
+    shared = projections * M * config.shared_ffn_size
+    if config.shared_ffn_size and config.shared_gate:
+        shared += M
     return {
         "router": E * M,
         "routed_experts": E * projections * M * config.expert_ffn_size,
-        "shared_expert": projections * M * config.shared_ffn_size + gate,
+        "shared_expert": shared,
     }
 
 
@@ -120,49 +133,70 @@ def _ffn_matrices(config: ModelFields, layer: int) -> dict[str, int]:
 
 
 def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
+    """Biases, sinks, norms and vectors of positions of one layer."""
     H, D = config.num_heads, config.head_dim
-    sinks = H if config.sinks and config.layer_kind(layer) != "linear" else 0
-    return {
-        "attention": _attention_biases(config) + sinks,
-        "positions": 2 * H * D if config.position == "relative" else 0,  # Transformer-XL's u and v
-        "norms": _block_norms(config),
-        **_ffn_biases(config, layer),
-    }
+    counts = _ffn_biases(config, layer)
+    counts["norms"] = _block_norms(config)
+    counts["attention"] = _attention_biases(config)
+    # Linear attention has no softmax that a sink could take a share of.
+    if config.sinks and config.layer_kind(layer) != "linear":
+        counts["attention"] += H
+    if config.position == "relative":
+        # Transformer-XL's u and v.
+        counts["positions"] = 2 * H * D
+    return counts
 
 
 def _attention_biases(config: ModelFields) -> int:
     """Biases of the projections; with latent attention, of those into latents."""
-    output = config.hidden_size if config.o_bias else 0
-    if not config.qkv_bias:
-        return output
-    if config.is_latent:
-        return output + config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
-    return output + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    biases = 0
+    if config.o_bias:
+        biases += config.hidden_size
+    if config.qkv_bias and config.is_latent:
+        biases += config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
+    elif config.qkv_bias:
+        biases += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return biases
 
 
 def _block_norms(config: ModelFields) -> int:
     """Norms around attention and FFN, and inside of attention."""
-    around_parts = (4 if config.norm_order == "sandwich" else 2) * _norm_size(config, config.hidden_size)
+    num_norms = 2
+    if config.norm_order == "sandwich":
+        num_norms = 4
+    around_parts = num_norms * _norm_size(config, config.hidden_size)
     if config.is_latent:
-        return around_parts + config.q_lora_rank + config.kv_lora_rank  # always RMSNorms
+        # Latents have RMSNorms, whatever ``norm`` says.
+        return around_parts + config.q_lora_rank + config.kv_lora_rank
     if config.qk_norm == "none":
         return around_parts
-    num_heads = 2  # one head's weights for all queries, one for all keys
+    # One head's weights for all queries, one for all keys.
+    num_heads = 2
     if config.qk_norm == "full":
         num_heads = config.num_heads + config.num_kv_heads
     return around_parts + _norm_size(config, num_heads * config.head_dim)
 
 
 def _norm_size(config: ModelFields, channels: int) -> int:
-    return 2 * channels if config.norm == "layernorm" else channels
+    """Parameters of one norm: a LayerNorm has a bias beside its weight."""
+    if config.norm == "layernorm":
+        return 2 * channels
+    return channels
 
 
 def _ffn_biases(config: ModelFields, layer: int) -> dict[str, int]:
+    """Biases of a layer's dense FFN, or of its router and experts; the shared expert has none."""
     M, E = config.hidden_size, config.num_experts
-    inner = 2 if config.activation in GATED else 1
+    inner = 1
+    if config.activation in GATED:
+        inner = 2
+    counts: dict[str, int] = {}
     if not config.has_experts(layer):
-        return {"dense_ffn": inner * config.ffn_size + M if config.ffn_bias else 0}
-    return {
-        "router": E if config.router_bias else 0,
-        "routed_experts": E * (inner * config.expert_ffn_size + M) if config.expert_bias else 0,
-    }
+        if config.ffn_bias:
+            counts["dense_ffn"] = inner * config.ffn_size + M
+        return counts
+    if config.router_bias:
+        counts["router"] = E
+    if config.expert_bias:
+        counts["routed_experts"] = E * (inner * config.expert_ffn_size + M)
+    return counts

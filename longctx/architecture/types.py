@@ -33,13 +33,20 @@ def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
     """Each field's type, or its entries' if it is a tuple."""
     types: dict[str, tuple[type, bool]] = {}
     for name, hint in get_type_hints(cls).items():
+        # Of ``tuple[int, ...]`` the first argument is the entries' type; plain types have no arguments.
         entries = get_args(hint)
-        types[name] = (entries[0], True) if entries else (hint, False)
+        if entries:
+            types[name] = entries[0], True
+        else:
+            types[name] = hint, False
     return types
 
 
 def _is_a(value: Any, kind: type) -> bool:
     """Whether a value is of a kind, where a bool is no number and a whole number is a float."""
+    # First, because in Python a bool is an int.
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    if kind is float:
+        return isinstance(value, int | float)
+    return isinstance(value, kind)

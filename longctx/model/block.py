@@ -14,7 +14,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.core import AttentionCore, KVCache, Plan
 from longctx.model.attention.projections import Table, build_attention
-from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
@@ -32,7 +32,7 @@ class Call:
     cache: KVCache | None
     dropout: Dropout | None
     recompute: bool
-    experts: ExpertCall
+    experts: MoECall
 
 
 class Block(nn.Module):

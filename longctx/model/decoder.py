@@ -23,7 +23,7 @@ from longctx.model.attention.plans import plan_layers
 from longctx.model.block import Block, Call
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
-from longctx.model.experts.layer import ExpertCall
+from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
@@ -70,7 +70,7 @@ class Backbone(nn.Module):
         cache: KVCache | None,
         dropout: Dropout | None,
         recompute: bool,
-        experts: ExpertCall,
+        experts: MoECall,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
             recompute=execution.recompute,
-            experts=ExpertCall(
+            experts=MoECall(
                 ExpertRun(
                     self.dispatcher, execution.expert_tile_tokens, execution.recompute_experts, execution.products
                 ),

@@ -45,16 +45,21 @@ class CausalLM(nn.Module):
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
         hidden_BtM, stats = self._run(batch, training_pass, return_stats=True)
+        # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
         objective_sum, nll_sum = self.decoder.loss_sums(
             hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
         )
         if not stats:
+            # A dense model: every rank still returns tensors of one structure.
             zero, counts_LE = torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0)
             nothing = RouterDiagnostics.none(nll_sum, 0)
             return LossSum(objective_sum, zero, zero, counts_LE, nll_sum, nothing).tensors()
         scope = self.decoder.config.balance_scope
-        load_LE = None if training_pass is None else training_pass.expert_load_LE
+        load_LE = None
+        if training_pass is not None:
+            load_LE = training_pass.expert_load_LE
         balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=load_LE)
+        # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
         z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
         diagnostics = RouterDiagnostics.stack([layer.diagnostics for layer in stats])
@@ -66,6 +71,7 @@ class CausalLM(nn.Module):
         return self.decoder.token_nll(self._run(batch, None, return_stats=False), batch.targets)
 
     def _run(self, batch: Batch, training_pass: TrainingPass | None, *, return_stats: bool):
+        """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
         return self.decoder(
             batch.tokens,
             batch.positions,

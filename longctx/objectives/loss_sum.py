@@ -1,4 +1,4 @@
-"""LossSum and the Objective protocol."""
+"""``LossSum``: what an objective returns of one micro-batch on one rank."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ class LossSum(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
-        return (self.objective_sum, self.balance_sum, self.z_sum, self.counts_LE, self.nll_sum, *self.diagnostics)
+        # Flat: the diagnostics follow the five others.
+        return tuple(self[:5]) + tuple(self.diagnostics)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> LossSum:
         """The inverse of ``tensors``: what ``CausalLM`` returned."""
+        # In the order of the fields; what is left are the routers' diagnostics.
         objective_sum, balance_sum, z_sum, counts_LE, nll_sum = tensors[:5]
         return cls(objective_sum, balance_sum, z_sum, counts_LE, nll_sum, RouterDiagnostics._make(tensors[5:]))
-
-    def total(self, balance_loss_weight: float, router_z_loss_weight: float = 0.0) -> Tensor:
-        """The sum to differentiate."""
-        return self.objective_sum + balance_loss_weight * self.balance_sum + router_z_loss_weight * self.z_sum

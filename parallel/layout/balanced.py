@@ -1,15 +1,24 @@
-"""Packed documents dealt to ring indices: equal tokens, even causal attention, few rows that travel, few runs.
+"""Packed documents assigned to ring ranks: equal tokens, even causal attention, few rows that travel, few runs.
 
-Of a document, a ring index receives the tokens before its own last one, less its own. All indices together own all
-tokens, so the rows that travel are Σ reach − tokens, over every (index, document), where reach is the place in the
-document just behind the index's last token of it. A document on one index therefore costs nothing, and a cut at place x
-costs x rows, whoever takes the head. Work wants the opposite: the last tokens of a long document must be spread.
+Of a document, a ring rank receives the tokens before its own last one, less its own. All ranks together own all tokens,
+so the rows that travel are Σ prefix − tokens, over every (rank, document), where prefix counts the document's tokens up
+to the rank's last one. A document on one rank therefore costs nothing, and a cut at token x of a document costs x rows,
+whichever rank takes the head. Work wants the opposite: the last tokens of a long document must be spread.
 
-Two steps. First each index in turn takes, from the chunks left over, laid on a circle, the window whose work is nearest
-to the mean: windows that slide once around the circle have the mean's work on average, so one comes close. Then pairs
-of indices share anew: their chunks are laid on a circle, document after document in some order, and cut into halves of
-equally many chunks; a half costs only what its two ends cut. All halves of several circles are tried for all pairs of a
-round at once. Everything is integer arithmetic with a fixed hash for chance, so that all ranks find the same layout.
+The tokens are cut into chunks of one size, equally many for each rank, and assigned in two steps:
+
+1. Start (``_assign_windows``). The remaining chunks lie in a ring; each rank in turn takes the window of neighbours
+   whose work is nearest to the mean. Windows that slide once around have the mean's work on average, so one is close.
+2. Improve (``_improve``). Rounds of pairs: the chunks of two ranks are put in a candidate order, document after
+   document, which closes to a ring, and each rank takes one half of it. A half costs the work it has too much and only
+   the rows that its two cuts add. All halves of several candidate orders are tried for all pairs of a round at once.
+
+The search pays: the same chunks from a heap, each to the rank with the least work, send 3.2 to 3.9 times its rows over
+2 to 16 ranks; a heap that allows the same imbalance and prefers ranks that have the rows, 1.3 to 1.6 times, and is less
+even (``benchmarks/layouts.py``, docs/decisions/2026-11-balanced-rows.md).
+
+Everything is integer arithmetic, with a fixed hash in place of a random generator, so that all ranks find the same
+layout.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from longctx.mixing import GOLDEN, mix64_array
 from parallel.layout.zigzag import Pieces, head_and_tail
@@ -26,80 +36,94 @@ from parallel.layout.zigzag import Pieces, head_and_tail
 GRAIN = 128
 """Runs are multiples of this many tokens: a tile of the attention kernels."""
 
-MOST_CHUNKS = 64
-"""Chunks that an index is dealt; a longer share has larger chunks."""
+MAX_CHUNKS = 64
+"""Chunks of a rank; more tokens make larger chunks."""
 
 TOLERANCE = 25
-"""An index should have at most 1/25 more work than the mean."""
+"""A rank should have at most 1/25 more work than the mean."""
 
 TOLERANCE_LONG = 100
-"""The same where no document fits on an index whole: there is little to save by uneven work."""
+"""The same where no document fits on a rank whole: there is little to save by uneven work."""
 
-MEAN_WORK, EXCESS_WORK = 4, 512
-"""What work beyond the mean, and beyond the tolerance, is worth: the mean's work as often an index's tokens in rows."""
+SOFT_RATE, HARD_RATE = 4, 512
+"""Price of as much work again as the mean, in rows, as a multiple of a rank's tokens.
 
-ROUNDS, CIRCLES, BANK = 36, 8, 49
-"""Rounds of pairs, circles tried in each, and circles to take them from."""
+Work beyond the mean pays the soft rate; work beyond the tolerance pays the hard rate too.
+"""
+
+ROUNDS, ORDERS_PER_ROUND, NUM_ORDERS = 36, 8, 49
+"""Rounds of pairs, candidate orders tried in each, and candidate orders in all."""
 
 
-def deal(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
-    """The pieces of ``num_tokens`` that each of ``degree`` ring indices gets; every index gets equally many tokens.
+def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
+    """The pieces of ``num_tokens`` that each of ``degree`` ring ranks gets; every rank gets equally many tokens.
 
-    Pieces begin and end at multiples of a grain: 128 tokens when the share ``num_tokens / degree`` is such a multiple,
-    else its largest divisor from 65 to 127. Where it has none (a prime, say), pieces are multiples of 128 long but for
-    one short piece of each index, which lie first in the sequence. Below 1024 tokens the same holds with an eighth of
-    the share in place of 128. One document is dealt head and tail where half a share is in whole grains or the share is
-    no multiple of 128 anyway. ``cu_seqlens`` ascends from 0 to ``num_tokens``.
+    Pieces begin and end at multiples of a grain: 128 tokens when a rank's tokens are such a multiple, else their
+    largest divisor from 65 to 127. Where there is none (a prime, say), pieces are multiples of 128 long but for one
+    short piece of each rank, which lie first in the sequence. Below 1024 tokens a rank the same holds with an eighth of
+    them in place of 128. One document is assigned head and tail where half of a rank's tokens is in whole grains, or
+    they are no multiple of 128 anyway. ``cu_seqlens`` ascends from 0 to ``num_tokens``.
     """
     if degree == 1:
         return [[(0, num_tokens)]]
-    share = num_tokens // degree
+    tokens_per_rank = num_tokens // degree
     bounds = np.unique(np.asarray(cu_seqlens, dtype=np.int64))
-    if len(bounds) == 2 and share % 2 == 0 and (share % GRAIN or share % (2 * GRAIN) == 0):
+    halves = tokens_per_rank % 2 == 0
+    in_grains = tokens_per_rank % GRAIN == 0
+    halves_in_grains = tokens_per_rank % (2 * GRAIN) == 0
+    if len(bounds) == 2 and halves and (halves_in_grains or not in_grains):
         return head_and_tail(num_tokens, degree)
-    chunks = _cut(num_tokens, degree, bounds)
-    return _pieces(chunks, _improve(chunks, _take_windows(chunks)))
+    chunks = cut_chunks(num_tokens, degree, bounds)
+    return chunk_pieces(chunks, _improve(chunks, _assign_windows(chunks)))
 
 
 @dataclass(frozen=True)
-class _Chunks:
-    """What is dealt: arrays over chunks of equal size, equally many for each index, in ascending order."""
+class Chunks:
+    """What is assigned: arrays over chunks of equal size, equally many for each rank, in ascending order."""
 
     degree: int
     size: int
     """Tokens of a chunk."""
-    start: np.ndarray
-    """First token; chunk 0 begins behind the odd pieces, where there are any."""
-    document: np.ndarray
+    start: ndarray
+    """First token; chunk 0 begins behind the remainders, where there are any."""
+    document: ndarray
     """The document of the first token, which the whole chunk counts as; others in it are shorter than the chunk."""
-    work: np.ndarray
+    work: ndarray
     """Keys that its queries see, over all documents in it."""
-    reach: np.ndarray
-    """Place in the document just behind the last token of it."""
-    ahead: np.ndarray
-    """Tokens of the document in the chunk before, where that counts as another document's."""
-    odd_work: np.ndarray
-    """Work of each index's odd piece."""
+    prefix: ndarray
+    """Tokens of the document up to the last one in the chunk."""
+    head: ndarray
+    """Tokens of the document in the chunk before, where that one counts as another document's."""
+    remainder_work: ndarray
+    """Work of each rank's remainder, the short piece that is no whole chunk."""
 
     @property
-    def share(self) -> int:
-        """Chunks of an index."""
+    def per_rank(self) -> int:
+        """Chunks of a rank."""
         return len(self.start) // self.degree
 
 
-def _grain(share: int) -> int:
+def _grain(tokens_per_rank: int) -> int:
     """Tokens that pieces are multiples of."""
-    aim = GRAIN if share >= 8 * GRAIN or share % GRAIN == 0 else max(1, share // 8)
-    return next((grain for grain in range(aim, aim // 2, -1) if share % grain == 0), aim)
+    aim = GRAIN
+    if tokens_per_rank < 8 * GRAIN and tokens_per_rank % GRAIN:
+        aim = max(1, tokens_per_rank // 8)
+    for grain in range(aim, aim // 2, -1):
+        if tokens_per_rank % grain == 0:
+            return grain
+    return aim
 
 
-def _cut(num_tokens: int, degree: int, bounds: np.ndarray) -> _Chunks:
-    share = num_tokens // degree
-    grain = _grain(share)
-    size = grain * -(-share // (grain * MOST_CHUNKS))
-    odd = share % size
-    starts = np.arange(odd * degree, num_tokens, size)
-    edges = np.concatenate([np.arange(degree if odd else 0) * odd, starts, [num_tokens]])
+def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
+    """The tokens as chunks; ``bounds`` are the documents', without empty ones."""
+    tokens_per_rank = num_tokens // degree
+    grain = _grain(tokens_per_rank)
+    size = grain * -(-tokens_per_rank // (grain * MAX_CHUNKS))
+    remainder = tokens_per_rank % size
+    num_remainders = degree if remainder else 0
+    starts = np.arange(remainder * degree, num_tokens, size)
+    edges = np.concatenate([np.arange(num_remainders) * remainder, starts, [num_tokens]])
+    # Work between every two neighbouring cuts, then summed up to the edges.
     cuts = np.union1d(edges, bounds)
     begins = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
     first, stop = cuts[:-1] - begins, cuts[1:] - begins
@@ -107,200 +131,210 @@ def _cut(num_tokens: int, degree: int, bounds: np.ndarray) -> _Chunks:
     work = np.diff(summed[np.searchsorted(cuts, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
     opens = np.append(False, document[1:] != document[:-1])
-    return _Chunks(
+    return Chunks(
         degree,
         size,
         starts,
         document,
-        work[-len(starts) :],
-        np.minimum(starts + size, bounds[document + 1]) - bounds[document],
-        np.where(opens, starts - bounds[document], 0),
-        work[:degree] if odd else np.zeros(degree, dtype=np.int64),
+        work[num_remainders:],
+        prefix=np.minimum(starts + size, bounds[document + 1]) - bounds[document],
+        head=np.where(opens, starts - bounds[document], 0),
+        remainder_work=work[:degree] if remainder else np.zeros(degree, dtype=np.int64),
     )
 
 
-def _take_windows(chunks: _Chunks) -> np.ndarray:
-    """The index of every chunk: one after another takes the window of the remaining circle with the mean's work."""
+def _assign_windows(chunks: Chunks) -> ndarray:
+    """The rank of every chunk: one rank after another takes the window of the remaining ring with the mean's work."""
     owner = np.empty(len(chunks.start), dtype=np.int64)
-    circle, share = np.arange(len(owner)), chunks.share
-    for index in range(chunks.degree):
-        work = chunks.work[circle]
-        summed = np.append(0, np.cumsum(np.append(work, work[:share])))
-        window = summed[share : share + len(circle)] - summed[: len(circle)]
-        rest = int(work.sum() + chunks.odd_work[index:].sum())
-        target = rest // (chunks.degree - index) - int(chunks.odd_work[index])
-        circle = np.roll(circle, -int(np.argmin(np.abs(window - target))))
-        owner[circle[:share]] = index
-        circle = np.sort(circle[share:])
+    ring, per_rank = np.arange(len(owner)), chunks.per_rank
+    for rank in range(chunks.degree):
+        work = chunks.work[ring]
+        summed = np.append(0, np.cumsum(np.append(work, work[:per_rank])))
+        window = summed[per_rank : per_rank + len(ring)] - summed[: len(ring)]
+        remaining = int(work.sum() + chunks.remainder_work[rank:].sum())
+        target = remaining // (chunks.degree - rank) - int(chunks.remainder_work[rank])
+        ring = np.roll(ring, -int(np.argmin(np.abs(window - target))))
+        owner[ring[:per_rank]] = rank
+        ring = np.sort(ring[per_rank:])
     return owner
 
 
-class _Circles(NamedTuple):
-    """Orders of all chunks, each with the chunks of a document together."""
+class _Orders(NamedTuple):
+    """Candidate orders of all chunks, each with the chunks of a document together."""
 
-    chunks: np.ndarray
-    """[circle, place]: which chunk stands there."""
-    backward: np.ndarray
-    """[circle, place]: whether its document runs from tail to head."""
+    chunks: ndarray
+    """[order, slot]: which chunk stands there."""
+    backward: ndarray
+    """[order, slot]: whether its document runs from tail to head."""
 
 
-def _circles(chunks: _Chunks) -> _Circles:
-    """The sequence itself, then ``BANK − 1`` shuffles of its documents."""
-    places = np.arange(len(chunks.start))
-    documents = int(chunks.document[-1]) + 1
+def _candidate_orders(chunks: Chunks) -> _Orders:
+    """The sequence itself, then ``NUM_ORDERS − 1`` shuffles of its documents."""
+    slots = np.arange(len(chunks.start))
+    num_documents = int(chunks.document[-1]) + 1
     # The first outputs of the generator that starts at 0.
-    state = np.arange(BANK * documents, dtype=np.uint64) * np.uint64(GOLDEN)
-    chance = mix64_array(state).reshape(BANK, documents)
-    rank = np.argsort(np.argsort(chance, axis=1, kind="stable"), axis=1, kind="stable")
-    turned = (chance & np.uint64(1)).astype(bool)
-    rank[0], turned[0] = np.arange(documents), False
-    backward = turned[:, chunks.document]
-    key = rank[:, chunks.document] * len(places) + np.where(backward, len(places) - 1 - places, places)
+    state = np.arange(NUM_ORDERS * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
+    hashes = mix64_array(state).reshape(NUM_ORDERS, num_documents)
+    rank = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1, kind="stable")
+    reversed_documents = (hashes & np.uint64(1)).astype(bool)
+    rank[0], reversed_documents[0] = np.arange(num_documents), False
+    backward = reversed_documents[:, chunks.document]
+    key = rank[:, chunks.document] * len(slots) + np.where(backward, len(slots) - 1 - slots, slots)
     order = np.argsort(key, axis=1, kind="stable")
-    return _Circles(order, np.take_along_axis(backward, order, 1))
+    return _Orders(order, np.take_along_axis(backward, order, 1))
 
 
-class _Pairs(NamedTuple):
-    """Indices that share anew in one round: ``one[p]`` with ``other[p]``, each index at most once."""
+class _RankPairs(NamedTuple):
+    """Ranks that exchange chunks in one round: ``first[p]`` with ``second[p]``, each rank at most once."""
 
-    one: np.ndarray
-    other: np.ndarray
+    first: ndarray
+    second: ndarray
 
-    def of_index(self, degree: int) -> np.ndarray:
-        """Each index's pair; ``len(one)`` for one that sits out."""
-        pair = np.full(degree, len(self.one), dtype=np.int16)
-        pair[self.one] = pair[self.other] = np.arange(len(self.one))
+    def of_rank(self, degree: int) -> ndarray:
+        """Each rank's pair; ``len(first)`` for one that sits out."""
+        pair = np.full(degree, len(self.first), dtype=np.int16)
+        pair[self.first] = pair[self.second] = np.arange(len(self.first))
         return pair
 
 
-def _pairings(degree: int) -> Iterator[_Pairs]:
-    """Rounds of a tournament, over and over: in degree − 1 of them (degree, if odd) everyone meets everyone."""
+def _tournament(degree: int) -> Iterator[_RankPairs]:
+    """Rounds of a tournament, over and over: in degree − 1 of them (degree, if odd) every rank meets every other."""
     seats = degree + degree % 2
     while True:
         for turn in range(seats - 1):
             table = np.append(seats - 1, (np.arange(seats - 1) + turn) % (seats - 1))
-            one, other = table[: seats // 2], table[: seats // 2 - 1 : -1]
-            present = np.maximum(one, other) < degree
-            yield _Pairs(one[present], other[present])
+            first, second = table[: seats // 2], table[: seats // 2 - 1 : -1]
+            present = np.maximum(first, second) < degree
+            yield _RankPairs(first[present], second[present])
 
 
-class _Prices(NamedTuple):
-    """What work costs in rows."""
+class WorkCost(NamedTuple):
+    """What a rank's work costs in rows."""
 
     mean: int
-    most: int
-    """Work that an index should have at most."""
-    mild: int
+    limit: int
+    """Work that a rank should have at most."""
+    soft: int
     """Work beyond the mean that costs as much as one row."""
-    steep: int
-    """Work beyond the most that costs as much as one more row."""
+    hard: int
+    """Work beyond the limit that costs as much as one more row."""
 
     @classmethod
-    def of(cls, chunks: _Chunks) -> _Prices:
-        """The prices for the work of all chunks."""
-        mean = int(chunks.work.sum() + chunks.odd_work.sum()) // chunks.degree
-        tokens = chunks.share * chunks.size
-        mild, steep = (max(1, mean // (rate * tokens)) for rate in (MEAN_WORK, EXCESS_WORK))
-        fits = np.bincount(chunks.document).min() <= chunks.share
-        return cls(mean, mean + mean // (TOLERANCE if fits else TOLERANCE_LONG), mild, steep)
+    def of(cls, chunks: Chunks) -> WorkCost:
+        """The cost for the work of all chunks."""
+        mean = int(chunks.work.sum() + chunks.remainder_work.sum()) // chunks.degree
+        tokens = chunks.per_rank * chunks.size
+        some_document_fits = np.bincount(chunks.document).min() <= chunks.per_rank
+        tolerance = TOLERANCE if some_document_fits else TOLERANCE_LONG
+        soft, hard = max(1, mean // (SOFT_RATE * tokens)), max(1, mean // (HARD_RATE * tokens))
+        return cls(mean, mean + mean // tolerance, soft, hard)
 
-    def rows(self, work: np.ndarray) -> np.ndarray:
-        """The price of an index's work."""
-        return np.maximum(work - self.mean, 0) // self.mild + np.maximum(work - self.most, 0) // self.steep
+    def in_rows(self, work: ndarray) -> ndarray:
+        """The cost of a rank's work."""
+        return np.maximum(work - self.mean, 0) // self.soft + np.maximum(work - self.limit, 0) // self.hard
 
 
-def _improve(chunks: _Chunks, owner: np.ndarray) -> np.ndarray:
-    """The owners after rounds of pairs, each pair sharing anew where that costs less."""
-    prices, bank = _Prices.of(chunks), _circles(chunks)
-    idle = 0
-    for turn, pairs in zip(range(ROUNDS), _pairings(chunks.degree), strict=False):
-        tried = np.append(0, 1 + (np.arange(CIRCLES - 1) + turn * (CIRCLES - 1)) % (BANK - 1))
-        shared = _share_anew(chunks, owner, pairs, _Circles(bank.chunks[tried], bank.backward[tried]), prices)
-        idle = idle + 1 if np.array_equal(shared, owner) else 0
-        owner = shared
-        if idle > 2 * chunks.degree:
+def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
+    """The owners after rounds of pairs, each pair taking other halves where that costs less."""
+    work_cost, orders = WorkCost.of(chunks), _candidate_orders(chunks)
+    unchanged = 0
+    for turn, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
+        # The sequence itself in every round; of the shuffles always others.
+        shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + turn * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
+        tried = np.append(0, shuffles)
+        tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
+        reassigned = _reassign(chunks, owner, pairs, tried_orders, work_cost)
+        unchanged = unchanged + 1 if np.array_equal(reassigned, owner) else 0
+        owner = reassigned
+        if unchanged > 2 * chunks.degree:
             break
     return owner
 
 
-def _share_anew(chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, circles: _Circles, prices: _Prices) -> np.ndarray:
-    """The owners after every pair has taken the cheapest halves of its circles, where they beat what it has."""
-    count, width, tried = len(pairs.one), 2 * chunks.share, len(circles.chunks)
-    pair = pairs.of_index(chunks.degree)[owner]
-    place = np.argsort(pair[circles.chunks], axis=1, kind="stable")[:, : count * width]
-    ring = _Circles(*(np.take_along_axis(x, place, 1).reshape(tried, count, width) for x in circles))
+def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders, work_cost: WorkCost) -> ndarray:
+    """The owners after every pair has taken the cheapest halves of its candidate orders where these cost less."""
+    num_pairs, width, tried = len(pairs.first), 2 * chunks.per_rank, len(orders.chunks)
+    pair = pairs.of_rank(chunks.degree)[owner]
+    # Each pair's chunks, in the order in which they stand in a candidate order.
+    slot = np.argsort(pair[orders.chunks], axis=1, kind="stable")[:, : num_pairs * width]
+    rings = _Orders(
+        np.take_along_axis(orders.chunks, slot, 1).reshape(tried, num_pairs, width),
+        np.take_along_axis(orders.backward, slot, 1).reshape(tried, num_pairs, width),
+    )
+    cost = _cost_of_halves(chunks, rings, pairs, work_cost)
+    cut = np.argmin(cost, axis=-1)
+    in_second_half = (np.arange(width) - cut[..., None]) % width >= chunks.per_rank
+    to_second = np.zeros(orders.chunks.shape, dtype=bool)  # whether a chunk goes to the pair's second rank
+    np.put_along_axis(to_second, rings.chunks.reshape(tried, -1), in_second_half.reshape(tried, -1), 1)
+    cost = np.take_along_axis(cost, cut[..., None], -1)[..., 0] + _cost_of_runs(chunks, to_second, pair, num_pairs)
 
-    price = _price_of_halves(chunks, ring, pairs, prices)
-    cut = np.argmin(price, axis=-1)
-    outside = (np.arange(width) - cut[..., None]) % width >= chunks.share
-    side = np.zeros(circles.chunks.shape, dtype=bool)  # whether a chunk goes to the pair's other index
-    np.put_along_axis(side, ring.chunks.reshape(tried, -1), outside.reshape(tried, -1), 1)
-    price = np.take_along_axis(price, cut[..., None], -1)[..., 0] + _price_of_runs(chunks, side, pair, count)
-
-    now = _price_now(chunks, owner, pairs, ring, prices)
-    now += _price_of_runs(chunks, (pairs.other[np.minimum(pair, count - 1)] == owner)[None], pair, count)[0]
-    best = np.argmin(price, axis=0)
-    better = np.append(price[best, np.arange(count)] < now, False)  # the last for indices that sit out
-    mine = np.minimum(pair, count - 1)
-    taken = np.where(side[best[mine], np.arange(len(owner))], pairs.other[mine], pairs.one[mine])
+    is_second = pairs.second[np.minimum(pair, num_pairs - 1)] == owner
+    present = _present_cost(chunks, owner, pairs, rings, work_cost)
+    present += _cost_of_runs(chunks, is_second[None], pair, num_pairs)[0]
+    best = np.argmin(cost, axis=0)
+    better = np.append(cost[best, np.arange(num_pairs)] < present, False)  # the last for ranks that sit out
+    mine = np.minimum(pair, num_pairs - 1)
+    taken = np.where(to_second[best[mine], np.arange(len(owner))], pairs.second[mine], pairs.first[mine])
     return np.where(better[pair], taken, owner)
 
 
-def _price_of_halves(chunks: _Chunks, ring: _Circles, pairs: _Pairs, prices: _Prices) -> np.ndarray:
-    """[circle, pair, i]: the price when ``one`` takes the half that begins at place i, and ``other`` what is left.
+def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost: WorkCost) -> ndarray:
+    """[order, pair, i]: the cost when the first rank takes the half that begins at slot i, the second what is left.
 
-    Rows count only what the cuts add: each cut costs the reach of the document's head, which lies before the cut, or
-    behind it where the document runs backward. Two cuts of one document leave both its ends to one index, and only the
+    Rows count only what the cuts add: each cut costs the prefix of the document's head, which lies before the cut, or
+    behind it where the document runs backward. Two cuts of one document leave both its ends to one rank, and only the
     deeper cut counts.
     """
-    half = chunks.share
-    document, work, reach = (x[ring.chunks] for x in (chunks.document, chunks.work, chunks.reach))
+    half = chunks.per_rank
+    document, work, prefix = chunks.document[rings.chunks], chunks.work[rings.chunks], chunks.prefix[rings.chunks]
     inside = document[..., 1:] == document[..., :-1]
-    rows = np.zeros(reach.shape, dtype=np.int64)
-    rows[..., 1:] = np.where(ring.backward[..., 1:], reach[..., 1:], reach[..., :-1]) * inside
-    first, second = rows[..., :half], rows[..., half:]
-    twice = (document[..., :half] == document[..., half:]) & (first > 0) & (second > 0)
-    price = np.where(twice, np.maximum(first, second), first + second)
+    rows = np.zeros(prefix.shape, dtype=np.int64)  # that a cut before each slot adds
+    rows[..., 1:] = np.where(rings.backward[..., 1:], prefix[..., 1:], prefix[..., :-1]) * inside
+    first_cut, second_cut = rows[..., :half], rows[..., half:]
+    one_document = (document[..., :half] == document[..., half:]) & (first_cut > 0) & (second_cut > 0)
+    cost = np.where(one_document, np.maximum(first_cut, second_cut), first_cut + second_cut)
 
     summed = np.zeros((*work.shape[:-1], 2 * half + 1), dtype=np.int64)
     np.cumsum(work, axis=-1, out=summed[..., 1:])
-    window = summed[..., half:-1] - summed[..., :half]
-    left = summed[..., -1:] - window
-    odd = (chunks.odd_work[index][:, None] for index in pairs)
-    return price + sum(prices.rows(work + more) for work, more in zip((window, left), odd, strict=True))
+    first_work = summed[..., half:-1] - summed[..., :half]
+    second_work = summed[..., -1:] - first_work
+    cost = cost + work_cost.in_rows(first_work + chunks.remainder_work[pairs.first][:, None])
+    return cost + work_cost.in_rows(second_work + chunks.remainder_work[pairs.second][:, None])
 
 
-def _price_of_runs(chunks: _Chunks, side: np.ndarray, pair: np.ndarray, count: int) -> np.ndarray:
-    """[circle, pair]: a chunk of rows, and the head of a document, wherever a run ends between two of one pair."""
-    behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < count))
-    circle, end = np.nonzero(side[:, behind] != side[:, behind - 1])
+def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: int) -> ndarray:
+    """[order, pair]: a chunk of rows, and the head of a document, wherever a run ends between two ranks of a pair."""
+    behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
+    order, end = np.nonzero(to_second[:, behind] != to_second[:, behind - 1])
     behind = behind[end]
-    price = np.bincount(circle * count + pair[behind], chunks.size + chunks.ahead[behind], minlength=len(side) * count)
-    return price.astype(np.int64).reshape(len(side), count)
+    rows = chunks.size + chunks.head[behind]
+    cost = np.bincount(order * num_pairs + pair[behind], rows, minlength=len(to_second) * num_pairs)
+    return cost.astype(np.int64).reshape(len(to_second), num_pairs)
 
 
-def _price_now(chunks: _Chunks, owner: np.ndarray, pairs: _Pairs, ring: _Circles, prices: _Prices) -> np.ndarray:
-    """[pair]: the price of the present owners, on the scale of ``_price_of_halves``; circle 0 is the sequence."""
+def _present_cost(chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Orders, work_cost: WorkCost) -> ndarray:
+    """[pair]: the cost of the present owners, on the scale of ``_cost_of_halves``; order 0 is the sequence."""
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
-    price = _reaches(chunks, mine) + prices.rows(chunks.work[mine].sum(1) + chunks.odd_work)
-    return price[pairs.one] + price[pairs.other] - _reaches(chunks, ring.chunks[0])
+    cost = _summed_prefixes(chunks, mine) + work_cost.in_rows(chunks.work[mine].sum(1) + chunks.remainder_work)
+    return cost[pairs.first] + cost[pairs.second] - _summed_prefixes(chunks, rings.chunks[0])
 
 
-def _reaches(chunks: _Chunks, mine: np.ndarray) -> np.ndarray:
-    """Summed reach in every document of each row of ascending chunks."""
-    document, reach = chunks.document[mine], chunks.reach[mine]
-    return reach[:, -1] + (reach[:, :-1] * (document[:, 1:] != document[:, :-1])).sum(1)
+def _summed_prefixes(chunks: Chunks, mine: ndarray) -> ndarray:
+    """For each list of ascending chunks the prefixes of its documents, summed."""
+    document, prefix = chunks.document[mine], chunks.prefix[mine]
+    is_last = document[:, 1:] != document[:, :-1]
+    return prefix[:, -1] + (prefix[:, :-1] * is_last).sum(1)
 
 
-def _pieces(chunks: _Chunks, owner: np.ndarray) -> list[Pieces]:
-    """Neighbouring chunks of an index as one piece, the odd pieces before them."""
-    odd = int(chunks.start[0]) // chunks.degree
-    few = chunks.degree if odd else 0
-    starts = np.append(np.arange(few) * odd, chunks.start)
-    owner = np.append(np.arange(few), owner)
+def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
+    """Neighbouring chunks of a rank as one piece, the remainders before them."""
+    remainder = int(chunks.start[0]) // chunks.degree
+    num_remainders = chunks.degree if remainder else 0
+    starts = np.append(np.arange(num_remainders) * remainder, chunks.start)
+    owner = np.append(np.arange(num_remainders), owner)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
     stops = np.append(starts[first[1:]], chunks.start[-1] + chunks.size)
     pieces: list[Pieces] = [[] for _ in range(chunks.degree)]
-    for start, stop, index in zip(starts[first].tolist(), stops.tolist(), owner[first].tolist(), strict=True):
-        pieces[index].append((start, stop - start))
+    for start, stop, rank in zip(starts[first].tolist(), stops.tolist(), owner[first].tolist(), strict=True):
+        pieces[rank].append((start, stop - start))
     return pieces

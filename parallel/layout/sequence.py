@@ -1,14 +1,14 @@
 """``SequenceLayout``: which token of a sequence lives on which rank. Pure index arithmetic.
 
-The ranks that share a sequence are ``degree`` = ring degree × Ulysses degree, and rank = ring index · ulysses + Ulysses
-rank. Tokens are dealt to ring indices; the rows of a ring index are then cut into ``ulysses`` equal consecutive parts,
-so that an all-to-all over heads gives each of its ranks all of those rows, in order, with a share of the heads.
+The ranks that share a sequence are ``degree`` = ring degree × Ulysses degree, and rank = ring rank · ulysses + Ulysses
+rank. Each ring rank has tokens of its own. They are then cut into ``ulysses`` equal consecutive parts, so that an
+all-to-all over heads gives each of its ranks all of those tokens, in order, with a part of the heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
-from parallel.layout.balanced import deal
+from parallel.layout.balanced import assign
 from parallel.layout.zigzag import head_and_tail
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
@@ -43,9 +43,9 @@ Runs = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Every token of a sequence dealt to one of ``degree`` ranks, equally many to each.
+    """Every token of a sequence on one of ``degree`` ranks, equally many to each.
 
-    A ring index's local rows are its runs one after another, so local order is global order.
+    A ring rank's local rows are its runs one after another, so local order is global order.
     """
 
     kind: str
@@ -53,9 +53,9 @@ class SequenceLayout:
     degree: int
     """Ranks that share the sequence, ring × Ulysses."""
     ulysses: int
-    """Consecutive ranks that share the rows of one ring index."""
+    """Consecutive ranks that share the rows of one ring rank."""
     runs: tuple[Runs, ...]
-    """For each ring index its runs."""
+    """For each ring rank its runs."""
 
     @classmethod
     def build(
@@ -68,53 +68,45 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """The layout of ``num_tokens`` tokens over ``degree`` ranks.
 
-        With R = degree / ulysses ring indices: ``contiguous`` gives ring index r the r-th of R equal parts. ``zigzag``
+        With R = degree / ulysses ring ranks: ``contiguous`` gives ring rank r the r-th of R equal parts. ``zigzag``
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
-        ``striped`` gives it every R-th token, from token r. ``balanced`` deals chunks so that causal attention within
+        ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that causal attention within
         the documents that end at ``cu_seqlens`` (default: one document) is even and few rows travel
         (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
         divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
-        ring = degree // ulysses
-        share = num_tokens // ring
-        if kind == "striped":
-            runs = [[Run(r, share, ring)] for r in range(ring)]
-        elif kind == "contiguous" or ring == 1:
-            runs = [[Run(r * share, share, 1)] for r in range(ring)]
-        else:
-            dealt = head_and_tail(num_tokens, ring) if kind == "zigzag" else deal(num_tokens, ring, documents.bounds)
-            runs = [[Run(start, count, 1) for start, count in pieces] for pieces in dealt]
-        return cls(kind, num_tokens, degree, ulysses, tuple(tuple(r) for r in runs))
+        runs = tuple(_ring_runs(kind, num_tokens, degree // ulysses, documents.bounds))
+        return cls(kind, num_tokens, degree, ulysses, runs)
 
     @property
     def ring_degree(self) -> int:
-        """Ring indices: parts that the sequence itself is cut into."""
+        """Ring ranks: parts that the sequence itself is cut into."""
         return self.degree // self.ulysses
 
-    def num_ring(self, ring_index: int) -> int:
-        """Tokens of a ring index, over all its Ulysses ranks."""
-        return sum(run.count for run in self.runs[ring_index])
+    def num_ring(self, ring_rank: int) -> int:
+        """Tokens of a ring rank, over all its Ulysses ranks."""
+        return sum(run.count for run in self.runs[ring_rank])
 
     def num_local(self, rank: int) -> int:
         """Tokens on a rank."""
         return self.num_ring(rank // self.ulysses) // self.ulysses
 
     def rank_runs(self, rank: int) -> Runs:
-        """The runs of one rank: those of its ring index, cut to the rank's part of the rows."""
-        ring_index, part = divmod(rank, self.ulysses)
+        """The runs of one rank: those of its ring rank, cut to the rank's part of the rows."""
+        ring_rank, part = divmod(rank, self.ulysses)
         if self.ulysses == 1:
-            return self.runs[ring_index]
-        share = self.num_local(rank)
-        return _cut_rows(self.runs[ring_index], part * share, (part + 1) * share)
+            return self.runs[ring_rank]
+        num_rows = self.num_local(rank)
+        return _cut_rows(self.runs[ring_rank], part * num_rows, (part + 1) * num_rows)
 
     def indices(self, rank: int) -> Tensor:
         """The global tokens (int64) of a rank in local order."""
         return torch.cat([torch.arange(run.start, run.stop, run.step) for run in self.rank_runs(rank)])
 
     def split(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """The rank's share of a per-token tensor, cut along ``dim``: a copy."""
+        """The rank's shard of a per-token tensor, cut along ``dim``: a copy."""
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
@@ -124,7 +116,7 @@ class SequenceLayout:
         return torch.cat([x[(*before, slice(r.start, r.stop, r.step))] for r in self.rank_runs(rank)], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from every rank's share: the inverse of ``split``."""
+        """The whole tensor from every rank's shard: the inverse of ``split``."""
         assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
         dim %= parts[0].dim()
         if self.kind == "striped":
@@ -137,6 +129,24 @@ class SequenceLayout:
             cuts = part.split([run.count for run in runs], dim)
             pieces += [(run.start, cut) for run, cut in zip(runs, cuts, strict=True)]
         return torch.cat([cut for _, cut in sorted(pieces, key=lambda p: p[0])], dim)
+
+
+def _ring_runs(kind: str, num_tokens: int, degree: int, bounds: Sequence[int]) -> Iterator[Runs]:
+    """The runs of each of ``degree`` ring ranks."""
+    tokens_per_rank = num_tokens // degree
+    if kind == "striped":
+        for rank in range(degree):
+            yield (Run(rank, tokens_per_rank, degree),)
+    elif kind == "contiguous" or degree == 1:
+        for rank in range(degree):
+            yield (Run(rank * tokens_per_rank, tokens_per_rank, 1),)
+    else:
+        if kind == "zigzag":
+            assigned = head_and_tail(num_tokens, degree)
+        else:
+            assigned = assign(num_tokens, degree, bounds)
+        for pieces in assigned:
+            yield tuple(Run(start, count, 1) for start, count in pieces)
 
 
 def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:

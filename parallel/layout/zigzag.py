@@ -7,7 +7,11 @@ Pieces = list[tuple[int, int]]
 
 
 def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
-    """2·degree equal parts, of which each index gets one from either end; the two in the middle adjoin and are one."""
+    """2·degree equal parts; each ring rank gets one from either end. The two in the middle adjoin and are one piece."""
     part = num_tokens // (2 * degree)
-    ends = [[(r * part, part), (num_tokens - (r + 1) * part, part)] for r in range(degree - 1)]
-    return [*ends, [((degree - 1) * part, 2 * part)]]
+    pieces: list[Pieces] = []
+    for rank in range(degree - 1):
+        head, tail = rank * part, num_tokens - (rank + 1) * part
+        pieces.append([(head, part), (tail, part)])
+    pieces.append([((degree - 1) * part, 2 * part)])
+    return pieces

@@ -59,7 +59,7 @@ def test_captions_name_command_machine_and_day():
     machine = {"processor": "AMD EPYC 9B14", "cores": 2, "torch": "2.13.0+cpu", "date": "2026-11-22"}
     text = caption("decoder", "bf16", machine)
     assert text == (
-        "`python -m benchmarks.decoder`, AMD EPYC 9B14, 2 cores, bfloat16 instructions, torch 2.13.0+cpu, 2026-11-22:"
+        "`python -m benchmarks.decoder`, AMD EPYC 9B14, 2 cores, bfloat16 instructions, torch 2.13.0+cpu,\n2026-11-22:"
     )
 
 

@@ -110,9 +110,17 @@ def absolute_folders(words: Sequence[str]) -> list[str]:
 
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+                linked = (page.parent / target) if target else page
+                assert linked.exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_files_that_pages_name_are_there():
@@ -139,3 +147,25 @@ def test_a_command_that_there_is_not_would_be_found(monkeypatch):
     assert wrong == ("longctx", "generate", "--checkpoint", "runs/first", "--promt", "x")
     with pytest.raises(SystemExit):
         parse(wrong[1:])
+
+
+def test_the_readme_lists_every_file_and_folder_of_two_levels():
+    """A new file or folder of a package needs its line in the README, and a line needs its file."""
+    shown = re.search(r"<!-- files -->\n```\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    assert shown
+    listed: set[str] = set()
+    package = ""
+    for line in shown[1].splitlines():
+        name = line.split()[0]
+        if line.startswith(" "):
+            listed.add(package + name.rstrip("/"))
+        else:
+            package = name
+    packages = ["launcher", "parallel", "data_pipeline", "longctx"]
+    tracked = subprocess.run(["git", "ls-files", *packages], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    there = {"/".join(path.split("/")[:2]) for path in tracked.split()}
+    assert listed == {path for path in there if not path.rpartition("/")[2].startswith("__")}
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 250

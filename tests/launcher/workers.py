@@ -17,7 +17,7 @@ import torch
 import launcher.cluster.exit
 import launcher.training.trainer
 from launcher.checkpoint.save import save_checkpoint
-from launcher.cluster.exit import run_guarded
+from launcher.cluster.exit import run_to_exit_code
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
 from launcher.training.setup import Progress, Run, build_run
@@ -143,7 +143,7 @@ def end_guarded(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()) as out:
-        ended = run_guarded(lambda: train(shards, output, changed, step))
+        ended = run_to_exit_code(lambda: train(shards, output, changed, step))
     told = gather_objects((ended, said.getvalue()))
     assert [c for c, _ in told] == [code] * len(told), told
     assert not any(text for _, text in told[1:]), told

@@ -40,7 +40,7 @@ LIMITS = {
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
 SIZES = {"class": 150, "function": 80, "file": 500}
-MARKDOWN_LIMIT = 1_000
+MARKDOWN_LIMIT = 0
 """Long lines of Markdown, all pages together."""
 
 EXCEPTIONS: dict[str, str] = {}

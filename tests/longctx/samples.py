@@ -10,6 +10,8 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
 from longctx.documents import PackedDocuments
+from longctx.objectives.loss_sum import LossSum
+from parallel.loss import StepCounts
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -50,6 +52,12 @@ def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 9
     if padding:
         targets[:, -padding:], ids[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
     return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=ids, documents=packed)
+
+
+def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:
+    """What training differentiates, by its own formula with these weights; of all counts 1, so that sums stay sums."""
+    config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z)
+    return StepCounts(targets=1, tokens=1).loss(sums, config)
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:

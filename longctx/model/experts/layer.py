@@ -24,7 +24,7 @@ from longctx.model.recompute import RecomputeCache
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertCall:
+class MoECall:
     """What a forward pass tells all layers of experts."""
 
     run: ExpertRun = field(default_factory=lambda: ExpertRun(LocalDispatcher()))
@@ -53,14 +53,14 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(
-        self, x_BtM: Tensor, call: ExpertCall | None = None, recompute_cache: RecomputeCache | None = None
+        self, x_BtM: Tensor, call: MoECall | None = None, recompute_cache: RecomputeCache | None = None
     ) -> tuple[Tensor, ...]:
         """Output [B, t, M], and ``RouterStats.tensors`` (S = 0 where the call wants none).
 
         A ``recompute_cache`` saves the choices of a layer that backward will recompute. The second run weighs them
         anew, chooses nothing and counts nothing.
         """
-        call = call or ExpertCall()
+        call = call or MoECall()
         x_NM = router_input_NM = x_BtM.flatten(0, 1)
         if call.jitter is not None:
             router_input_NM = call.jitter(x_BtM, self.layer).flatten(0, 1)
@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         return out_NM.to(x_BtM.dtype).view_as(x_BtM), *stats.tensors()
 
     def _route(
-        self, logits_NE: Tensor, call: ExpertCall, recompute_cache: RecomputeCache | None
+        self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
         """Choose experts once. Returns the routing, and the choices of which a capacity may have dropped some."""
         bias_E = self.gate.e_score_correction_bias
@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
         return shared_NM
 
     def _stats(
-        self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: ExpertCall, counting: bool
+        self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: MoECall, counting: bool
     ) -> RouterStats:
         if call.documents_Bt is None:
             return no_stats(logits_NE)

@@ -59,7 +59,7 @@ class TestHelp:
         bound = parse([*words, "--tokenizer", "t", "--output", "o", "--validation-fraction", "0.5", "--json"])
         assert isinstance(bound, functools.partial)
         corpus = bound.args[0] if bound.args else bound.keywords["corpus"]
-        assert corpus.words() == ["--source", "s", "--exclude", "a", "b", "c", "--text-field", "body"]
+        assert corpus.arguments() == ["--source", "s", "--exclude", "a", "b", "c", "--text-field", "body"]
         options = {name: value for name, value in bound.keywords.items() if name != "corpus"}
         assert options == {
             "tokenizer": Path("t"),

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from launcher.cluster import exit as guard
-from launcher.cluster.exit import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_guarded
+from launcher.cluster import exit as exit_module
+from launcher.cluster.exit import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from launcher.run_folder import LOGS, start_logging
 from longctx.errors import CheckpointError, ClusterError, ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch):
-    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 0.0)
+    monkeypatch.setattr(exit_module, "HEAD_START_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def raising(error: BaseException):
 
 
 def test_done(capfd):
-    assert run_guarded(lambda: None) == DONE
+    assert run_to_exit_code(lambda: None) == DONE
     assert capfd.readouterr() == ("", "")
 
 
@@ -55,26 +55,26 @@ def test_done(capfd):
     ],
 )
 def test_what_a_user_can_mend_is_said_once_without_a_traceback(error, code, capfd):
-    assert run_guarded(raising(error)) == code
+    assert run_to_exit_code(raising(error)) == code
     out, err = capfd.readouterr()
     assert (out, err) == ("", f"\n{type(error).__name__}: {error}\n\n")
 
 
 def test_only_rank_0_speaks_of_what_all_ranks_raise(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert run_guarded(raising(ConfigError("x"))) == WRONG_USAGE
+    assert run_to_exit_code(raising(ConfigError("x"))) == WRONG_USAGE
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_silent_rank_leaves_rank_0_the_time_to_speak(monkeypatch):
     """The launcher ends every rank once one has ended badly: a silent rank that ends first would gag rank 0."""
     waited = []
-    monkeypatch.setattr(guard.time, "sleep", waited.append)
-    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 7.0)
+    monkeypatch.setattr(exit_module.time, "sleep", waited.append)
+    monkeypatch.setattr(exit_module, "HEAD_START_SECONDS", 7.0)
     for rank, expected in (("0", []), ("1", [7.0, 7.0])):
         monkeypatch.setenv("RANK", rank)
-        run_guarded(raising(ConfigError("x")))
-        run_guarded(lambda: sys.exit(2))
+        run_to_exit_code(raising(ConfigError("x")))
+        run_to_exit_code(lambda: sys.exit(2))
         assert waited == expected
 
 
@@ -82,7 +82,7 @@ def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_
     for rank in (0, 1):
         start_logging(logs.parent, rank)
         monkeypatch.setenv("RANK", str(rank))
-        run_guarded(raising(DataError("the shard is damaged")))
+        run_to_exit_code(raising(DataError("the shard is damaged")))
     out, err = capfd.readouterr()
     assert (out + err).count("the shard is damaged") == 1
     for rank in (0, 1):
@@ -90,17 +90,17 @@ def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_
 
 
 def test_help_and_wrong_flags_keep_their_codes():
-    assert run_guarded(lambda: sys.exit(0)) == DONE
-    assert run_guarded(lambda: sys.exit()) == DONE
-    assert run_guarded(lambda: sys.exit(2)) == WRONG_USAGE
-    assert run_guarded(lambda: sys.exit("why")) == FAILED
+    assert run_to_exit_code(lambda: sys.exit(0)) == DONE
+    assert run_to_exit_code(lambda: sys.exit()) == DONE
+    assert run_to_exit_code(lambda: sys.exit(2)) == WRONG_USAGE
+    assert run_to_exit_code(lambda: sys.exit("why")) == FAILED
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_lost_peer_is_one_line_on_the_rank_that_lost_it(rank, capfd, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     error = RuntimeError("[gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.1]:1234\nmore")
-    assert run_guarded(raising(error)) == FAILED
+    assert run_to_exit_code(raising(error)) == FAILED
     said = capfd.readouterr().err
     assert f"rank {rank} lost contact with another rank and stops" in said
     assert "Traceback" not in said
@@ -108,7 +108,7 @@ def test_a_lost_peer_is_one_line_on_the_rank_that_lost_it(rank, capfd, monkeypat
 
 
 def test_a_full_disk_is_no_fault_of_ours(capfd):
-    assert run_guarded(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"))) == FAILED
+    assert run_to_exit_code(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"))) == FAILED
     said = capfd.readouterr().err
     assert "rank 0 could not write: [Errno 28] No space left on device: 'metrics.jsonl'" in said
     assert "--run.resume latest" in said
@@ -117,7 +117,7 @@ def test_a_full_disk_is_no_fault_of_ours(capfd):
 
 def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    assert run_guarded(raising(KeyError("oops"))) == FAILED
+    assert run_to_exit_code(raising(KeyError("oops"))) == FAILED
     said = capfd.readouterr().err
     assert "rank 3 met an unexpected error; this is a fault of longctx" in said
     assert "Traceback" in said
@@ -125,5 +125,5 @@ def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
 
 
 def test_an_interrupt(capfd):
-    assert run_guarded(raising(KeyboardInterrupt())) == INTERRUPTED
+    assert run_to_exit_code(raising(KeyboardInterrupt())) == INTERRUPTED
     assert "--run.resume latest" in capfd.readouterr().err

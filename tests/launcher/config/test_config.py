@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import exit as guard
-from launcher.cluster.exit import DONE, WRONG_USAGE, run_guarded
+from launcher.cluster import exit as exit_module
+from launcher.cluster.exit import DONE, WRONG_USAGE, run_to_exit_code
 from launcher.config.check import check_run
 from launcher.config.load import QUICKSTART, from_values, load_run_config, read_toml
 from launcher.config.sections import RunConfig
@@ -182,11 +182,11 @@ def test_a_missing_file_is_answered_with_the_recipes_there_are(tmp_path):
     ids=lambda x: " ".join(x) if isinstance(x, list) and x[0].startswith("-") else None,
 )
 def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatch):
-    monkeypatch.setattr(guard, "HEAD_START_SECONDS", 0.0)
+    monkeypatch.setattr(exit_module, "HEAD_START_SECONDS", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert run_guarded(lambda: main(argv)) == WRONG_USAGE
+        assert run_to_exit_code(lambda: main(argv)) == WRONG_USAGE
         out, err = capfd.readouterr()
         assert out == "", out
         if rank == "1":
@@ -200,7 +200,7 @@ def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatc
 def test_help_is_said_once_and_ends_well(capfd, monkeypatch):
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert run_guarded(lambda: main(["--help"])) == DONE
+        assert run_to_exit_code(lambda: main(["--help"])) == DONE
         out = "".join(capfd.readouterr())
         assert bool(out) == (rank == "0")
     for section in dataclasses.fields(RunConfig):

@@ -22,7 +22,7 @@ from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from longctx.presets import PRESETS
-from tests.longctx.samples import gradients, packed_batch, tiny_config
+from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 LATENT = {"kv_lora_rank": 6, "rope_head_dim": 4, "num_kv_heads": 4}
 
@@ -257,7 +257,7 @@ def check_runs(config: ModelConfig) -> None:
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
     loss = LossSum.from_tensors(model(batch, TrainingPass(seed=1)))
-    loss.total(0.5, config.router_z_loss_weight).backward()
+    step_loss(loss, 0.5, config.router_z_loss_weight).backward()
     assert loss.nll_sum.isfinite()
     assert 0.2 < loss.nll_sum.item() / batch.num_targets / math.log(13) < 5
     assert all(grad.isfinite().all() for grad in gradients(model).values())

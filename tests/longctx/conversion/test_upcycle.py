@@ -19,7 +19,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.layers.initialize import initial_value
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
+from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss
 
 WAYS = {
     "copy": Upcycling(num_experts=4),
@@ -65,7 +65,7 @@ def test_gradients_are_the_dense_models(way, model):
     batch, g = packed_batch([[9, 15], [20, 4]]), WAYS[way].granularity
     wanted, got = [], []
     for part, found in zip(both(dense_config(**MODELS[model]), WAYS[way], torch.float64), (wanted, got), strict=True):
-        loss = LossSum.from_tensors(part(batch)).total(0.0)
+        loss = step_loss(LossSum.from_tensors(part(batch)), 0.0)
         loss.backward()
         found += [loss.detach(), gradients(part.decoder)]
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-12, atol=0)

@@ -23,6 +23,7 @@ from tests.longctx.samples import (
     one_document,
     packed_batch,
     randomize,
+    step_loss,
     tiny_config,
 )
 from tests.rounding import UNIT, both_ways
@@ -99,11 +100,11 @@ def test_packed_documents_equal_documents_alone(name):
     batch = packed_batch([[5, 11, 1], [16, 1]], padding=3)
     model = CausalLM(Decoder(CONFIGS[name])).double()
     whole = LossSum.from_tensors(model(batch))
-    whole.total(0.5).backward()
+    step_loss(whole, 0.5).backward()
     packed = gradients(model)
     model.zero_grad()
     losses = [LossSum.from_tensors(model(part)) for part in documents_of(batch)]
-    sum(loss.total(0.5) for loss in losses[:3] + losses[4:6]).backward()  # 3 and 6 are padding
+    sum(step_loss(loss, 0.5) for loss in losses[:3] + losses[4:6]).backward()  # 3 and 6 are padding
     torch.testing.assert_close(whole.nll_sum, sum(loss.nll_sum for loss in losses))
     torch.testing.assert_close(whole.balance_sum, sum(loss.balance_sum for loss in losses[:3] + losses[4:6]))
     torch.testing.assert_close(gradients(model), packed)
@@ -152,7 +153,7 @@ def test_recompute_changes_no_bit(name):
     for recompute in (False, True):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(recompute)))
         loss = LossSum.from_tensors(model(batch))
-        loss.total(0.1).backward()
+        step_loss(loss, 0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
     torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
 
@@ -228,7 +229,7 @@ def test_bfloat16_is_close_to_float32(name, products):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(products=products))).to(dtype)
         training_pass = TrainingPass(replay=replay if name == "moe" else None)
         loss = LossSum.from_tensors(model(batch, training_pass))
-        loss.total(0.1).backward()
+        step_loss(loss, 0.1).backward()
         assert loss.nll_sum.dtype == loss.balance_sum.dtype == torch.float32
         assert {g.dtype for g in gradients(model).values()} == {dtype}
         norm = torch.cat([g.double().flatten() for g in gradients(model).values()]).norm()

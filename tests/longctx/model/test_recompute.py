@@ -30,7 +30,7 @@ from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, tiny_config
+from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, step_loss, tiny_config
 from tests.rounding import both_ways
 
 RECOMPUTE = Execution(recompute=True)
@@ -99,7 +99,7 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
         model = CausalLM(Decoder(config, core, execution=Execution(recompute, products=products))).to(dtype)
         core_calls = kernel.runs["forward"]
         loss = LossSum.from_tensors(model(batch))
-        loss.total(0.1).backward()
+        step_loss(loss, 0.1).backward()
         results[recompute] = (*loss, *gradients(model).values())
         if core.kernel == "cpu_flash":
             assert kernel.runs["forward"] - core_calls == config.num_layers
@@ -270,7 +270,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
         monkeypatch.setattr(MixtureOfExperts, "forward", watched)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss = LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING))
-            loss.total(0.1, 0.1).backward()
+            step_loss(loss, 0.1, 0.1).backward()
         monkeypatch.undo()
         ran = {event.key: event.count for event in profile.key_averages()}
         assert ran["aten::topk"] == 2, "one a layer"
@@ -291,7 +291,7 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
         return forward(self, x, gates, experts, *rest)
 
     monkeypatch.setattr(Experts, "forward", watched)
-    loss = LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING)).total(0.1, 0.1)
+    loss = step_loss(LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING)), 0.1, 0.1)
     for layer in lm.decoder.model.layers:
         layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
     loss.backward()
@@ -317,7 +317,7 @@ def test_a_compiled_layer_keeps_its_choices_too():
         lm.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss = LossSum.from_tensors(f(EXPERT_BATCH, TRAINING))
-            loss.total(0.1, 0.1).backward()
+            step_loss(loss, 0.1, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     ran = {event.key: event.count for event in profile.key_averages()}
     assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1

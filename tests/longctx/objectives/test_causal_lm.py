@@ -14,7 +14,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from tests.longctx.samples import dense_config, gradients, packed_batch, tiny_config
+from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
@@ -44,7 +44,7 @@ def test_balance_sum_is_the_documents_weighted_mean():
     torch.testing.assert_close(loss.balance_sum, mean_balance(stats, BATCH.document_ids))
     assert loss.counts_LE.sum(1).tolist() == [2 * 36, 2 * 36]  # k choices a token, padding in none
     total = loss.objective_sum + 0.25 * loss.balance_sum + 0.5 * loss.z_sum
-    torch.testing.assert_close(loss.total(0.25, 0.5), total)
+    torch.testing.assert_close(step_loss(loss, 0.25, 0.5), total)
 
 
 def test_balanced_experts_score_one_a_token():
@@ -64,8 +64,9 @@ def test_padding_tokens_change_nothing():
     for batch in (BATCH, other):
         lm = model(tiny_config(router_z_loss_weight=0.1))
         loss = LossSum.from_tensors(lm(batch))
-        loss.total(0.1, 0.1).backward()
-        results.append({**loss._asdict(), **gradients(lm)})
+        step_loss(loss, 0.1, 0.1).backward()
+        results.append({**loss._asdict(), **loss.diagnostics._asdict(), **gradients(lm)})
+        results[-1].pop("diagnostics")
     assert torch.equal(results[0].pop("counts_LE"), results[1].pop("counts_LE"))
     for name, mine in results[0].items():
         assert (results[1][name] - mine).norm() <= 10 * 97 * 2.0**-53 * mine.norm(), name
@@ -90,7 +91,7 @@ def test_sums_and_gradients_add_up_over_shards():
     lm = model(tiny_config(router_z_loss_weight=0.1), core=NoAttention(), z_loss=0.01, label_smoothing=0.1)
     flat, shards = shards_of_batch()
     whole = LossSum.from_tensors(lm(flat))
-    whole.total(0.1, 0.1).backward()
+    step_loss(whole, 0.1, 0.1).backward()
     wanted = gradients(lm)
 
     local = []
@@ -101,7 +102,7 @@ def test_sums_and_gradients_add_up_over_shards():
     lm.reduce_counts = lambda counts: sum(local)
     lm.zero_grad()
     parts = [LossSum.from_tensors(lm(shard)) for shard in shards]
-    sum(part.total(0.1, 0.1) for part in parts).backward()
+    sum(step_loss(part, 0.1, 0.1) for part in parts).backward()
     totals = [sum(x) for x in zip(*(part.tensors() for part in parts), strict=True)]
     torch.testing.assert_close(totals, list(whole.tensors()))
     torch.testing.assert_close(gradients(lm), wanted)
@@ -168,7 +169,7 @@ def test_training_lowers_the_loss_and_balances_the_experts():
     history = []
     for _ in range(30):
         loss = LossSum.from_tensors(lm(BATCH))
-        (loss.total(0.1) / BATCH.num_targets).backward()
+        (step_loss(loss, 0.1) / BATCH.num_targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         history.append((loss.nll_sum.item(), loss.balance_sum.item()))

@@ -16,6 +16,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
+from parallel.loss import StepCounts
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed
@@ -68,7 +69,7 @@ def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
     load_LE = loads / loads.mean(1, keepdim=True)
     training_pass = TrainingPass(seed=7, first_token=data_rank * ROWS * LENGTH, expert_load_LE=load_LE)
     loss = LossSum.from_tensors(model(batch, training_pass))
-    loss.total(CONFIG.balance_loss_weight, CONFIG.router_z_loss_weight).backward()
+    StepCounts(targets=1, tokens=1).loss(loss, CONFIG).backward()  # sums stay sums
     return loss
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout.balanced import _cut, deal
+from parallel.layout.balanced import assign, cut_chunks
 from parallel.layout.sequence import SequenceLayout
 
 # Rows of 65,536 tokens packed from the standard library: documents of many sizes, one long, two long.
@@ -50,15 +50,15 @@ GRAINS = st.one_of(st.integers(1, 20), st.sampled_from([65, 131, 192])).map(lamb
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.one_of(st.integers(1, 300), GRAINS), st.data())
-def test_every_index_gets_equally_many_tokens_in_whole_grains(degree, share, data):
+def test_every_rank_gets_equally_many_tokens_in_whole_grains(degree, share, data):
     tokens = degree * share
     cu_seqlens = sorted([0, *data.draw(st.lists(st.integers(0, tokens), max_size=12)), tokens])
-    dealt = deal(tokens, degree, cu_seqlens)
-    assert dealt == deal(tokens, degree, sorted(set(cu_seqlens))), "empty documents change nothing"
-    assert [sum(count for _, count in pieces) for pieces in dealt] == [share] * degree
-    everything = sorted(piece for pieces in dealt for piece in pieces)
+    assigned = assign(tokens, degree, cu_seqlens)
+    assert assigned == assign(tokens, degree, sorted(set(cu_seqlens))), "empty documents change nothing"
+    assert [sum(count for _, count in pieces) for pieces in assigned] == [share] * degree
+    everything = sorted(piece for pieces in assigned for piece in pieces)
     assert [start for start, _ in everything] == [0, *np.cumsum([count for _, count in everything])[:-1].tolist()]
-    for pieces in dealt:
+    for pieces in assigned:
         assert all(a + n < b for (a, n), (b, _) in pairwise(pieces)), "ascending, not adjoining"
         if share % 128 == 0:
             assert all(start % 128 == count % 128 == 0 for start, count in pieces)
@@ -68,14 +68,14 @@ def test_every_index_gets_equally_many_tokens_in_whole_grains(degree, share, dat
 def test_chunks_know_their_work(degree, share, data):
     tokens = degree * share
     cu_seqlens = sorted({0, *data.draw(st.lists(st.integers(0, tokens), max_size=8)), tokens})
-    chunks = _cut(tokens, degree, np.asarray(cu_seqlens))
+    chunks = cut_chunks(tokens, degree, np.asarray(cu_seqlens))
     document = torch.repeat_interleave(torch.tensor(cu_seqlens).diff())
     seen = (document[:, None] == document).tril().sum(1)
     first = int(chunks.start[0])
     assert chunks.work.tolist() == seen[first:].view(-1, chunks.size).sum(1).tolist()
     odd = seen[:first].view(degree, -1).sum(1) if first else torch.zeros(degree)
-    assert chunks.odd_work.tolist() == odd.tolist()
-    assert len(chunks.start) == chunks.share * degree
+    assert chunks.remainder_work.tolist() == odd.tolist()
+    assert len(chunks.start) == chunks.per_rank * degree
 
 
 def test_packed_rows_are_even_and_send_little():
@@ -94,7 +94,7 @@ def test_packed_rows_are_even_and_send_little():
 @pytest.mark.parametrize(
     ("tokens", "degree"), [(65_536, 2), (65_520, 3), (65_520, 5), (65_520, 7), (65_536, 8), (65_536, 16), (4096, 8)]
 )
-def test_one_document_is_dealt_head_and_tail(tokens, degree):
+def test_one_document_is_assigned_head_and_tail(tokens, degree):
     layout = SequenceLayout.build("balanced", tokens, degree)
     assert layout.runs == SequenceLayout.build("zigzag", tokens, degree).runs
     assert figures("balanced", tokens, degree, [0, tokens])[0] <= 1.001

@@ -24,7 +24,7 @@ def test_layouts_by_example():
     assert runs("striped", 4, 1) == runs("zigzag", 4, 1) == runs("balanced", 4, 1) == [[(0, 4, 1)]]
 
 
-def test_ulysses_ranks_share_the_rows_of_a_ring_index():
+def test_ulysses_ranks_share_the_rows_of_a_ring_rank():
     layout = SequenceLayout.build("zigzag", 24, 6, ulysses=3)
     assert layout.ring_degree == 2
     assert layout.runs == SequenceLayout.build("zigzag", 24, 2).runs
@@ -53,10 +53,10 @@ def test_every_layout_is_a_permutation_that_join_inverts(kind, ring, ulysses, pa
     for rank in ranks:
         assert places[rank].dtype == torch.int64
         assert torch.equal(parts[rank], x.index_select(dim, places[rank]))
-    for index in range(ring):
-        rows = torch.cat(places[index * ulysses : (index + 1) * ulysses])
+    for ring_rank in range(ring):
+        rows = torch.cat(places[ring_rank * ulysses : (ring_rank + 1) * ulysses])
         assert (rows.diff() > 0).all(), "local order is global order"
-        assert layout.num_ring(index) == len(rows)
+        assert layout.num_ring(ring_rank) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_layout_is_a_permutation_that_join_inverts(kind, ring, ulysses, pa
         (("balanced", 12, 2, []), "cu_seqlens must ascend"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(arguments, said):
+def test_what_cannot_be_split_is_refused(arguments, said):
     if said is None:
         SequenceLayout.build(*arguments)
         return

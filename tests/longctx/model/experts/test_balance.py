@@ -21,7 +21,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
-from tests.longctx.samples import documents_of, gradients, packed_batch, tiny_config
+from tests.longctx.samples import documents_of, gradients, packed_batch, step_loss, tiny_config
 
 SCOPES = ("sequence", "micro_batch", "global_batch")
 L, E, K, S = 2, 4, 2, 4
@@ -117,7 +117,7 @@ def test_a_broken_router_is_found_by_layer_and_nothing_crashes(recompute):
     with torch.no_grad():
         lm.decoder.model.layers[1].mlp.gate.weight[2, 5] = torch.nan
     loss = LossSum.from_tensors(lm(batch))
-    loss.total(0.1).backward()
+    step_loss(loss, 0.1).backward()
     assert loss.diagnostics.non_finite_tokens.tolist() == [0, 40, 40]  # from there on
     assert loss.counts_LE.sum(1).tolist() == [72, 72, 72]
 

@@ -21,7 +21,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
-from tests.longctx.samples import gradients, packed_batch, tiny_config
+from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 E, K = 5, 3
 
@@ -170,7 +170,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
     recording = Recording()
     lm = model(dispatcher=recording)
     whole = LossSum.from_tensors(lm(flat, TRAINING))
-    whole.total(0.0, 0.1).backward()
+    step_loss(whole, 0.0, 0.1).backward()
     assert len(recording.sent) == 2, "a gather a layer"
     assert whole.diagnostics.dropped_assignments.min() > 0
     owner = torch.tensor([0, 1, 1, 0, 2] * 8)
@@ -179,7 +179,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
         together = Together(recording.sent)
         part = model(dispatcher=together, recompute=recompute)
         loss = LossSum.from_tensors(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
-        loss.total(0.0, 0.1).backward()
+        step_loss(loss, 0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"
         sums.append(loss)
         grads.append(gradients(part))
@@ -194,7 +194,7 @@ def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
 
 def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     """A layer by its definition: gates of all k choices, the refused ones' terms left out."""
-    from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+    from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
     torch.manual_seed(0)
     layer = MixtureOfExperts(tiny_config(shared_ffn_size=0)).double()
@@ -203,7 +203,7 @@ def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     capacity = Capacity(6, 4, 20, 1, torch.arange(20))
     documents = torch.zeros(1, 20, dtype=torch.int64)
-    out, *stats = layer(x, ExpertCall(documents_Bt=documents, num_documents=1, capacity=capacity))
+    out, *stats = layer(x, MoECall(documents_Bt=documents, num_documents=1, capacity=capacity))
     probs = (x[0] @ layer.gate.weight.T).softmax(-1)
     gates, ids = probs.topk(2)
     gates = gates / gates.sum(-1, keepdim=True)

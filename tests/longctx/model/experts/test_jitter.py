@@ -16,7 +16,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
-from tests.longctx.samples import gradients, packed_batch, tiny_config
+from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 from tests.rounding import UNIT
 
 M = 256
@@ -152,7 +152,7 @@ def test_recomputation_draws_the_same_factors():
     for recompute in (False, True):
         lm = model(recompute=recompute)
         loss = LossSum.from_tensors(lm(BATCH, TRAINING))
-        loss.total(0.1).backward()
+        step_loss(loss, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 

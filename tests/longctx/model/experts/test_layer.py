@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
-from longctx.model.experts.layer import ExpertCall, MixtureOfExperts
+from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.experts.router import route
 from longctx.model.layers.linear import set_products
 from longctx.model.recompute import recomputed
@@ -80,7 +80,7 @@ def test_a_recomputed_layer_changes_no_bit(name):
     results = []
     for again in (False, True):
         module, x = build(**LAYERS[name]), tokens()
-        call = ExpertCall(documents_Bt=DOCUMENTS, num_documents=1)
+        call = MoECall(documents_Bt=DOCUMENTS, num_documents=1)
         if again:
             out, *stats = recomputed(
                 lambda x, recompute_cache, module=module, call=call: module(x, call, recompute_cache), x
@@ -99,7 +99,7 @@ def test_odd_widths_are_served(dtype, products):
     set_products(module, products)
     randomize(module)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
-    out = module(x, ExpertCall(run=ExpertRun(LocalDispatcher(), products=products)))[0]
+    out = module(x, MoECall(run=ExpertRun(LocalDispatcher(), products=products)))[0]
     assert out.dtype == dtype
     out.float().square().sum().backward()
     assert all(g.isfinite().all() for g in gradients(module).values())
@@ -107,7 +107,7 @@ def test_odd_widths_are_served(dtype, products):
 
 def test_no_token_gives_every_parameter_a_zero_gradient():
     module = build(router_z_loss_weight=0.1)
-    call = ExpertCall(documents_Bt=torch.zeros(1, 0, dtype=torch.int64), num_documents=3)
+    call = MoECall(documents_Bt=torch.zeros(1, 0, dtype=torch.int64), num_documents=3)
     out, counts, prob_sums, z_sum, *diagnostics = module(tokens(count=0), call)
     assert counts.shape == prob_sums.shape == (3, E)
     assert [float(of) for of in diagnostics] == [0, 0, 0, 0]

@@ -1,0 +1,20 @@
+"""How counts and long lists are worded in messages, the report and the verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plural(count: int, thing: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    if count == 1:
+        return f"1 {thing}"
+    return f"{count:,} {thing}s"
+
+
+def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
+    """``a, b and 3 more``: at most ``most`` names, and how many others there are, counted in ``thing`` if given."""
+    shown = ", ".join(names[:most])
+    if len(names) <= most:
+        return shown
+    return f"{shown} and {len(names) - most} more {thing}".rstrip()
