@@ -61,7 +61,8 @@ class AttentionShapes:
         """ValueError unless this process holds all tokens of the documents."""
         if documents.num_tokens != self.batch * self.tokens:
             raise ValueError(
-                f"{self.batch} rows of {self.tokens} tokens are not the {documents.num_tokens} tokens of cu_seqlens"
+                f"{self.batch} rows of {self.tokens} tokens are not the {documents.num_tokens} tokens of cu_seqlens; "
+                "a shard of them needs `document_ids` and a core that spans its ranks"
             )
 
     def check_call(self, q_BtHD: Tensor, sinks_H: Tensor | None) -> None:
