@@ -2,17 +2,15 @@
 
     python -m benchmarks.gpu_attention [--minutes 7.5] [--output FILE.json]
 
-Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Five tables, also saved as JSON:
+Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Four tables, also saved as JSON:
 
 1. TFLOP/s and peak memory of each kernel's blocks, forward and backward, 2K to 64K tokens a block, 32 query and 8 key
    heads of 128, bfloat16. Memory is what the call takes besides its inputs.
 2. A ring on one device: every rank's hops, one after the other, with its merges and additions but no transfer, beside
    one call of the same kernel over the whole sequence. ``efficiency`` is whole / sum of the ranks (goal 0.97);
    ``slowest`` is whole / (ranks × slowest rank), which counts imbalance too.
-3. One rank's packed row, its slices cut along trees into few calls, beside one call for each window and overlap.
-   ``forward_gain`` and ``backward_gain`` are the seconds of the second over those of the first.
-4. Relative (Frobenius) errors in bfloat16 against float64.
-5. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
+3. Relative (Frobenius) errors in bfloat16 against float64.
+4. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
    bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients between ranks,
    8/5 with bfloat16, for two-byte keys and values and blocks of which half is computed.
 
@@ -34,12 +32,9 @@ from torch import Tensor
 
 from benchmarks import gpu
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
-from longctx.kernels.attention.flash.calls import VarlenCall, build_calls, translate
-from longctx.kernels.attention.flash.groups import groups_by_window, trimmed
-from longctx.kernels.attention.flash.varlen import Sequences, VarlenKernel, on_device
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.select import KERNELS
-from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, once_per_table, slice_table
+from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.bands import area
@@ -210,80 +205,6 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
                 yield row | {"calls": _most_hops(schedule)} | ratios(alone, found)
 
 
-def measure_calls(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
-    """What cutting slices along trees gains over one call for each window, on the rank with most calls."""
-    name, kernel = next(iter(setting.kernels().items()))
-    tokens, degree = setting.ring_tokens, setting.degrees[-1]
-    bounds = packed_documents(tokens, tokens // 16)
-    q, k, v, dout = setting.tensors(tokens)
-    out = torch.zeros_like(q)
-    lse = torch.zeros(q.shape[:-1], dtype=torch.float64, device=q.device)
-    whole = [q, k, v, dout, out, lse]
-    for layout in ("zigzag", "balanced"):
-        if time.monotonic() > deadline:
-            print(f"out of time before the calls of {layout} rows", file=sys.stderr)
-            return
-        schedule = Schedule.build(SequenceLayout.build(layout, tokens, degree, bounds), bounds)
-        tables = [[work.slices for hop in schedule.hops(rank) for work in hop.work] for rank in range(degree)]
-        rank = max(range(degree), key=lambda r: sum(len(translate(table)) for table in tables[r]))
-        yield {
-            "kernel": name,
-            "layout": layout,
-            "ranks": degree,
-            "slices": sum(len(table) for table in tables[rank]),
-            "calls": sum(len(translate(table)) for table in tables[rank]),
-            "calls_by_window": sum(len(calls_by_window(table)) for table in tables[rank]),
-            **call_gains(setting, kernel, schedule, rank, whole),
-        }
-
-
-def call_gains(
-    setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, whole: list[Tensor]
-) -> dict[str, float | None]:
-    """Seconds of a rank with one call a window over its seconds as it is; None for a kernel without calls."""
-    if not isinstance(kernel, VarlenKernel):
-        return {"forward_gain": None, "backward_gain": None}
-    few, many = (RankWork(setting, k, schedule, rank, whole) for k in (kernel, OneCallAWindow(kernel)))
-    return {
-        "forward_gain": _gain(setting, few.forward, many.forward),
-        "backward_gain": _gain(setting, few.backward, many.backward),
-    }
-
-
-def _gain(setting: Setting, few: Callable[[], Any], many: Callable[[], Any]) -> float:
-    return gpu.seconds(many, setting) / gpu.seconds(few, setting)
-
-
-class OneCallAWindow(VarlenKernel):
-    """A kernel whose slices are not cut: a call for each window, and for each overlap within one."""
-
-    def __init__(self, kernel: VarlenKernel) -> None:
-        super().__init__(kernel.name, capability=kernel.capability)
-        self.kernel = kernel
-
-    def supports(self, request: KernelRequest) -> str | None:
-        return self.kernel.supports(request)
-
-    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[Sequences, ...]:
-        return _calls_by_window_on(slices, q_BtHD.device)
-
-    def call_forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return self.kernel.call_forward(*given)
-
-    def call_backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return self.kernel.call_backward(*given)
-
-
-def calls_by_window(slices: Tensor) -> tuple[VarlenCall, ...]:
-    """The calls of slices that are trimmed and grouped by window, and not cut."""
-    return build_calls(groups_by_window(trimmed(slices)))
-
-
-@once_per_table
-def _calls_by_window_on(slices: Tensor, device: torch.device) -> tuple[Sequences, ...]:
-    return tuple(on_device(call, 1, device) for call in calls_by_window(slices))
-
-
 def _whole_runs(setting: Setting, kernel: AttentionKernel, slices: Tensor, whole: list[Tensor]):
     q, k, v, dout, out, lse = whole
     yield lambda: kernel.forward(q, k, v, slices, scores=setting.scores)[0].to(q.dtype)
@@ -380,9 +301,6 @@ def run(setting: Setting, minutes: float) -> dict[str, Any]:
     gpu.show(f"Blocks ({heads}): TFLOP/s and MiB", blocks)
     rings = list(measure_rings(setting, begun + 60 * minutes))
     gpu.show(f"A ring's blocks beside one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
-    calls = list(measure_calls(setting, begun + 60 * minutes))
-    title = "A packed row's slices cut along trees beside one call a window (seconds of the second over the first)"
-    gpu.show(title, calls)
     errors = list(measure_errors(setting))
     gpu.show("Relative errors against float64", errors)
     hidden = list(thresholds(setting, blocks))
@@ -391,7 +309,6 @@ def run(setting: Setting, minutes: float) -> dict[str, Any]:
         "heads": heads,
         "blocks": blocks,
         "rings": rings,
-        "calls": calls,
         "errors": errors,
         "thresholds": hidden,
     }

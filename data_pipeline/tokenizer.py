@@ -22,8 +22,8 @@ PADDING = "<|padding|>"
 SPACE_MARK = "\u2581"
 """SentencePiece writes a space as this character, and so reads the character itself back as a space."""
 
-# SentencePiece needs about 100 bytes of memory for each byte that it encodes at once.
-_CHUNK_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 20
+"""Text to encode at once: SentencePiece needs about 100 bytes of memory for each byte of it."""
 
 Progress = Callable[[int, int], None]
 """A function that takes the number of documents and of bytes of text done so far."""
@@ -82,12 +82,12 @@ class Tokenizer:
             return self.document_end
         return own
 
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text`` as int32, without begin and end."""
+    def encode(self, text: str, *, chunk_characters: int = CHUNK_CHARACTERS) -> np.ndarray:
+        """The ids of ``text`` as int32, without begin and end; memory grows with ``chunk_characters``."""
         # The empty part stands for a text without any.
         parts = [np.empty(0, dtype=np.int32)]
         try:
-            for chunk in _chunks(text):
+            for chunk in _chunks(text, chunk_characters):
                 parts += self._encode_chunk(chunk)
         except UnicodeEncodeError as error:
             raise DataError(f"Text with a lone surrogate ({error.reason}) is not Unicode text. Replace it.") from error
@@ -124,11 +124,11 @@ class Tokenizer:
                 yield self._processor.encode_as_numpy(part)
 
 
-def _chunks(text: str) -> Iterator[str]:
-    """Yield ``text``, cut after a newline about every million characters: memory stays bounded on any document."""
+def _chunks(text: str, size: int) -> Iterator[str]:
+    """Yield ``text``, cut after a newline about every ``size`` characters: memory stays bounded on any document."""
     start = 0
     while start < len(text):
-        stop = start + _CHUNK_CHARACTERS
+        stop = start + size
         if stop < len(text):
             # Few tokens cross a newline; a line without end is cut all the same.
             newline = text.rfind("\n", start, stop)

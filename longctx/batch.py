@@ -1,6 +1,6 @@
 """What the data pipeline hands to the model: rows of packed documents, targets already shifted.
 
-Axes: B rows, T tokens a row; a small t is one rank's share of T.
+Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class Batch:
     def flatten_rows(self) -> Batch:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
         flat = self.map_tokens(lambda x: x.reshape(1, -1))
+        # Experts' capacity is counted by rows, so their length is remembered; flat twice is flat once.
         return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def map_tokens(self, change) -> Batch:
-        """A batch whose four per-token tensors went through ``change``; ``documents`` are kept."""
+        """A batch whose four per-token tensors went through ``change``; ``documents`` stay as they are."""
+        # One list of names: a tensor that was cut without the others would shift targets against tokens.
         names = ("tokens", "targets", "positions", "document_ids")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 

@@ -114,6 +114,7 @@ class CheckpointReader:
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
         out = torch.empty(numel, dtype=torch.float32)
         for piece in self._pieces[name][role]:
+            # The overlap of what is asked for and what the piece holds; safetensors reads a slice from the disk.
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if lo < hi:
                 out[lo - start : hi - start] = self._entry(piece)[lo - piece.start : hi - piece.start]
@@ -123,16 +124,22 @@ class CheckpointReader:
         """Every weight, one at a time, in ``dtype`` (default: the run's); buffers in float32, as they are."""
         for name in self.names():
             values = self.read(name)
-            yield name, values if is_buffer(name) else values.to(dtype or self.dtype)
+            if not is_buffer(name):
+                values = values.to(dtype or self.dtype)
+            yield name, values
 
     def verify(self, files: Iterable[str] | None = None) -> list[str]:
         """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
         problems = []
-        for name in self.manifest["files"] if files is None else files:
+        names: Iterable[str] = self.manifest["files"]
+        if files is not None:
+            names = files
+        for name in names:
             entry = self.manifest["files"][name]
             path = self.folder / name
             if not path.is_file():
                 problems.append(f"{name} is missing")
+            # The size first: it is free, and a copy that was cut short is the usual damage.
             elif path.stat().st_size != entry["bytes"]:
                 problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
             elif hash_file(path) != entry["hash"]:
@@ -140,10 +147,11 @@ class CheckpointReader:
         return problems
 
     def close(self) -> None:
-        """Let go of the open files."""
+        """Close the open files."""
         self._open.clear()
 
     def _entry(self, piece: Piece) -> Any:
+        """The file's entry of a piece, checked against the manifest; its values are read when it is sliced."""
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
@@ -172,15 +180,19 @@ class CheckpointReader:
     def _check_cover(self) -> None:
         """Every role of every tensor must be covered exactly once, by files of this folder that the manifest lists."""
         files = set(self.manifest["files"])
-        if strangers := sorted(name for name in files if Path(name).name != name):
+        # A manifest may come from strangers, and must not make us read elsewhere.
+        strangers = sorted(name for name in files if Path(name).name != name)
+        if strangers:
             raise CheckpointError(f"{self.folder}: the manifest names files outside of its folder: {strangers}.")
         for name, roles in self._pieces.items():
             for role, pieces in roles.items():
                 at = 0
+                # In order each piece must begin where the one before ends: no gap and no value twice.
                 for piece in sorted(pieces, key=lambda p: p.start):
                     if piece.start != at or piece.numel < 0:
                         raise CheckpointError(f"{self.folder}: {name} ({role}) is not covered once at value {at}.")
-                    if piece.file not in files:  # nothing vouches for its bytes
+                    # Nothing vouches for the bytes of a file without a hash.
+                    if piece.file not in files:
                         raise CheckpointError(f"{self.folder}: {name} ({role}) lies in the unlisted file {piece.file}.")
                     at += piece.numel
                 if at != torch.Size(self.shape(name)).numel():
@@ -194,8 +206,13 @@ def model_config(reader: CheckpointReader) -> ModelConfig:
 
 def list_checkpoints(run_folder: str | Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first: folders ``checkpoints/step_NNNNNN`` that have a manifest."""
-    found = (p for p in (Path(run_folder) / CHECKPOINTS).glob("step_*") if (p / MANIFEST).is_file())
-    steps = [(int(match[1]), p) for p in found if (match := _COMMITTED.fullmatch(p.name))]
+    steps: list[tuple[int, Path]] = []
+    for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
+        # Not ``step_000100.discarded``, and no folder that somebody has begun to copy.
+        match = _COMMITTED.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            steps.append((int(match[1]), path))
+    # By number, not by name: seven digits come after six.
     return [path for _, path in sorted(steps)]
 
 
@@ -213,6 +230,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, its format, version and hash checked."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())

@@ -31,12 +31,17 @@ class ModelConfig(ModelFields):
         How weights start, what a loss weighs and sizes that a dense (or expert) model does not read make no difference.
         """
         idle = names_of_role("training") | names_of_role("length")
+        # A model without experts does not read their fields, and one of experts alone not the dense FFN's width.
         if not self.num_experts:
             idle |= names_of_role("experts")
         elif not self.dense_layers:
             idle |= {"ffn_size"}
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(ModelConfig)}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in idle}
+        differing: dict[str, tuple[Any, Any]] = {}
+        for f in fields(ModelConfig):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs and f.name not in idle:
+                differing[f.name] = mine, theirs
+        return differing
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -57,7 +62,11 @@ class ModelConfig(ModelFields):
 
 
 def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
+    """A dataclass from plain values; ConfigError for a key that it does not have."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(values) - known):
+    unknown = sorted(set(values) - known)
+    if unknown:
         raise ConfigError(f"unknown {where} keys {unknown}; known: {sorted(known)}.")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    # JSON and TOML have no tuples, and a frozen config must hash.
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return kind(**(values | lists))

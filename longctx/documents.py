@@ -58,6 +58,7 @@ class PackedDocuments:
             found = cu_seqlens.tolist()
         else:
             found = list(cu_seqlens)
+        # Here, once a batch, so that nobody behind has to check again.
         fault = _fault(found, num_tokens)
         if fault is not None:
             _refuse(found, num_tokens, fault)
@@ -78,6 +79,7 @@ class PackedDocuments:
         """The boundaries as int64 [num_documents + 1] on the CPU. Nobody writes into it."""
         return torch.tensor(self.bounds, dtype=torch.int64, device="cpu")
 
+    # The generated hash would go through all boundaries at each look-up of a cache.
     def __hash__(self) -> int:
         return self._hash
 
@@ -104,7 +106,11 @@ def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
 
 
 def _refuse(bounds: Sequence[Any], num_tokens: int | None, fault: str) -> None:
-    goal = "0" if num_tokens is None else f"0 to the sequence's {num_tokens} tokens"
+    """Raise the ConfigError, which shows the boundaries and what is wrong with them."""
+    goal = "0"
+    if num_tokens is not None:
+        goal = f"0 to the sequence's {num_tokens} tokens"
+    # A batch may have thousands of documents: both ends are enough.
     shown = f"{list(bounds)}"
     if len(bounds) > 6:
         first, last = ", ".join(map(str, bounds[:4])), ", ".join(map(str, bounds[-2:]))

@@ -33,7 +33,7 @@ def explained_writes(path: Path, error: type[LongCtxError] = DataError) -> Itera
     try:
         yield
     except OSError as refusal:
-        advice = _ADVICE.get(refusal.errno or 0, "Choose another place or mend this one.")
+        advice = _ADVICE.get(refusal.errno or 0, "Choose another path or mend this one.")
         raise error(
             f"{path} could not be written ({refusal.strerror or refusal}). Nothing is left of it.\n{advice}"
         ) from refusal
@@ -53,9 +53,11 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
     What the system refuses stays an OSError.
     """
+    # Beside the target, because a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
     try:
         yield temporary
+        # On the disk before the rename: after a power cut the name must not lead to an empty file.
         sync_path(temporary)
         temporary.replace(path)
     finally:
@@ -94,8 +96,10 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
         staging.mkdir()
         try:
             yield staging
-            for path in (*staging.rglob("*"), staging):
+            for path in staging.rglob("*"):
                 sync_path(path)
+            sync_path(staging)
+            # Two renames, and between them no target: the exception below puts the old one back.
             if replace and target.exists():
                 target.rename(retired)
             staging.rename(target)
@@ -127,6 +131,7 @@ def hash_file(path: Path) -> str:
 
 
 def _writer() -> str:
+    """Host and process, so that two writers of one target never share a temporary name."""
     return f"{socket.gethostname()}.{os.getpid()}"
 
 
@@ -140,10 +145,12 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
+    """Whether this host has such a process. Signal 0 asks without sending anything."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
+        # It runs, as another user.
         return True
     return True

@@ -25,7 +25,8 @@ def mix64(x: int) -> int:
 
 def mix64_array(values: np.ndarray) -> np.ndarray:
     """The splitmix64 image of each value, uint64."""
-    x = values.astype(np.uint64) + np.uint64(GOLDEN)  # arithmetic on arrays of uint64 wraps, as the mixer wants
+    # Arithmetic on arrays of uint64 wraps, as the mixer wants.
+    x = values.astype(np.uint64) + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTORS[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return x ^ (x >> np.uint64(31))

@@ -21,8 +21,6 @@ from typing import Annotated, Any, Protocol, TextIO, TypeVar
 
 from tyro.conf import arg
 
-_SECONDS_BETWEEN_LINES = 10.0
-
 Result = TypeVar("Result")
 Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 """The option of every verb that prints a table."""
@@ -126,14 +124,14 @@ class Update(Protocol):
 
 
 @contextmanager
-def progress(label: str, *, total: int | None = None) -> Iterator[Update]:
-    """Show that work goes on: a bar on a terminal, otherwise a line now and then.
+def progress(label: str, *, total: int | None = None, seconds_between_lines: float = 10.0) -> Iterator[Update]:
+    """Show that work goes on: a bar on a terminal, otherwise a line every ``seconds_between_lines``.
 
     ``done`` beyond ``total`` means that the total was only a guess: the bar then shows activity alone.
     """
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         note(f"{label} …")
-        yield _Lines(label, total)
+        yield _Lines(label, total, seconds_between_lines)
         return
     # Here, because rich takes longer to import than a short verb takes to run.
     from rich.console import Console
@@ -163,16 +161,16 @@ def progress(label: str, *, total: int | None = None) -> Iterator[Update]:
 
 
 class _Lines:
-    """Progress where there is no terminal: a line every ten seconds."""
+    """Progress where there is no terminal: a line now and then."""
 
-    def __init__(self, label: str, total: int | None) -> None:
-        self._label, self._total = label, total
-        self._due = time.monotonic() + _SECONDS_BETWEEN_LINES
+    def __init__(self, label: str, total: int | None, seconds: float) -> None:
+        self._label, self._total, self._seconds = label, total, seconds
+        self._due = time.monotonic() + seconds
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         if time.monotonic() < self._due:
             return
-        self._due = time.monotonic() + _SECONDS_BETWEEN_LINES
+        self._due = time.monotonic() + self._seconds
         whole = total or self._total
         share = ""
         if whole and done <= whole:

@@ -1,4 +1,4 @@
-"""``RunConfig``: everything a run is told: defaults, then a TOML file, then flags. Strict, frozen, checked once."""
+"""``RunConfig``: all settings of a run, from defaults, then a TOML file, then flags. Strict, frozen, checked once."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ class TrainSection:
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
     recompute: bool = False
-    """Whether backward recomputes each block instead of keeping its activations; of attention the result is kept, and
-    of experts their choice and output: recomputing sends nothing and chooses nothing anew."""
+    """Activation checkpointing: backward recomputes each block from its input. Attention's result and the experts'
+    choice and output are saved all the same, so that recomputation sends nothing and routes nothing again."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
-    """What backward forms again of the experts: nothing, the activation between their two products, or all but the
-    tokens they were given (which then travel once more where experts are on other ranks). With ``train.recompute`` it
-    is always the last."""
+    """What backward recomputes of the experts: nothing, the activation between their two products, or all but their
+    input tokens (which are then dispatched once more where experts are on other ranks). ``train.recompute`` always
+    means all."""
     record_routing: str = "no"
     """Folder to write every step's choice of experts to, a file a step; "no" writes none."""
     replay_routing: str = "no"
@@ -115,24 +115,25 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How the ranks share the work; the data degree is what remains of the world."""
+    """How the ranks divide the work; the data-parallel degree is what remains of the world."""
 
     context: int = 1
-    """Ranks that share one sequence."""
+    """Context-parallel degree: ranks that share one sequence."""
     ulysses: int = 1
-    """How many of those hold the same rows and split heads; the rest is the ring."""
+    """How many of those hold the same tokens and split attention heads (Ulysses); the rest is the ring (ring
+    attention)."""
     expert: int = 1
-    """Neighbouring ranks over which the experts of each layer are spread, whatever sequences these work on; divides the
-    ranks and model.num_experts."""
+    """Expert-parallel degree: neighbouring ranks over which the experts of each layer are spread, whatever sequences
+    these work on; divides the ranks and model.num_experts."""
     expert_tile_tokens: int = 0
-    """Tokens of a rank that travel to their experts at a time, while those before are computed; 0 is all at once.
-    Bounds the memory that the experts of a long row take."""
+    """Tokens of a rank that are dispatched to their experts at a time, while those before are computed; 0 is all at
+    once. Bounds the memory that the experts of a long row take."""
     layout: str = "zigzag"
     """Which token lives where: contiguous, zigzag, striped or balanced. zigzag evens out attention over long documents,
     balanced over any packed documents."""
     transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
-    """How keys and values travel: p2p straight from their owner, two_level once to each node and round inside it (auto
-    does so where a ring spans nodes), all_gather all at once, for more memory."""
+    """How ring attention gets keys and values: p2p from their owner, two_level once to each node and round inside it
+    (auto does so where a ring spans nodes), all_gather all at once, for more memory."""
     communication_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of key and value gradients between ranks; bfloat16 halves the bytes and rounds each rank's part."""
     kernel: str = "auto"

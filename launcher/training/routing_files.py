@@ -36,7 +36,7 @@ Order = dict[str, Any]
 
 
 class RoutingFiles:
-    """What a run records and replays; neither, unless it is told to."""
+    """Records the routing of a run, replays that of another, or both; does nothing where neither is asked for."""
 
     def __init__(self, record: str, replay: str, model: ModelConfig, tokens_per_step: int) -> None:
         """``record`` and ``replay`` are folders, or "no"."""
@@ -82,7 +82,7 @@ class RoutingFiles:
             self._replays = [RoutingReplay() for _ in token_indices]
 
     def replay(self, micro_batch: int) -> RoutingReplay | None:
-        """What a micro-batch's forward pass is to record or follow."""
+        """The choices that a micro-batch's forward pass records or follows."""
         if not self._replays:
             return None
         return self._replays[micro_batch]

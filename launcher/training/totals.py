@@ -1,4 +1,4 @@
-"""What a step's micro-batches and ranks add up to, and what the record of the step says of its experts.
+"""Sums of a step over its micro-batches and over all ranks.
 
 Axes: L expert layers, E experts.
 """

@@ -78,6 +78,7 @@ class Rope:
 
     def check_size(self, rotary_size: int) -> None:
         """ConfigError unless heads can have ``rotary_size`` rotary channels of this rope."""
+        # Channels are rotated in pairs.
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
                 f"model.rope has {rotary_size} rotary channels in each head; it must be an even number of at least 2. "
@@ -154,6 +155,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Rope)}
 
 def _check_kind(rope: Rope) -> None:
     """ConfigError for a field that the kind does not read, and for one that it lacks."""
+    # Nothing would read such a field: the model would not be the one that was meant.
     for name, kinds in _READ_BY.items():
         value = getattr(rope, name)
         if rope.kind not in kinds and value != _DEFAULTS[name]:

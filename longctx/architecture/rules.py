@@ -237,6 +237,7 @@ def _check_ffn(config: ModelFields) -> None:
             f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
             f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
         )
+    # Where every layer has experts nobody reads the dense width.
     if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
         raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
 

@@ -32,6 +32,7 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     Qwen3-30B-A3B does. The router's selection bias is no parameter: it is set by a rule and not by gradients.
     """
     vectors = _sum(config, _block_vectors)
+    # With norms after each sum the last block ends in one already.
     if config.norm_order != "post":
         vectors["norms"] += _norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
@@ -59,6 +60,7 @@ def _active(config: ModelFields, routed: int) -> int:
     """Of all routed experts' parameters, those of the experts that one token is routed to."""
     if not config.num_experts:
         return 0
+    # Exact: all experts of all layers have one size.
     return routed // config.num_experts * config.experts_per_token
 
 

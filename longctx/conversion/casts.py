@@ -25,6 +25,7 @@ def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
     origin = reader.manifest["training"].get("imported")
     if origin is None:
         return dict.fromkeys(reader.names(), torch.float32)
+    # An import's manifest lists only the tensors whose dtype is not the usual one.
     usual = origin.get("dtype", reader.manifest["dtype"])
     return {name: getattr(torch, origin.get("dtypes", {}).get(name, usual)) for name in reader.names()}
 
@@ -43,15 +44,16 @@ def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[s
             asked = reader.dtype
     if asked is None:
         return own
-    return {name: dtype if is_buffer(name) else asked for name, dtype in own.items()}
+    return own | {name: asked for name in own if not is_buffer(name)}
 
 
 def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
     """Number of tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
-    pairs = Counter((before[name], after[name]) for name in before)
+    casts = Counter((before[name], after[name]) for name in before)
+    # A dtype holds all values of another where the two promote to it.
     return {
         f"{dtype_name(old)} → {dtype_name(new)}": count
-        for (old, new), count in pairs.items()
+        for (old, new), count in casts.items()
         if torch.promote_types(old, new) != new
     }
 
@@ -66,10 +68,12 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exac
     flat = tensor.view(-1)
     for start in range(0, len(flat), _BLOCK):
         values = reader.read_range(name, "master", start, min(_BLOCK, len(flat) - start))
+        # Closed after each block: only so the pages that were read leave resident memory.
         reader.close()
         result = values.to(dtype)
         if dtype == torch.float16 and not torch.equal(result.isfinite(), values.isfinite()):
             raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")
+        # Bits rather than values: −0 equals 0, and NaN equals nothing.
         if exactly and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
             raise CheckpointError(f"{name} is not what {dtype_name(dtype)} can hold: a bit would be lost.")
         flat[start : start + len(values)] = result

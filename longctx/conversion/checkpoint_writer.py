@@ -56,6 +56,7 @@ def save_masters(
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
             if progress is not None:
                 progress(done, len(shapes))
+        # From here on the files have their names, and the manifest can list them.
         file_of = writer.finish()
         if tokenizer is not None:
             shutil.copyfile(tokenizer, staging / TOKENIZER)
@@ -73,7 +74,8 @@ def save_masters(
             "training": training,
         }
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
-        CheckpointReader(staging).close()  # the reader checks that one file holds every value of every tensor
+        # The reader checks that one file holds every value of every tensor.
+        CheckpointReader(staging).close()
     return output
 
 

@@ -17,10 +17,12 @@ def check_folders(source: str | Path, output: str | Path) -> None:
     """
     source, output = Path(source), Path(output)
     if not source.is_dir():
-        problem = "is no folder" if source.exists() else "does not exist"
-        raise CheckpointError(f"{source} {problem}.")
+        if source.exists():
+            raise CheckpointError(f"{source} is no folder.")
+        raise CheckpointError(f"{source} does not exist.")
     if (source / CHECKPOINTS).is_dir():
         source = find_checkpoint(source)
+    # A folder that changes while it is read has neither its old hashes nor its old files.
     if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
         beside = source.resolve().with_name(f"{source.resolve().name}-converted")
         raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")
@@ -36,7 +38,8 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 def check_hashes(reader: CheckpointReader) -> None:
     """CheckpointError that names every file of the checkpoint that is not as its manifest has it."""
-    if problems := reader.verify():
+    problems = reader.verify()
+    if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise CheckpointError(f"{reader.folder} is damaged:{listed}")
 

@@ -13,8 +13,14 @@ from longctx.conversion.weights.folder import checked_path
 from longctx.errors import CheckpointError
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 """Beside ``tokenizer.model``, which every checkpoint may have."""
 CARRIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
@@ -22,10 +28,13 @@ CARRIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 
 def find_companions(folder: Path) -> list[Path]:
     """The folder's files to carry, ``tokenizer.model`` included; CheckpointError for a link that leads out of it."""
-    paths = [folder / name for name in (TOKENIZER, *CARRIED_FILES)]
-    # A link that leads nowhere does not exist, and is refused below instead of left out.
-    present = [path.name for path in paths if path.exists() or path.is_symlink()]
-    return [checked_path(folder, name, named_by=folder) for name in present]
+    found: list[Path] = []
+    for name in (TOKENIZER, *CARRIED_FILES):
+        path = folder / name
+        # A link that leads nowhere does not exist; it is refused instead of left out.
+        if path.exists() or path.is_symlink():
+            found.append(checked_path(folder, name, named_by=folder))
+    return found
 
 
 def carried_names(reader: CheckpointReader) -> list[str]:
@@ -41,6 +50,7 @@ def has_own_tokenizer(reader: CheckpointReader) -> bool:
 def copy_companions(reader: CheckpointReader, output: Path) -> list[str]:
     """Copy what an imported checkpoint carries into a Hugging Face folder, and check the bytes; the names copied."""
     names = carried_names(reader)
+    # Without tokenizer files of its own the folder gets an export of tokenizer.model instead (``save_hf``).
     if has_own_tokenizer(reader) and (reader.folder / TOKENIZER).is_file():
         names.append(TOKENIZER)
     for name in names:

@@ -79,24 +79,30 @@ def export_checkpoint(
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
-    tokenizer = reader.folder / TOKENIZER
+    # Tokenizer files that came with the model go out as they came; only without them the SentencePiece model is
+    # exported as a fast tokenizer.
+    tokenizer = None
+    if (reader.folder / TOKENIZER).exists() and not has_own_tokenizer(reader):
+        tokenizer = reader.folder / TOKENIZER
     prints = Fingerprints()
     masters = partial(_masters, reader, dtypes)
     with staged_folder(Path(output), error=CheckpointError) as staging:
         save_hf(
             config,
-            masters() if verify == "none" else prints.record(masters()),
+            _recorded(masters(), prints, verify),
             staging,
-            tokenizer=tokenizer if tokenizer.exists() and not has_own_tokenizer(reader) else None,
+            tokenizer=tokenizer,
             model_type=origin.get("model_type"),
             token_ids=origin.get("token_ids"),
             shard_bytes=shard_bytes,
-            progress=None if progress is None else partial(progress, "written"),
+            progress=_count_written(progress),
         )
         carried = copy_companions(reader, staging)
         tensors, logits = None, None
         if verify != "none":
+            # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
             tensors = prints.check(_counted(HfReader(staging), len(dtypes), progress), "the output")
+        # After the tensors, which are cheap: the logits of a wrong tensor say nothing new.
         if no_logits is None:
             logits = compare_logits(config, masters, staging, num_parameters=size, dtype=written)
     return Conversion(
@@ -135,6 +141,7 @@ def import_hf(
     reader = HfReader(folder)
     companions = find_companions(reader.folder)
     source_dtype = reader.dtype
+    # Asked before anything is written: a conversion that cannot be verified as wished ends here.
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
     no_logits = _why_no_logits(verify, reader.config, size, source_dtype, folder=reader.folder)
     prints, dtypes = Fingerprints(), {}
@@ -147,6 +154,7 @@ def import_hf(
     }
 
     def source() -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and note the dtype that each came in."""
         for name, tensor in reader:
             dtypes[name] = tensor.dtype
             if tensor.dtype != source_dtype:
@@ -156,16 +164,17 @@ def import_hf(
     with staged_folder(Path(output), error=CheckpointError) as staging:
         save_masters(
             reader.config,
-            source() if verify == "none" else prints.record(source()),
+            _recorded(source(), prints, verify),
             staging,
             dtype=dtype or source_dtype,
             training={"imported": origin},
             carried=companions,
             shard_bytes=shard_bytes,
-            progress=None if progress is None else partial(progress, "written"),
+            progress=_count_written(progress),
         )
         tensors, logits = None, None
         if verify != "none":
+            # Masters are float32, the source's hashes of its own dtype: each is cast back, which must lose no bit.
             written = CheckpointReader(staging)
             check_tensors(written)
             back = ((name, read_master(written, name, dtypes[name], exactly=True)) for name in written.names())
@@ -199,6 +208,20 @@ def _why_no_logits(
     return reason
 
 
+def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:
+    """The items, their fingerprints recorded on the way where they are to be verified."""
+    if verify == "none":
+        return items
+    return prints.record(items)
+
+
+def _count_written(progress: Progress | None) -> Callable[[int, int], None] | None:
+    """The writers' progress: the same, of tensors that were written."""
+    if progress is None:
+        return None
+    return partial(progress, "written")
+
+
 def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the items, each counted as verified once it was taken."""
     for done, item in enumerate(items, start=1):
@@ -213,4 +236,5 @@ def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
 
 
 def _num_values(reader: CheckpointReader) -> int:
+    """Parameters and buffers of a checkpoint's model."""
     return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

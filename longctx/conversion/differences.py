@@ -21,6 +21,7 @@ def raise_differences(
 ) -> None:
     """Raise CheckpointError with what does not fit; return when all three are empty."""
     found = {"missing": list(missing), "unexpected": list(unexpected), "of the wrong shape": list(wrong)}
-    if any(found.values()):
-        lines = [f"  {kind} ({len(names)}): {listing(names)}" for kind, names in found.items() if names]
-        raise CheckpointError("\n".join([f"the tensors of {where} are not those of its config:", *lines]))
+    lines = [f"  {kind} ({len(names)}): {listing(names)}" for kind, names in found.items() if names]
+    if lines:
+        lines.insert(0, f"the tensors of {where} are not those of its config:")
+        raise CheckpointError("\n".join(lines))

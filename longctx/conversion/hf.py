@@ -60,6 +60,7 @@ class HfReader:
         self.token_ids = {key: hf_config.get(key) for key in TOKEN_ID_KEYS}
         self._disk = WeightsFolder(self.folder)
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
+        # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
         on_disk = self._names_on_disk(hf_config)
         self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
         self._check_names(on_disk)
@@ -93,12 +94,15 @@ class HfReader:
         """The tensors that parameters are made of; a warning names further layers that the family leaves out."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
-        if packed := [name for name in names if name.endswith(("_blocks", "_scales"))]:
+        packed = [name for name in names if name.endswith(("_blocks", "_scales"))]
+        if packed:
             raise CheckpointError(
                 f"{self.folder} holds weights packed into 4-bit blocks (mxfp4): {listing(packed, limit=4)}.\n"
                 "Unpack them first: transformers' Mxfp4Config(dequantize=True), then save_pretrained."
             )
-        extra = hf_config.get(family.extra_layers_key, 0) if family.extra_layers_key else 0
+        extra = 0
+        if family.extra_layers_key:
+            extra = hf_config.get(family.extra_layers_key, 0)
         left_out = {name for name in names if ignored_name(family, self.config, extra).fullmatch(name)}
         if extra and any(name.startswith("model.layers.") for name in left_out):
             log.warning(
@@ -110,6 +114,7 @@ class HfReader:
     def _check_names(self, on_disk: set[str]) -> None:
         """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""
         parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
+        # Some tools save the head of a tied model too; a copy of the embeddings is no parameter of its own.
         if self.config.tie_embeddings and {HEAD, self._embeddings} <= on_disk:
             self._check_tied_head()
             on_disk = on_disk - {HEAD}
@@ -163,19 +168,23 @@ def save_hf(
     """
     folder = Path(folder)
     hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=tokenizer is not None)
-    if lost := left_behind(config, hf_config):
+    lost = left_behind(config, hf_config)
+    if lost:
         log.warning(
             "a %s config.json has no key for what training alone reads: %s. The weights are the same function without.",
             hf_config["model_type"],
             ", ".join(f"model.{name}={value!r}" for name, value in lost.items()),
         )
-    items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+    items: Any = tensors
+    if isinstance(tensors, Mapping):
+        items = tensors.items()
     with staged_folder(folder, error=CheckpointError) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)
         dtypes = _write_parameters(
             config, items, writer, model_type=hf_config["model_type"], dtype=dtype, progress=progress
         )
         file_of = writer.finish()
+        # transformers looks for an index only where there is no model.safetensors.
         if len(set(file_of.values())) > 1:
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
@@ -184,7 +193,7 @@ def save_hf(
                 tokenizer, staging, max_vocab_size=config.vocab_size, max_positions=config.max_positions
             )
         name = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
-        # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out
+        # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
         write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if tokenizer is not None:
@@ -220,6 +229,7 @@ def _write_parameters(
             wrong = [f"{name} {tuple(tensor.shape)} instead of {spec.shape}"]
             raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
         tensor = _cast(name, tensor, dtype)
+        # config.json names one dtype, the parameters'; buffers are float32 in any model.
         if not is_buffer(name):
             dtypes.add(tensor.dtype)
         # A tensor on disk is written once all parameters of it have come.
@@ -241,6 +251,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype={dtype} of {name} cannot be exported. Choose float32, bfloat16 or float16.")
     cast = tensor.detach().to(dtype)
+    # float16 is the only one of the three with a smaller range: rounding is asked for, infinity is not.
     if dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
         raise CheckpointError(f"{name} has values beyond float16's 65504. Export it in bfloat16 or float32.")
     return cast

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Protocol
 
@@ -81,13 +81,13 @@ class Step:
 
 
 STEPS: dict[str, Step] = {
-    # [in, out] on disk
+    # [in, out] on disk.
     "transposed": Step(
         disk_view=lambda x: x.mT,
         our_view=lambda x: x,
         shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
     ),
-    # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder
+    # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder.
     "alternating": Step(
         disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
         our_view=lambda x: x.unflatten(1, (2, -1)),
@@ -110,6 +110,7 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
 @lru_cache(maxsize=32)
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Shape of every parameter and buffer of the decoder, in its order; nothing is allocated, and no family needed."""
+    # The decoder itself is the only list of its parameters; on the meta device it costs nothing.
     from longctx.model.decoder import Decoder
 
     with torch.device("meta"):
@@ -118,8 +119,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.Pattern[str]:
     """A pattern of the tensors on disk that belong to no parameter, as the family has it."""
-    layers = (rf"model\.layers\.{config.num_layers + n}\..*" for n in range(extra_layers))
-    return re.compile("|".join((*family.ignored_tensors, *layers)) or r"(?!)")
+    patterns = list(family.ignored_tensors)
+    for n in range(extra_layers):
+        patterns.append(rf"model\.layers\.{config.num_layers + n}\..*")
+    # Without any pattern: (?!) matches nothing, and the empty one would match the empty name.
+    return re.compile("|".join(patterns) or r"(?!)")
 
 
 def assemble(spec: TensorSpec, layout: Layout, disk: Disk) -> Tensor:
@@ -128,6 +132,7 @@ def assemble(spec: TensorSpec, layout: Layout, disk: Disk) -> Tensor:
     if not layout.steps and not layout.is_shared:
         return whole.view(spec.shape)
     start, stop = layout.rows
+    # One copy between two views does every step at once, whatever their number.
     out = torch.empty(spec.shape, dtype=whole.dtype)
     on_disk = _disk_view(whole.view(_disk_shape(layout)), layout.steps)
     _our_view(out, layout.steps).copy_(on_disk[start:stop])
@@ -164,6 +169,7 @@ def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
 
 
 def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
+    """Our tensor in the shape that meets the disk's view."""
     return reduce(lambda view, step: STEPS[step].our_view(view), steps, x)
 
 
@@ -203,12 +209,13 @@ def _layout(
     on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, experts: int
 ) -> Layout:
     """A family's way to store ``members``, with the names of this layer and the range of the parameter ``name``."""
+    # Members lie one after the other along their first axis (GPT-2's queries, keys and values).
     rows = [shapes[member][0] for member in members]
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])
     layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
     parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, experts))
-    return Layout(parts=parts, whole=whole, steps=on_disk.steps, members=members, rows=layout.rows)
+    return replace(layout, parts=parts)
 
 
 def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> Iterator[Part]:
@@ -218,7 +225,8 @@ def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> It
         return
     of_one = (shape[1] // len(names), *shape[2:])
     for expert in range(experts):
-        yield from (Part(name=name.format(layer=layer, expert=expert), shape=of_one) for name in names)
+        for name in names:
+            yield Part(name=name.format(layer=layer, expert=expert), shape=of_one)
 
 
 def _without_number(name: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ is needed, and U+2581 itself in a text falls back to its three bytes, as it does
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,8 +52,17 @@ def export_tokenizer(
     write_json(folder / "tokenizer.json", _tokenizer_json(model))
     write_json(folder / "tokenizer_config.json", _tokenizer_config(model, max_positions))
     shutil.copyfile(source, folder / SENTENCEPIECE_FILE)
-    ids = {"bos_token_id": model.bos_id(), "eos_token_id": model.eos_id(), "pad_token_id": model.pad_id()}
-    return {key: value if value >= 0 else None for key, value in ids.items()}
+    ids: dict[str, int | None] = {}
+    for key, value in (
+        ("bos_token_id", model.bos_id()),
+        ("eos_token_id", model.eos_id()),
+        ("pad_token_id", model.pad_id()),
+    ):
+        # SentencePiece says −1 of a token that the model does not have.
+        ids[key] = None
+        if value >= 0:
+            ids[key] = value
+    return ids
 
 
 def check_tokenizer(sentencepiece_model: str | Path, folder: str | Path, texts: Iterable[str]) -> None:
@@ -63,10 +73,11 @@ def check_tokenizer(sentencepiece_model: str | Path, folder: str | Path, texts: 
     """
     model = _load(Path(sentencepiece_model))
     fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
-    fast.model_max_length = 2**60  # this instance shall not warn of long texts
+    # This instance shall not warn of long texts.
+    fast.model_max_length = 2**60
     if len(fast) != model.vocab_size():
         raise DataError(f"{folder} has {len(fast)} token ids, {sentencepiece_model} has {model.vocab_size()}.")
-    for text in (*texts, *_piece_texts(model)):
+    for text in itertools.chain(texts, _piece_texts(model)):
         wanted = sentencepiece_ids(model, text)
         found = fast(text)["input_ids"]
         if wanted != found:
@@ -82,6 +93,7 @@ def check_tokenizer(sentencepiece_model: str | Path, folder: str | Path, texts: 
 
 def sentencepiece_ids(model: Any, text: str) -> list[int]:
     """The ids of a text as training data has them: SentencePiece's, but U+2581 as its bytes and not as a space."""
+    # Training data is built that way (``data_pipeline.tokenizer``), so that every text comes back as it was.
     mark = [model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     first, *others = text.split(SPACE_MARK)
     ids = model.encode(first)
@@ -121,7 +133,8 @@ def _auto_tokenizer() -> Any:
 def _check_supported(model: Any, path: Path) -> None:
     """DataError for a model whose ids a fast tokenizer cannot reproduce."""
     pieces = range(model.vocab_size())
-    probe = " ①  ﬁ\tx  "  # every usual normaliser changes something in it
+    # Every usual normaliser changes something in it.
+    probe = " ①  ﬁ\tx  "
     reasons = {
         "it is not a BPE": any(not model.get_score(i).is_integer() or model.get_score(i) > 0 for i in pieces),
         "it has no byte fallback": sum(model.is_byte(i) for i in pieces) != 256,
@@ -153,6 +166,7 @@ def _learned(model: Any) -> list[int]:
 
 
 def _tokenizer_json(model: Any) -> dict[str, Any]:
+    """The contents of tokenizer.json."""
     texts = _texts(model)
     return {
         "version": "1.0",
@@ -186,23 +200,27 @@ def _added(token: int, content: str) -> dict[str, Any]:
 def _merges(model: Any, texts: list[str]) -> Iterator[list[str]]:
     """Yield every way to make a piece of two others, best piece first.
 
-    SentencePiece ranks pieces and a fast tokenizer ranks pairs, so the pairs of one piece get an order that
+    SentencePiece ranks pieces and a fast tokenizer ranks merges, so the merges of one piece get an order that
     SentencePiece does not have. The order did not matter in 1,500 vocabularies of one to three letters.
     """
     learned = _learned(model)
     known = {texts[i] for i in learned}
     for i in sorted(learned, key=model.get_score, reverse=True):
         text = texts[i]
-        yield from ([text[:at], text[at:]] for at in range(1, len(text)) if {text[:at], text[at:]} <= known)
+        for at in range(1, len(text)):
+            if text[:at] in known and text[at:] in known:
+                yield [text[:at], text[at:]]
 
 
 def _tokenizer_config(model: Any, max_positions: int) -> dict[str, Any]:
+    """The contents of tokenizer_config.json."""
     roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
     controls = [i for i in range(model.vocab_size()) if model.is_control(i)]
     others = [model.id_to_piece(i) for i in controls if i not in roles.values()]
-    return {
+    named: dict[str, Any] = dict.fromkeys(roles)
+    named |= {role: model.id_to_piece(i) for role, i in roles.items() if i >= 0}
+    return named | {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{role: model.id_to_piece(i) if i >= 0 else None for role, i in roles.items()},
         "additional_special_tokens": others,
         # Control symbols in a text are text, as for SentencePiece; control tokens are given as ids.
         "split_special_tokens": True,

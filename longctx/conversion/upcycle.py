@@ -131,12 +131,16 @@ def upcycle_tensors(
             yield name, tensor
             continue
         layer, which, kind = match.groups()
-        suffix = "_bias" if kind == "bias" else ""
+        suffix = ""
+        if kind == "bias":
+            suffix = "_bias"
         if which == "down":
             yield f"{layer}experts.down_proj{suffix}", _down(tensor, config, upcycling.granularity)
+            # Each layer has one down projection, which brings the layer's new router along.
             if kind == "weight":
                 yield f"{layer}gate.weight", _router(f"{layer}gate.weight", config, upcycling).to(tensor.dtype)
             continue
+        # Experts hold gate and up in one tensor: whichever comes first waits for the other.
         key = layer + kind
         if key not in waiting:
             waiting[key] = which, tensor
@@ -168,17 +172,22 @@ def upcycle_checkpoint(
     dense = model_config(reader)
     config = upcycle_config(dense, upcycling)
     check_hashes(reader)
-    tokenizer = reader.folder / TOKENIZER
+    tokenizer = None
+    if (reader.folder / TOKENIZER).is_file():
+        tokenizer = reader.folder / TOKENIZER
     training: dict[str, Any] = {"upcycled": {"from": reader.folder.name, "step": reader.step, **asdict(upcycling)}}
-    if origin := reader.manifest["training"].get("imported"):  # its token ids still hold; its dtypes do not
+    origin = reader.manifest["training"].get("imported")
+    if origin:
+        # An import's token ids still hold; its dtypes do not.
         training["imported"] = origin | {"dtype": "float32", "dtypes": {}}
     return save_masters(
         config,
         upcycle_tensors(reader.state_dict(torch.float32), dense, upcycling),
         Path(output),
-        dtype=torch.float32,  # routers, and a g that is no power of two, need the bits
+        # Routers, and a g that is no power of two, need the bits.
+        dtype=torch.float32,
         training=training,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=tokenizer,
         carried=[reader.folder / name for name in carried_names(reader)],
         shard_bytes=shard_bytes,
         progress=progress,
@@ -195,8 +204,7 @@ def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
 def _gate_up(gate: Tensor, up: Tensor, config: ModelConfig, g: int) -> Tensor:
     """[E, 2X, M] of two [F, M], or [E, 2X] of two biases [F]: a shard's gate rows, then its up rows."""
     shards = torch.cat((gate.unflatten(0, (g, -1)), up.unflatten(0, (g, -1))), dim=1)
-    ones = (1,) * (shards.dim() - 1)
-    return shards.repeat(config.num_experts // g, *ones)
+    return torch.cat([shards] * (config.num_experts // g))
 
 
 def _down(down: Tensor, config: ModelConfig, g: int) -> Tensor:

@@ -90,10 +90,12 @@ class Fingerprints:
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
+    """What must be equal of two tensors."""
     return dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(content_of(tensor))
 
 
 def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
+    """In what two fingerprints differ, for the message."""
     if expected is None:
         return "unexpected"
     if expected[:2] != found[:2]:
@@ -140,7 +142,7 @@ def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) 
         import transformers  # noqa: F401
     except ImportError:
         return "transformers is not installed (pip install 'longctx[hf]')"
-    need = _bytes_needed(config, num_parameters, dtype)
+    need = bytes_needed(config, num_parameters, dtype)
     free = available_bytes()
     if need > free:
         return f"a model of {num_parameters:,} parameters needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
@@ -164,7 +166,10 @@ def compare_logits(
     differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
     attention are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
     """
-    compute = torch.float32 if why_no_logits(config, num_parameters, torch.float32) is None else dtype
+    # In float32 a difference is an error in the model; in bfloat16 it may be rounding.
+    compute = dtype
+    if why_no_logits(config, num_parameters, torch.float32) is None:
+        compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
     tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
     theirs = _their_logits(folder, tokens_T, compute)
@@ -180,7 +185,9 @@ def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, d
     ((ways, (reference_TV, other_TV)),) = theirs.items()
     error, kl = distance(reference_TV, ours_TV)
     own_error, own_kl = distance(reference_TV, other_TV)
-    factor = OWN_FACTOR * (_PASSES_FACTOR if ways == TWO_PASSES else 1)
+    factor = OWN_FACTOR
+    if ways == TWO_PASSES:
+        factor *= _PASSES_FACTOR
     return LogitsCheck(
         num_tokens=len(ours_TV),
         dtype=dtype,
@@ -189,13 +196,15 @@ def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, d
         own_error=own_error,
         ways=ways,
         error_bound=max(MAX_LOGIT_ERROR, factor * own_error),
-        kl_bound=max(MAX_KL, factor**2 * own_kl),  # it grows with the square of the difference
+        # KL grows with the square of the difference.
+        kl_bound=max(MAX_KL, factor**2 * own_kl),
     )
 
 
 def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]:
     """Largest difference of two logits, and largest KL(p ‖ q) of a token in nats, both in float64."""
     errors, divergences = [], []
+    # In blocks: float64 logits of all tokens would take more memory than the model.
     for p, q in zip(p_TV.split(block), q_TV.split(block), strict=True):
         p, q = p.double(), q.double()
         errors.append((p - q).abs().max())
@@ -212,10 +221,12 @@ def _our_logits(
     dtype: torch.dtype,
     execution: Execution | None,
 ) -> Tensor:
+    """Our logits [T, V] in float32, of one document without padding."""
     from longctx.model.decoder import Decoder
 
     model = Decoder(config, execution=execution, seed=None).to(dtype).eval()
     own = model.state_dict()
+    # One parameter at a time, straight into the model: the checkpoint is never in memory beside it.
     for name, tensor in parameters:
         own.pop(name).copy_(tensor)
     if own:
@@ -234,15 +245,18 @@ def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[st
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation="eager"
             ).eval()
-        except Exception as error:  # whatever a library that knows hundreds of models may raise
+        except Exception as error:
+            # Whatever a library that knows hundreds of models may raise.
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(f"transformers cannot load {folder}: {first_line}") from error
         tokens_BT = tokens_T[None]
-        cut = len(tokens_T) * 2 // 5 | 1  # odd: other blocks of the same sums
+        # Odd, so that the second pass sums in other blocks.
+        cut = len(tokens_T) * 2 // 5 | 1
         eager_TV = model(tokens_BT, use_cache=False).logits[0].float()
         try:
             model.set_attn_implementation("sdpa")
-        except (ValueError, ImportError):  # it has no other attention
+        except (ValueError, ImportError):
+            # The model has no other attention.
             first = model(tokens_BT[:, :cut], use_cache=True)
             second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
             return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
@@ -266,7 +280,7 @@ def _silent_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
+def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
     """Memory of one model, of three times the logits in float32, of some blocks in float64, and of activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * max(config.ffn_size, config.expert_ffn_size)
@@ -278,13 +292,15 @@ def available_bytes() -> int:
     import psutil
 
     free = psutil.virtual_memory().available
+    # In a container the machine's memory is not ours: the kernel ends who asks for more than the group's.
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
     except (OSError, ValueError):
         return free
-    if not limit.isdigit():  # "max": the group has no limit
+    # "max" stands for no limit.
+    if not limit.isdigit():
         return free
     return min(free, max(0, int(limit) - used))
 

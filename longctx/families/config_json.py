@@ -28,8 +28,10 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for rule in family.rules:
         values |= rule.read(config)
+    # A key that nobody reads may be one that changes the model: it is refused, never passed over.
     known = {key for rule in family.rules for key in rule.keys} | family.ignored_keys
-    if unknown := sorted(set(config) - known):
+    unknown = sorted(set(config) - known)
+    if unknown:
         listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
         raise ConfigError(
             f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
@@ -54,6 +56,7 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
     Of several it is ``model_type`` if that is one of them, else the first. ``own_tokenizer`` leaves out families for
     which transformers would not load the tokenizer that we trained.
     """
+    # A stable sort: the asked-for family first, the others in the table's order.
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != model_type)
     reasons = {}
     for family in order:
@@ -73,6 +76,7 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
 
 def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
     """Fields that the family's config.json reads back as other values: name -> what they are and would become."""
+    # Written and read back: what comes back differently is what the family cannot say, without a list of it.
     try:
         back = ModelFields(**config_from_hf(_written(family, config)))
         check_model(back)
@@ -89,11 +93,11 @@ def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
 
 def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
     """Settings of training alone that this config.json does not have: name -> value. Defaults are not listed."""
-    kept = config_from_hf(hf)
+    written = config_from_hf(hf)
     lost: dict[str, Any] = {}
     for name in sorted(names_of_role("training")):
         value, default = getattr(config, name), getattr(ModelFields(), name)
-        if value not in (kept.get(name, default), default):
+        if value not in (written.get(name, default), default):
             lost[name] = value
     return lost
 
@@ -104,6 +108,7 @@ def effective(config: ModelFields) -> dict[str, Any]:
     What training alone reads is left out; ``left_behind`` names it.
     """
     values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
+    # Layer by layer: ("full", "window") over four layers is the same as naming all four.
     every = range(config.num_layers)
     values["layers"] = tuple(config.layer_kind(layer) for layer in every)
     values["attention_scale"] = config.attention_scale or config.head_dim**-0.5
@@ -112,8 +117,10 @@ def effective(config: ModelFields) -> dict[str, Any]:
         values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
         ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
         values["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
+        # One rope for all layers is written once, and a family with one rope can say it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
+    # A choice among all groups is a choice without groups.
     if config.groups_per_token == config.expert_groups and config.num_experts:
         values["expert_groups"] = values["groups_per_token"] = 1
     return values
@@ -137,7 +144,9 @@ def _idle(config: ModelFields) -> frozenset[str]:
         idle |= {"relative_buckets", "relative_max_distance"}
     if config.position != "rope":
         idle |= {"rope", "rope_layers"}
-    return frozenset(idle | {"local_rope_theta"})  # ``effective`` has it in each layer's rope
+    # ``effective`` has it in each layer's rope.
+    idle.add("local_rope_theta")
+    return frozenset(idle)
 
 
 def _written(family: Family, config: ModelFields) -> dict[str, Any]:
@@ -149,8 +158,10 @@ def _written(family: Family, config: ModelFields) -> dict[str, Any]:
 
 
 def _family_named(model_type: Any) -> Family:
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        hint = " Of gemma3, export the text model alone: gemma3_text." if model_type == "gemma3" else ""
-        raise ConfigError(f"model_type={model_type!r} is not supported; these are: {sorted(FAMILIES)}.{hint}")
-    return family
+    """The family of a model_type; ConfigError for one that this decoder cannot be."""
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    hint = ""
+    if model_type == "gemma3":
+        hint = " Of gemma3, export the text model alone: gemma3_text."
+    raise ConfigError(f"model_type={model_type!r} is not supported; these are: {sorted(FAMILIES)}.{hint}")

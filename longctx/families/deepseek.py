@@ -37,12 +37,13 @@ _MTP_KEY = "num_nextn_predict_layers"
 
 def _head_sizes() -> Rule:
     """Channels without and with rotary positions; ``head_dim`` and ``qk_head_dim`` follow from them."""
-    plain, rotary_key, derived = "qk_nope_head_dim", "qk_rope_head_dim", ("head_dim", "qk_head_dim")
+    plain, rotary_key = "qk_nope_head_dim", "qk_rope_head_dim"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         rotary_size = integer(hf, rotary_key)
+        # transformers' head_dim is the rotary part, for its rope; ours is the whole head.
         sizes = {"head_dim": rotary_size, "qk_head_dim": integer(hf, plain) + rotary_size}
-        for key in derived:
+        for key in sizes:
             if hf.get(key, sizes[key]) not in (sizes[key], None):
                 raise ConfigError(
                     f"{key}={hf[key]!r} in config.json contradicts {plain} and {rotary_key}: {sizes[key]}."
@@ -52,7 +53,7 @@ def _head_sizes() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {plain: config.head_dim - config.rope_head_dim, rotary_key: config.rope_head_dim}
 
-    return Rule(keys=(plain, rotary_key, *derived), read=read, write=write)
+    return Rule(keys=(plain, rotary_key, "head_dim", "qk_head_dim"), read=read, write=write)
 
 
 def _shared_experts() -> Rule:
@@ -60,7 +61,8 @@ def _shared_experts() -> Rule:
     key = "n_shared_experts"
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        if (count := integer(hf, key)) < 1:
+        count = integer(hf, key)
+        if count < 1:
             raise ConfigError(f"{key}={count} in config.json must be at least 1.")
         return {"shared_ffn_size": count * integer(hf, "moe_intermediate_size"), "shared_gate": False}
 
@@ -72,6 +74,7 @@ def _groups_by_method() -> Rule:
     keys = ("topk_method", "n_group", "topk_group")
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # Greedy files have n_group and topk_group too, and transformers does not look at them then.
         method = hf.get("topk_method", "greedy")
         if method == "greedy":
             return {"expert_groups": 1, "groups_per_token": 1}
@@ -89,6 +92,8 @@ def _groups_by_method() -> Rule:
 
 
 def _value_dim() -> Rule:
+    """Width of a value head, which may differ from a query head's."""
+
     def read(hf: HfConfig) -> dict[str, Any]:
         return {"value_head_dim": integer(hf, "v_head_dim")}
 
@@ -99,7 +104,8 @@ def _no_further_layers() -> Rule:
     """Layers for multi-token prediction: any number is read, and none is written."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        if (count := integer(hf, _MTP_KEY, 0)) < 0:
+        count = integer(hf, _MTP_KEY, 0)
+        if count < 0:
             raise ConfigError(f"{_MTP_KEY}={count} in config.json must not be negative.")
         return {}
 
@@ -107,6 +113,7 @@ def _no_further_layers() -> Rule:
 
 
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
+    """The rules that V2 and V3 share."""
     return (
         *llama_like(),
         kv_heads(default_is_heads=True),
@@ -123,6 +130,7 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
         same("n_routed_experts", "num_experts", also=("num_local_experts", "num_experts"), least=1),
         same("num_experts_per_tok", "experts_per_token"),
         same("aux_loss_alpha", "balance_loss_weight", default=0.001),
+        # The class decides; a file that says something else is of another model.
         constant(score_function=scores),
         only("scoring_func", scores),
         only("moe_layer_freq", 1),
@@ -133,11 +141,11 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
 
 _TENSORS = (
     *PER_EXPERT,
-    *(
-        renamed(f"mlp.shared_expert.{name}_proj.weight", f"mlp.shared_experts.{name}_proj.weight")
-        for name in ("gate", "up", "down")
-    ),
+    renamed("mlp.shared_expert.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"),
+    renamed("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    renamed("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
 )
+# How losses are reported, and over how many ranks DeepSeek's own code spreads experts.
 _KEYS = IGNORED_KEYS | {"output_router_logits", "seq_aux", "ep_size"}
 
 DEEPSEEK_V2 = Family(
@@ -149,7 +157,8 @@ DEEPSEEK_V2 = Family(
         _groups_by_method(),
         rotary(interleaved=True, scales_scores=True),
         constant(normalize_gates=False),
-        only("norm_topk_prob", False, None),  # transformers takes no notice of it, DeepSeek's own code does
+        # transformers takes no notice of it, DeepSeek's own code does.
+        only("norm_topk_prob", False, None),
         same("routed_scaling_factor", "routed_scale", default=1.0),
     ),
     tensors=_TENSORS,

@@ -1,4 +1,4 @@
-"""How routed experts lie on disk."""
+"""How routed experts are stored on disk."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def per_expert(gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
 
 
 def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
+    """A parameter of all experts: on disk a tensor for each part of each expert, or the parameter itself."""
     return TensorRule(
         parameters=(BLOCK + name,),
         layouts=(OnDisk(names=tuple(BLOCK + part for part in parts)), OnDisk(names=(BLOCK + name,))),
@@ -28,5 +29,9 @@ def renamed(ours: str, *theirs: str) -> TensorRule:
     return TensorRule(parameters=(BLOCK + ours,), layouts=tuple(OnDisk(names=(BLOCK + name,)) for name in theirs))
 
 
-PER_EXPERT = per_expert(*(f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")))
+PER_EXPERT = per_expert(
+    "mlp.experts.{expert}.gate_proj.weight",
+    "mlp.experts.{expert}.up_proj.weight",
+    "mlp.experts.{expert}.down_proj.weight",
+)
 """The names that all families but Mixtral and GPT-OSS have."""

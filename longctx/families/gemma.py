@@ -34,11 +34,13 @@ def _query_scale() -> Rule:
     key = "query_pre_attn_scalar"
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        if (divided := integer(hf, key, 256)) < 1:
-            raise ConfigError(f"{key}={divided} in config.json must be at least 1.")
-        return {"attention_scale": divided**-0.5}
+        divisor = integer(hf, key, 256)
+        if divisor < 1:
+            raise ConfigError(f"{key}={divisor} in config.json must be at least 1.")
+        return {"attention_scale": divisor**-0.5}
 
     def write(config: ModelFields) -> dict[str, Any]:
+        # A whole number in transformers: of a scale that is none, another one comes back, and the loss is found.
         return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
     return Rule(keys=(key,), read=read, write=write)
@@ -54,11 +56,13 @@ def _embedding_scale() -> Rule:
 
 
 def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+    """The rules that Gemma 2 and 3 share."""
     return (
         *SIZES,
         *UNUSED,
         DENSE,
         width_of_heads(family),
+        # The family's own, without a key: norms multiply by 1 + weight, and stand on both sides of each part.
         constant(norm_offset=True, norm_order="sandwich"),
         kv_heads(),
         head_dim(256),
@@ -73,10 +77,12 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         optional("final_logit_softcapping", "logit_softcap", default=logit_cap),
         only("attention_dropout", 0.0, None),
         only("use_bidirectional_attention", False, None, written=False),
-        only("hidden_act", "gelu_pytorch_tanh", written=False),  # of old files; hidden_activation is what counts
+        # Of old files; hidden_activation is what counts.
+        only("hidden_act", "gelu_pytorch_tanh", written=False),
     )
 
 
+# The name that the released files have comes first, because the first name of a meaning is written.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
 
 GEMMA2 = Family(

@@ -45,7 +45,9 @@ def _inner() -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         inner = hf.get("n_inner")
-        return {"ffn_size": 4 * integer(hf, "n_embd") if inner is None else typed("n_inner", inner, "int")}
+        if inner is None:
+            return {"ffn_size": 4 * integer(hf, "n_embd")}
+        return {"ffn_size": typed("n_inner", inner, "int")}
 
     return Rule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
 
@@ -54,6 +56,7 @@ def _dropout() -> Rule:
     """One probability for embeddings and residuals."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # 0.1 is the class default of transformers, and old files leave it out.
         rates = {key: typed(key, hf.get(key, 0.1), "float") for key in ("resid_pdrop", "embd_pdrop")}
         if len(set(rates.values())) > 1:
             raise ConfigError(f"{rates} is not supported by this decoder; supported: the same for both.")
@@ -81,6 +84,7 @@ def _attention_dropout() -> Rule:
 
 
 def _check_context(hf: HfConfig) -> None:
+    """ConfigError where ``n_ctx``, the old name of the context's length, says something else."""
     if first_of(hf, ("n_ctx",), hf.get("n_positions")) != hf.get("n_positions"):
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
 
@@ -112,6 +116,7 @@ _RULES = (
     _dropout(),
     _attention_dropout(),
     reads_only(("n_ctx",), _check_context),
+    # Other scales of the scores than head_dim^-½.
     only("scale_attn_weights", True),
     only("scale_attn_by_inverse_layer_idx", False),
     only("reorder_and_upcast_attn", False),
@@ -120,14 +125,23 @@ _RULES = (
 
 _OF_OTHER_HEADS = frozenset(
     {
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-        *("task_specific_params", "n_special", "predict_special_tokens", "gradient_checkpointing"),
+        # Of classifiers on top of the decoder.
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        # Of pipelines, and of releases before 2020.
+        "task_specific_params",
+        "n_special",
+        "predict_special_tokens",
+        "gradient_checkpointing",
         "output_past",
     }
 )
 
 
-def _renamed(*ours: str, theirs: str, steps: tuple[str, ...] = ()) -> TensorRule:
+def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
     """Under GPT-2's name, with the prefix of the whole model, and without it as old files have it."""
     names = (f"transformer.{theirs}", theirs)
     return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
@@ -135,17 +149,20 @@ def _renamed(*ours: str, theirs: str, steps: tuple[str, ...] = ()) -> TensorRule
 
 def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
     """A weight, stored as [in, out], and its bias."""
-    names = tuple(_BLOCK + name for name in ours)
+    weights = tuple(f"{_BLOCK}{name}.weight" for name in ours)
+    biases = tuple(f"{_BLOCK}{name}.bias" for name in ours)
+    # GPT-2's Conv1D holds its weight as [in, out], a bias has one axis.
     return (
-        _renamed(*(f"{n}.weight" for n in names), theirs=f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
-        _renamed(*(f"{n}.bias" for n in names), theirs=f"h.{{layer}}.{theirs}.bias"),
+        _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
+        _renamed(biases, f"h.{{layer}}.{theirs}.bias"),
     )
 
 
 def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    """A LayerNorm's weight and bias."""
     return (
-        _renamed(f"{ours}.weight", theirs=f"{theirs}.weight"),
-        _renamed(f"{ours}.bias", theirs=f"{theirs}.bias"),
+        _renamed((f"{ours}.weight",), f"{theirs}.weight"),
+        _renamed((f"{ours}.bias",), f"{theirs}.bias"),
     )
 
 
@@ -154,8 +171,8 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     rules=_RULES,
     tensors=(
-        _renamed("model.embed_tokens.weight", theirs="wte.weight"),
-        _renamed("model.embed_positions.weight", theirs="wpe.weight"),
+        _renamed(("model.embed_tokens.weight",), "wte.weight"),
+        _renamed(("model.embed_positions.weight",), "wpe.weight"),
         *_norm(_BLOCK + "input_layernorm", "h.{layer}.ln_1"),
         *_projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn"),
         *_projection("self_attn.o_proj", theirs="attn.c_proj"),
@@ -165,5 +182,6 @@ GPT2 = Family(
         *_norm("model.norm", "ln_f"),
     ),
     ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    # Causal masks, which old versions of transformers saved as buffers.
     ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
 )

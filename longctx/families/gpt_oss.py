@@ -22,6 +22,7 @@ from longctx.families.rules import (
 )
 from longctx.families.spec import Family, OnDisk, TensorRule
 
+# What transformers takes where a config.json has no rope: the released models' own.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -32,7 +33,8 @@ _ROPE = {
 }
 
 
-def _turned(name: str, *steps: str) -> TensorRule:
+def _reordered(name: str, *steps: str) -> TensorRule:
+    """A parameter under its own name, whose values are stored in another order."""
     return TensorRule(parameters=(MLP + name,), layouts=(OnDisk(names=(MLP + name,), steps=steps),))
 
 
@@ -54,6 +56,7 @@ GPT_OSS = Family(
         same("num_local_experts", "num_experts", also=("num_experts",), least=1),
         same("num_experts_per_tok", "experts_per_token", also=("experts_per_token",)),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+        # The constants of the activation ``swiglu_oai``.
         only("hidden_act", "silu"),
         only("swiglu_alpha", 1.702),
         only("swiglu_limit", 7.0),
@@ -63,9 +66,9 @@ GPT_OSS = Family(
         renamed("self_attn.sinks.weight", "self_attn.sinks"),
         renamed("mlp.gate.weight", "mlp.router.weight"),
         renamed("mlp.gate.bias", "mlp.router.bias"),
-        _turned("experts.gate_up_proj", "alternating", "transposed"),
-        _turned("experts.gate_up_proj_bias", "alternating"),
-        _turned("experts.down_proj", "transposed"),
+        _reordered("experts.gate_up_proj", "alternating", "transposed"),
+        _reordered("experts.gate_up_proj_bias", "alternating"),
+        _reordered("experts.down_proj", "transposed"),
     ),
     ignored_keys=IGNORED_KEYS | {"output_router_logits", "initial_context_length"},
     ignored_tensors=IGNORED_TENSORS,

@@ -11,6 +11,7 @@ from longctx.families.rules import first_of, integer, reads_only, typed
 from longctx.families.spec import HfConfig, Rule
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+_OURS = {FULL: "full", WINDOW: "window"}
 
 Kinds = Callable[[HfConfig, int], list[str]]
 """The layers' kinds where config.json has no layer_types, from config.json and their number."""
@@ -54,12 +55,16 @@ def one_switched_window(*, named: bool = False) -> Rule:
                 f"use_sliding_window={is_on} without layer_types is not supported: versions of transformers differ in "
                 f"which layers have windows. Add layer_types ({WINDOW} in all), or say false."
             )
-        return _uniform(hf, hf.get("sliding_window", 4096) if is_on else None)
+        window = None
+        if is_on:
+            window = hf.get("sliding_window", 4096)
+        return _uniform(hf, window)
 
     def write(config: ModelFields) -> dict[str, Any]:
         written: dict[str, Any] = {"use_sliding_window": bool(config.window)}
         if config.window:
             written["sliding_window"] = config.window
+        # Both, so that every version of transformers reads a window in all layers.
         if config.window and named:
             written |= {"max_window_layers": 0, "layer_types": [WINDOW] * config.num_layers}
         return written
@@ -72,6 +77,7 @@ def switched_windows(kinds: Kinds) -> Rule:
     """Windows in the layers that layer_types names, behind ``use_sliding_window`` (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # Switched off, windows named by layer_types are a contradiction, which ``_layers`` refuses.
         if not _switched_on(hf):
             return _layers(hf, _given(hf) or [FULL] * integer(hf, "num_hidden_layers"), None)
         return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", 4096))
@@ -80,6 +86,7 @@ def switched_windows(kinds: Kinds) -> Rule:
         if not config.window:
             return {"use_sliding_window": False}
         named = _named(config)
+        # What versions of transformers without layer_types read.
         leading = next((n for n, kind in enumerate(named) if kind == WINDOW), len(named))
         return {
             "use_sliding_window": True,
@@ -104,13 +111,16 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         named = _named(config)
         written = {"sliding_window": config.window or default, "layer_types": named}
-        every = len(_shortest(named))
-        if pattern_key and _shortest(named) == (*[WINDOW] * (every - 1), FULL):
-            written[pattern_key] = every
+        # The old key can only say: windows, then one full layer, repeated.
+        pattern = _shortest(named)
+        if pattern_key and pattern[-1] == FULL and pattern.count(FULL) == 1:
+            written[pattern_key] = len(pattern)
         return written
 
-    patterns = (pattern_key, f"_{pattern_key}") if pattern_key else ()
-    return Rule(keys=("sliding_window", "layer_types", *patterns), read=read, write=write)
+    keys: tuple[str, ...] = ("sliding_window", "layer_types")
+    if pattern_key:
+        keys += (pattern_key, f"_{pattern_key}")
+    return Rule(keys=keys, read=read, write=write)
 
 
 def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
@@ -126,7 +136,7 @@ def from_layer_on(hf: HfConfig, count: int) -> list[str]:
 
 def every_other(hf: HfConfig, count: int) -> list[str]:
     """Windows in layers 0, 2, 4, … (Gemma 2, GPT-OSS)."""
-    return [FULL if layer % 2 else WINDOW for layer in range(count)]
+    return _kinds(count, lambda layer: layer % 2 == 0)
 
 
 def every_nth_full(hf: HfConfig, count: int) -> list[str]:
@@ -134,7 +144,16 @@ def every_nth_full(hf: HfConfig, count: int) -> list[str]:
     every = first_of(hf, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
     if typed("sliding_window_pattern", every, "int") < 1:
         raise ConfigError(f"sliding_window_pattern={every} in config.json must be at least 1.")
-    return [WINDOW if (layer + 1) % every else FULL for layer in range(count)]
+    return _kinds(count, lambda layer: (layer + 1) % every != 0)
+
+
+def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
+    """The layer_types of ``count`` layers."""
+    kinds = [FULL] * count
+    for layer in range(count):
+        if has_window(layer):
+            kinds[layer] = WINDOW
+    return kinds
 
 
 def sparse_steps() -> Rule:
@@ -142,6 +161,7 @@ def sparse_steps() -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
+        # null and absent name no layer.
         named = hf.get("mlp_only_layers") or []
         if step < 1 or not isinstance(named, list) or any(type(n) is not int or not 0 <= n < count for n in named):
             raise ConfigError(
@@ -151,6 +171,7 @@ def sparse_steps() -> Rule:
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
 
     def write(config: ModelFields) -> dict[str, Any]:
+        # Layer by layer, which can say any choice; a step cannot.
         return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(config.dense_layers)}
 
     return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
@@ -171,7 +192,7 @@ def first_dense(default: int) -> Rule:
 
 def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
     """Fields of windows in all layers or in none; ConfigError where layer_types says otherwise."""
-    meant = [FULL if window is None else WINDOW] * integer(hf, "num_hidden_layers")
+    meant = _kinds(integer(hf, "num_hidden_layers"), lambda _: window is not None)
     given = _given(hf)
     if given is not None and given != meant:
         raise ConfigError(
@@ -190,20 +211,25 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
             f"sliding_window={window!r} (use_sliding_window={hf.get('use_sliding_window')!r}) goes with no "
             f"{WINDOW} in layer_types={kinds!r}; it must be at least 1."
         )
-    return {"layers": tuple("window" if kind == WINDOW else "full" for kind in _shortest(kinds)), "window": window}
+    # The shortest pattern: a model of 32 windows says "window" once, in our files and messages too.
+    return {"layers": tuple(_OURS[kind] for kind in _shortest(kinds)), "window": window}
 
 
 def _switched_on(hf: HfConfig) -> bool:
+    """``use_sliding_window``, which the Qwen families put before the window's size."""
     return typed("use_sliding_window", hf.get("use_sliding_window", False), "bool")
 
 
 def _given(hf: HfConfig) -> list[str] | None:
     """The layer_types of config.json, where it has them."""
     kinds = hf.get("layer_types")
-    return None if kinds is None else _checked(kinds, hf)
+    if kinds is None:
+        return None
+    return _checked(kinds, hf)
 
 
 def _checked(kinds: Any, hf: HfConfig) -> list[str]:
+    """The value of layer_types; ConfigError unless it names a kind that we have for each layer."""
     count = integer(hf, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, WINDOW) for kind in kinds):
         raise ConfigError(
@@ -215,11 +241,12 @@ def _checked(kinds: Any, hf: HfConfig) -> list[str]:
 
 def _named(config: ModelFields) -> list[str]:
     """The layer_types of a config."""
-    return [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
+    return _kinds(config.num_layers, lambda layer: config.layer_kind(layer) == "window")
 
 
 def _shortest(kinds: list[str]) -> tuple[str, ...]:
     """The shortest beginning that, repeated, gives all."""
     count = len(kinds)
+    # There always is one: all of it.
     sizes = (n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
     return tuple(kinds[: next(sizes)])

@@ -18,6 +18,7 @@ from longctx.families.rules import (
 )
 from longctx.families.spec import Family
 
+# No key of a dense family says so.
 DENSE = constant(num_experts=0)
 
 LLAMA = Family(
@@ -34,6 +35,7 @@ LLAMA = Family(
         same("intermediate_size", "ffn_size"),
         both_biases(default=False),
         same("mlp_bias", "ffn_bias", default=False),
+        # Splits products as tensor-parallel training did, to round as it did.
         only("pretraining_tp", 1),
     ),
     ignored_keys=IGNORED_KEYS,

@@ -24,10 +24,12 @@ MIXTRAL = Family(
         same("num_local_experts", "num_experts", also=("num_experts",), least=1),
         same("num_experts_per_tok", "experts_per_token"),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+        # transformers draws this jitter from its own generator; ours is model.router_jitter.
         only("router_jitter_noise", 0.0),
     ),
     tensors=(
         renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        # w1 is the gate, w3 up and w2 down.
         *per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
     ),
     ignored_keys=IGNORED_KEYS | {"output_router_logits"},

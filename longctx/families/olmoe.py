@@ -34,6 +34,7 @@ OLMOE = Family(
         same("num_experts_per_tok", "experts_per_token"),
         same("norm_topk_prob", "normalize_gates", default=False),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.01),
+        # Would clamp queries, keys and values.
         only("clip_qkv", None),
     ),
     tensors=PER_EXPERT,

@@ -59,19 +59,21 @@ QWEN2 = Family(
         rotary(),
         switched_windows(from_layer_on),
         same("intermediate_size", "ffn_size"),
+        # Positions in three dimensions, of the vision models.
         only("use_mrope", False, written=False),
     ),
     ignored_keys=IGNORED_KEYS,
     ignored_tensors=IGNORED_TENSORS,
+    # transformers 5 loads Qwen2Tokenizer here, whatever tokenizer_config.json says.
     forces_own_tokenizer=True,
 )
 
-SEED_OSS = Family(  # the network of qwen2, for models with a tokenizer of their own
+# The network of qwen2, for models with a tokenizer of their own.
+SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     rules=(
-        *(rule for rule in llama_like() if rule.keys != ("attention_dropout",)),
-        only("attention_dropout", 0.0, None, absent=0.1),
+        *llama_like(no_dropout=only("attention_dropout", 0.0, None, absent=0.1)),
         DENSE,
         kv_heads(),
         head_dim(128),
@@ -81,6 +83,7 @@ SEED_OSS = Family(  # the network of qwen2, for models with a tokenizer of their
         same("attention_bias", "qkv_bias", default=True),
         same("attention_out_bias", "o_bias", default=False),
         same("mlp_bias", "ffn_bias", default=False),
+        # Where it is absent transformers takes 0.1, which this decoder does not have here.
         only("residual_dropout", 0.0, absent=0.1),
         only("pretraining_tp", 1),
     ),

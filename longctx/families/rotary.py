@@ -53,13 +53,15 @@ def rotary(
 
     def read(hf: HfConfig) -> dict[str, Any]:
         _check_partial("config.json", hf)
-        pairs = hf.get(interleaved_key, interleaved) if interleaved_key else interleaved
+        # Families without such a key leave it empty, and no config.json has an empty key.
+        pairs = hf.get(interleaved_key, interleaved)
         if not isinstance(pairs, bool):
             raise ConfigError(f"{interleaved_key}={pairs!r} in config.json must be of type bool.")
         given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={hf[_ORIGINAL]!r} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
+        # Each table is read by itself: they may spell one rope in two ways, and then agree as ropes.
         found = {
             where: _rope(where, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores)
             for where, table in (given or {"rope_parameters": default or {}}).items()
@@ -91,9 +93,12 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
             raise ConfigError(f"rope_parameters={{{WINDOW!r}: {local!r}}} is not supported; supported: 'default'.")
         base = _base({"rope_theta": hf} | given, theta)
         found = {where: _rope(where, table, hf, theta=base) for where, table in (given or {"": {}}).items()}
-        of_window = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else {}
+        of_window = {"rope_theta": hf.get("rope_local_base_freq")}
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
-        return {"rope": _agreed(found), "local_rope_theta": local_base if has_windows(hf, kinds) else 0.0}
+        # Without window layers nothing reads the local base, and a field that nothing reads is refused.
+        if not has_windows(hf, kinds):
+            local_base = 0.0
+        return {"rope": _agreed(found), "local_rope_theta": local_base}
 
     def write(config: ModelFields) -> dict[str, Any]:
         written = _written(config, config.rope)
@@ -166,13 +171,15 @@ def _rope(
 
 def _mscales(where: str, table: Mapping[str, Any], values: dict[str, Any], scales_scores: bool) -> dict[str, Any]:
     """DeepSeek's two weights, or the attention factor that transformers makes of them in other families."""
-    mscale, all_dim = (
-        _number(where, table, key) if table.get(key) is not None else 0.0 for key in ("mscale", "mscale_all_dim")
-    )
+    given: dict[str, Any] = {"mscale": 0.0, "mscale_all_dim": 0.0}
+    for key in given:
+        if table.get(key) is not None:
+            given[key] = _number(where, table, key)
     if scales_scores:
-        return {"mscale": mscale, "mscale_all_dim": all_dim}
-    if mscale and all_dim and not values.get("attention_factor"):
-        return {"attention_factor": Rope(**values, mscale=mscale, mscale_all_dim=all_dim).scale()}
+        return given
+    # An attention factor that is written out wins over one that follows from the two.
+    if all(given.values()) and not values.get("attention_factor"):
+        return {"attention_factor": Rope(**values, **given).scale()}
     return {}
 
 
@@ -181,9 +188,11 @@ def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> 
     original = table.get(_ORIGINAL)
     if original is None:
         return longest
-    if type(original) is not int or (kind == "dynamic" and original != longest):
-        wanted = f"max_position_embeddings={longest}" if kind == "dynamic" else "a whole number"
-        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be {wanted}.")
+    # transformers stretches a dynamic rope from max_position_embeddings on, whatever the table says.
+    if kind == "dynamic" and original != longest:
+        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be max_position_embeddings={longest}.")
+    if type(original) is not int:
+        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be a whole number.")
     return original
 
 
@@ -197,22 +206,31 @@ def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | 
 
 
 def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) -> dict[str, Any]:
+    """The keys of both versions of transformers for one rope."""
     if config.position != "rope":
         return {}
-    if rope.kind in ("default", "ntk"):
-        theta = _grown_theta(rope, config.rotary_size) if rope.kind == "ntk" else rope.theta
-        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    if rope.kind == "default":
+        return _unstretched(rope.theta)
+    # transformers has no fixed NTK-aware scaling; it is the default kind with a larger base.
+    if rope.kind == "ntk":
+        return _unstretched(_grown_theta(rope, config.rotary_size))
     scaling = {"rope_type": rope.kind, **_parameters(rope, config.max_positions, scales_scores)}
     written: dict[str, Any] = {
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "rope_parameters": scaling | {"rope_theta": rope.theta},
     }
-    if rope.kind == "dynamic":  # transformers stretches beyond this length, whatever the table says
+    # transformers stretches beyond this length, whatever the table says.
+    if rope.kind == "dynamic":
         written["max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "longrope":
         written[_ORIGINAL] = rope.original_max_positions
     return written
+
+
+def _unstretched(theta: float) -> dict[str, Any]:
+    """The keys of a rope of the default kind."""
+    return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]:
@@ -240,6 +258,7 @@ def _grown_theta(rope: Rope, rotary_size: int) -> float:
     """The base of fixed NTK-aware scaling, from the frequency of the slowest pair."""
     if rotary_size <= 2:
         return rope.theta
+    # slowest = base^(−(size − 2) / size), solved for the base.
     slowest = rope.frequencies(rotary_size)[-1]
     return slowest ** (-rotary_size / (rotary_size - 2))
 
@@ -276,6 +295,7 @@ def _kind(where: str, table: Mapping[str, Any]) -> str:
 
 
 def _nested(parameters: Any) -> Mapping[str, Any]:
+    """Gemma 3's ``rope_parameters``: a table for each kind of layer."""
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or set(parameters) - {FULL, WINDOW}:
@@ -284,6 +304,7 @@ def _nested(parameters: Any) -> Mapping[str, Any]:
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:
+    """A table of rope settings; ConfigError for anything else."""
     if not isinstance(value, dict):
         raise ConfigError(f"{where}={value!r} is not supported by this decoder; supported: a table with rope_type.")
     return value
@@ -299,12 +320,14 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_partial(where: str, table: Mapping[str, Any]) -> None:
+    """ConfigError for rotary positions on some channels only, which no family of the table has."""
     if table.get("partial_rotary_factor", 1.0) not in (1.0, None):
         partial = table["partial_rotary_factor"]
         raise ConfigError(f"partial_rotary_factor={partial!r} ({where}) is not supported here; supported: 1.0.")
 
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> float:
+    """A key's number; ConfigError for anything else."""
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where}: {key}={value!r} must be a number.")
@@ -312,6 +335,7 @@ def _number(where: str, table: Mapping[str, Any], key: str) -> float:
 
 
 def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """A key's list of numbers; ConfigError for anything else."""
     value = table.get(key)
     if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in value):
         raise ConfigError(f"{where}: {key}={value!r} must be a list of numbers.")

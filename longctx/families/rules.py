@@ -20,13 +20,15 @@ _TYPES = {f.name: f.type for f in fields(ModelFields)}
 def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] = (), least: float = -math.inf) -> Rule:
     """A key that is the field ``name``; ``also`` are other keys for it, which are read and not written."""
 
+    keys = (key, *also)
+
     def read(hf: HfConfig) -> dict[str, Any]:
-        value = typed(key, first_of(hf, (key, *also), default), str(_TYPES[name]))
+        value = typed(key, first_of(hf, keys, default), str(_TYPES[name]))
         if value < least:
             raise ConfigError(f"{key}={value!r} in config.json must be at least {least}.")
         return {name: value}
 
-    return Rule(keys=(key, *also), read=read, write=lambda config: {key: getattr(config, name)})
+    return Rule(keys=keys, read=read, write=lambda config: {key: getattr(config, name)})
 
 
 def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
@@ -34,7 +36,9 @@ def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = first_of(hf, (key,), default)
-        return {name: typed(key, 0 if value is None else value, str(_TYPES[name]))}
+        if value is None:
+            value = 0
+        return {name: typed(key, value, str(_TYPES[name]))}
 
     return Rule(keys=(key,), read=read, write=lambda config: {key: getattr(config, name) or None})
 
@@ -42,14 +46,29 @@ def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
 def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True) -> Rule:
     """A key with no choice but ``supported``, of which the first is written, and is meant when it is absent."""
 
+    if absent is REQUIRED:
+        absent = supported[0]
+    if written:
+        output = {key: supported[0]}
+    else:
+        output = {}
+
     def read(hf: HfConfig) -> dict[str, Any]:
-        value = hf.get(key, supported[0] if absent is REQUIRED else absent)
+        value = hf.get(key, absent)
+        # In Python True equals 1 and False equals 0.0; in a config.json they are other words.
         if not any(value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported):
-            choices = " or ".join("absent" if s is None else repr(s) for s in supported)
+            choices = " or ".join(_spelled(s) for s in supported)
             raise ConfigError(f"{key}={value!r} is not supported by this decoder; supported: {choices}.")
         return {}
 
-    return Rule(keys=(key,), read=read, write=lambda _: {key: supported[0]} if written else {})
+    return Rule(keys=(key,), read=read, write=lambda _: dict(output))
+
+
+def _spelled(value: Any) -> str:
+    """A supported value as a message names it."""
+    if value is None:
+        return "absent"
+    return repr(value)
 
 
 def constant(**values: Any) -> Rule:
@@ -84,6 +103,7 @@ def both_biases(default: bool) -> Rule:
         value = typed("attention_bias", first_of(hf, ("attention_bias",), default), "bool")
         return {"qkv_bias": value, "o_bias": value}
 
+    # A config whose output bias differs reads back as another, by which the loss is found.
     return Rule(keys=("attention_bias",), read=read, write=lambda config: {"attention_bias": config.qkv_bias})
 
 
@@ -92,7 +112,10 @@ def kv_heads(*, default_is_heads: bool = False) -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         key = "num_key_value_heads"
-        value = first_of(hf, (key,), None if default_is_heads else REQUIRED)
+        default = REQUIRED
+        if default_is_heads:
+            default = None
+        value = first_of(hf, (key,), default)
         if value is None and default_is_heads:
             value = integer(hf, "num_attention_heads")
         return {"num_kv_heads": typed(key, value, "int")}
@@ -105,7 +128,9 @@ def head_dim(default: int | None = None) -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = first_of(hf, ("head_dim",), default)
-        return {"head_dim": width_over_heads(hf) if value is None else typed("head_dim", value, "int")}
+        if value is None:
+            return {"head_dim": width_over_heads(hf)}
+        return {"head_dim": typed("head_dim", value, "int")}
 
     return Rule(keys=("head_dim",), read=read, write=lambda config: {"head_dim": config.head_dim})
 
@@ -114,10 +139,10 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
     """Heads that share the model width among them; the key is read where it says the same."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        share = width_over_heads(hf, width, heads)
-        if hf.get("head_dim", share) not in (share, None):
+        divided = width_over_heads(hf, width, heads)
+        if hf.get("head_dim", divided) not in (divided, None):
             raise ConfigError(f"head_dim={hf['head_dim']!r} is not supported here; supported: {width} / {heads}.")
-        return {"head_dim": share}
+        return {"head_dim": divided}
 
     return Rule(keys=("head_dim",), read=read, write=lambda _: {})
 
@@ -152,6 +177,7 @@ def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
 
 def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> Any:
     """The value of the keys that are there; ConfigError where two differ, or none is there and one is needed."""
+    # Versions of transformers differ in the key; a file that passed through two of them may have both.
     found = {key: hf[key] for key in keys if key in hf}
     if len({repr(value) for value in found.values()}) > 1:
         raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
@@ -164,6 +190,7 @@ def typed(key: str, value: Any, kind: str) -> Any:
     """The value as the type of that name; ConfigError for another one. Whole numbers pass for fractions."""
     if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    # By name and not by isinstance: in Python True is an int.
     if type(value).__name__ != kind:
         raise ConfigError(f"{key}={value!r} in config.json must be of type {kind}.")
     return value
@@ -204,24 +231,48 @@ UNUSED = (
 """Keys that transformers may write, and that change the model where they say anything else."""
 
 
-def llama_like(*, eps: float = 1e-6, tied: bool = False, act: str = "silu") -> tuple[Rule, ...]:
-    """Rules of all families with RMSNorm and gated FFNs."""
+NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
+
+
+def llama_like(*, eps: float = 1e-6, no_dropout: Rule = NO_ATTENTION_DROPOUT) -> tuple[Rule, ...]:
+    """Rules of all families with RMSNorm and gated FFNs; ``no_dropout`` is for one with another class default."""
     return (
         *SIZES,
         *UNUSED,
         same("rms_norm_eps", "norm_eps", default=eps),
-        same("tie_word_embeddings", "tie_embeddings", default=tied),
-        translated("hidden_act", "activation", GATED_ACTIVATIONS, default=act),
-        only("attention_dropout", 0.0, None),
+        same("tie_word_embeddings", "tie_embeddings", default=False),
+        translated("hidden_act", "activation", GATED_ACTIVATIONS, default="silu"),
+        no_dropout,
     )
 
 
 IGNORED_KEYS = frozenset(
     {
-        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states", "return_dict"),
-        *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "auto_map", "cache_implementation"),
-        *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation"),
+        # Checked by ``config_from_hf`` itself, or read by ``conversion``.
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        # Where the file comes from, and how transformers runs it.
+        "transformers_version",
+        "_name_or_path",
+        "auto_map",
+        "use_cache",
+        "cache_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "_attn_implementation_autoset",
+        "_attn_implementation",
+        "attn_implementation",
+        # Of classifiers, which a decoder is not.
+        "id2label",
+        "label2id",
+        "problem_type",
     }
 )
 """Keys that say nothing about the network of any family."""

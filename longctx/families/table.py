@@ -12,9 +12,23 @@ from longctx.families.olmoe import OLMOE
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.spec import Family
 
+# Of several families that can be one model the first is written.
 _ALL = (
-    *(QWEN2_MOE, QWEN2, LLAMA, MISTRAL, SEED_OSS, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE),
-    *(GEMMA2, GEMMA3_TEXT, GPT2, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    QWEN2_MOE,
+    QWEN2,
+    LLAMA,
+    MISTRAL,
+    SEED_OSS,
+    QWEN3,
+    QWEN3_MOE,
+    MIXTRAL,
+    OLMOE,
+    GEMMA2,
+    GEMMA3_TEXT,
+    GPT2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

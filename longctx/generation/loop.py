@@ -41,7 +41,8 @@ def generate(
     for _ in range(max_new_tokens):
         ids.append(choose(_next_logits(model, ids[start:], start, cache)))
         if use_cache:
-            start = len(ids) - 1  # only the newest token is not in the cache
+            # Only the newest token is not in the cache.
+            start = len(ids) - 1
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt_ids) :]
@@ -54,7 +55,8 @@ def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must not be negative.")
     vocab_size = model.config.vocab_size
-    if outside := [i for i in prompt_ids if not 0 <= i < vocab_size]:
+    outside = [i for i in prompt_ids if not 0 <= i < vocab_size]
+    if outside:
         raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 
 
@@ -64,4 +66,5 @@ def _next_logits(model: Decoder, ids: Sequence[int], start: int, cache: KVCache 
     tokens_BT = torch.tensor([ids], device=device)
     positions_BT = torch.arange(start, start + len(ids), device=device)[None]
     hidden_BTM = model(tokens_BT, positions_BT, cache=cache)
+    # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
     return model.logits(hidden_BTM[:, -1:])[0, 0].float()

@@ -50,6 +50,7 @@ class Sample:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(logits_V: Tensor) -> int:
+            # On the CPU on every device: the same seed then draws the same tokens.
             return int(torch.multinomial(self.probabilities(logits_V.cpu()), 1, generator=generator))
 
         return draw
@@ -58,8 +59,9 @@ class Sample:
         """The distribution [V] that tokens are drawn from."""
         scores_V = logits_V / self.temperature
         if self.top_k:
-            smallest_kept = scores_V.topk(min(self.top_k, len(scores_V))).values[-1]
-            scores_V = scores_V.masked_fill(scores_V < smallest_kept, -torch.inf)
+            # By score, not by index: ties with the last one stay, whichever of them topk names.
+            threshold = scores_V.topk(min(self.top_k, len(scores_V))).values[-1]
+            scores_V = scores_V.masked_fill(scores_V < threshold, -torch.inf)
         if self.top_p < 1:
             ascending, order = scores_V.sort()
             # Drop the unlikeliest tokens while the others still reach top_p; the likeliest always stays.

@@ -145,6 +145,7 @@ class _LossSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
         dhidden, dweight = ctx.saved_tensors
+        # the loss is linear in dobjective: forward has computed the gradients of its sum, only a factor is missing
         if dhidden is not None:
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
@@ -171,8 +172,11 @@ def _sums_and_gradients(
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
     """Both sums and, where ``wanted``, the objective's gradients: hidden's in its dtype, the weight's a partial sum."""
     partial = accumulate_dtype(hidden_NM.dtype)
+    # float64: a million tokens' losses add up without rounding that depends on the chunks
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
-    dhidden_NM = torch.empty_like(hidden_NM) if wanted[0] else None
+    dhidden_NM: Tensor | None = None
+    if wanted[0]:
+        dhidden_NM = torch.empty_like(hidden_NM)
     dweight_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
@@ -184,18 +188,22 @@ def _sums_and_gradients(
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     objective, nll = sums.to(partial).unbind()
+    # views of one tensor may not be an autograd function's two outputs
     return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
 
 
 def _chunks(
     hidden_NM: Tensor, weight_VM: Tensor, products: Products, chunk_tokens: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A chunk's place, hidden states and logits before scale and cap, in the products' dtype, one after another.
+    """Each chunk's tokens, hidden states, and logits before scale and cap, the last two in the products' dtype.
 
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
-    size = chunk_tokens or _chunk_tokens(*weight_VM.shape)
-    dtype = torch.float32 if multiplies_in_float32(hidden_NM, products) else hidden_NM.dtype
+    V, M = weight_VM.shape
+    size = chunk_tokens or _chunk_tokens(V, M)
+    dtype = hidden_NM.dtype
+    if multiplies_in_float32(hidden_NM, products):
+        dtype = torch.float32
     memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
     for chunk in _slices(len(hidden_NM), size):
         hidden_nM = hidden_NM[chunk].to(dtype)
@@ -226,8 +234,9 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
 def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised logits [tokens, V]. Rows of whole pages are kept apart: a column of them would fall into one set of
     the cache, and products would take a quarter longer."""
-    vocab_size = len(weight_VM)
-    padding = 64 if vocab_size * dtype.itemsize % 4096 == 0 else 0
+    vocab_size, padding = len(weight_VM), 0
+    if vocab_size * dtype.itemsize % 4096 == 0:
+        padding = 64
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
@@ -265,6 +274,7 @@ def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with
 
     With ``with_gradient`` what they become is the gradient of the objectives' sum.
     """
+    # a vocabulary of exponentials is summed in float32, whatever the products were
     partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
     for block in _slices(len(logits_nV), _rows_of_block(logits_nV)):
@@ -284,17 +294,24 @@ def _block_losses_(
     counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
     chosen_r1 = targets_r.unsqueeze(1).where(counted_r1, 0)
     slope_rV = _scale_and_cap_(logits_rV, options, with_gradient)
+
+    # scores are logits less the row's largest: no exponential exceeds 1, and their sum is at least 1
     peak_r1 = logits_rV.amax(1, keepdim=True)
     score_rV = logits_rV.sub_(peak_r1)
     score_r1 = score_rV.gather(1, chosen_r1)
-    smooth_score_r1 = score_r1.lerp(score_rV.mean(1, keepdim=True), smoothing) if smoothing else score_r1
+    smooth_score_r1 = score_r1
+    if smoothing:
+        smooth_score_r1 = score_r1.lerp(score_rV.mean(1, keepdim=True), smoothing)
     exp_rV = score_rV.exp_()
     mass_r1 = exp_rV.sum(1, keepdim=True)
     log_mass_r1 = mass_r1.log()
     lse_r1 = peak_r1 + log_mass_r1
+    # −log p = lse − logit = log_mass − score: the peak cancels, and is never rounded into the loss
     objective_r1 = log_mass_r1 - smooth_score_r1
     if z_loss:
         objective_r1 += z_loss * lse_r1.square()
+
+    # the exponentials become the gradient in place
     if with_gradient:
         weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
         dlogits_rV = exp_rV.mul_((1 + 2 * z_loss * lse_r1) / mass_r1 * weight_r1)
@@ -303,6 +320,7 @@ def _block_losses_(
         dlogits_rV.scatter_add_(1, chosen_r1, weight_r1 * (smoothing - 1))
         if slope_rV is not None:
             dlogits_rV.mul_(slope_rV)
+
     objective_r, nll_r = (x.where(counted_r1, 0).squeeze(1) for x in (objective_r1, log_mass_r1 - score_r1))
     return objective_r, nll_r
 
@@ -314,6 +332,8 @@ def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool
             logits_rV.mul_(options.logit_scale)
         return None
     tanh_rV = logits_rV.mul_(options.logit_scale / options.softcap).tanh_()
-    slope_rV = tanh_rV.square().neg_().add_(1) if with_gradient else None
+    slope_rV: Tensor | None = None
+    if with_gradient:
+        slope_rV = tanh_rV.square().neg_().add_(1)  # before the factor below overwrites the tanh
     tanh_rV.mul_(options.softcap)
     return slope_rV

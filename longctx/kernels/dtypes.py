@@ -7,4 +7,6 @@ import torch
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of partial results for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32

@@ -1,12 +1,12 @@
-"""Products of rows that are sorted by expert with their experts' weights: one call for all experts.
+"""Products of assignments, sorted by expert, with their experts' weights: one call for all experts.
 
-Axes: N tokens, k choices a token, R routed rows in the order of their experts, E experts, I and O the input and output
+An assignment is a token and one of its experts.
+
+Axes: N tokens, k experts a token, R assignments in the order of their experts, E experts, I and O the input and output
 width of one product.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,25 @@ from longctx.kernels.processor import Products
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Routed rows in expert order, stable: index into the flattened [N, k], its inverse, each expert's end row (int32).
+    """Assignments in expert order: index into the flattened [N, k], its inverse, each expert's end (int32).
 
     Assignments without an expert (−1) come last, after every expert's end.
     """
     chosen_R = experts_Nk.flatten()
-    pile_R = chosen_R.where(chosen_R >= 0, num_experts)
-    order_R = pile_R.argsort(stable=True)
+    expert_R = chosen_R.where(chosen_R >= 0, num_experts)
+    # stable: an expert's tokens keep their order, and sums over them are the same in every run
+    order_R = expert_R.argsort(stable=True)
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    counts = order_R.new_zeros(num_experts + 1).scatter_add_(0, pile_R.long(), torch.ones_like(order_R))
+    # not bincount, which waits for the device to learn the largest id
+    counts = order_R.new_zeros(num_experts + 1).scatter_add_(0, expert_R.long(), torch.ones_like(order_R))
     return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm takes int32 only
 
 
 def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
-    """Rows [R, I] times their expert's weight, [R, O]; expert e owns the rows from ``ends[e - 1]`` to ``ends[e]``.
+    """Assignments [R, I] times their expert's weight, [R, O]; expert e has those from ``ends[e - 1]`` to ``ends[e]``.
 
-    The last end must be R: kernels leave rows past it unwritten, and garbage times a gate of 0 may be NaN.
+    The last end must be R: kernels leave what is past it unwritten, and garbage times a gate of 0 may be NaN.
     """
     if takes_grouped_mm(x_RI, weight_EIO, products=products):
         return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
@@ -45,19 +47,22 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
 
 
 def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
-    """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without rows."""
+    """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
     if takes_grouped_mm(dy_RO, x_RI, products=products):
         grad_EOI = nn.functional.grouped_mm(dy_RO.T, x_RI, offs=ends_E)
-        if grad_EOI.is_cuda:  # CUDA kernels have left groups without rows unwritten
+        if grad_EOI.is_cuda:  # CUDA kernels have left groups without assignments unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
         return grad_EOI
-    starts = [0, *ends_E.tolist()]
-    return torch.stack([_product(dy_RO[a:b].T, x_RI[a:b], products) for a, b in pairwise(starts)])
+    grads, start = [], 0
+    for stop in ends_E.tolist():
+        grads.append(_product(dy_RO[start:stop].T, x_RI[start:stop], products))
+        start = stop
+    return torch.stack(grads)
 
 
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
-    """Neighbouring rows summed into their expert's own in float32, [E, O], in fixed order on every device."""
+    """The sum of each expert's assignments in float32, [E, O], in fixed order on every device."""
     offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
     wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
@@ -73,6 +78,7 @@ def takes_grouped_mm(*operands: Tensor, products: Products) -> bool:
 
 
 def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:
+    """a · b in their dtype."""
     if multiplies_in_float32(a, products):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b

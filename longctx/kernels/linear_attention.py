@@ -82,7 +82,8 @@ def linear_attention(
     """
     check_tensors(q_BtHD, k_BtKD, v_BtKV)
     _check_segments(segments, q_BtHD.shape[1], chunk)
-    wanted = (len(segments.takes), q_BtHD.shape[0], *k_BtKD.shape[2:], v_BtKV.shape[3] + 1)
+    K, D = k_BtKD.shape[2:]
+    wanted = (len(segments.takes), q_BtHD.shape[0], K, D, v_BtKV.shape[3] + 1)
     if carried_sBKDW is not None and (exchange is not None or tuple(carried_sBKDW.shape) != wanted):
         raise ConfigError(
             f"carried states have shape {tuple(carried_sBKDW.shape)}; the {len(segments.takes)} segments that take one "
@@ -106,7 +107,7 @@ def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
 def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
     """ConfigError unless the segments are these rows and chunks have some."""
     count = PackedDocuments.of(segments.documents, rows).num_documents
-    if any(not 0 <= s < count for s in (*segments.takes, *segments.gives)):
+    if any(not 0 <= s < count for s in segments.takes + segments.gives):
         raise ConfigError(f"takes {segments.takes} and gives {segments.gives} must be among the {count} segments.")
     if chunk < 1:
         raise ConfigError(f"chunk={chunk} must be at least 1 row. Use {CHUNK}.")
@@ -128,14 +129,19 @@ class _LinearAttention(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         f, g, u = _features(q, k, v)
-        given = _states(g, u, segments, segments.gives)
-        arriving = None if exchange is None else exchange.carry(given)
+        # states first: they are on their way to other devices while this one computes its own rows
+        given, taken = _states(g, u, segments, segments.gives), carried
+        arriving = None
+        if exchange is not None:
+            arriving = exchange.carry(given)
         chunks = _chunks(segments.documents, chunk, q.device)
         sums = _scan(f, g, u, chunks, before=True, after=not causal)
-        taken = carried if arriving is None else arriving()
+        if arriving is not None:
+            taken = arriving()
         if taken is not None:
             taken = taken.to(sums.dtype)
             _add_product(sums, f, taken, segments, segments.takes)
+        # the column of ones has summed up the denominators; where all weights underflow, 0 / 1 and not 0 / 0
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight == 0, 1.0)
         out = (sums[..., :-1] / weight).to(q.dtype).flatten(2, 3)
@@ -149,8 +155,15 @@ class _LinearAttention(torch.autograd.Function):
         segments, causal, exchange, chunks = ctx.segments, ctx.causal, ctx.exchange, ctx.chunks
         f, g, u = _features(q, k, v)
         dsums = _sums_gradient(dout, out, weight)
-        dtaken = None if taken is None else _states(f, dsums, segments, segments.takes)
-        arriving = None if exchange is None else exchange.carry_back(dtaken)
+        dtaken: Tensor | None = None
+        if taken is not None:
+            dtaken = _states(f, dsums, segments, segments.takes)
+        # on their way back to the segments that gave the states, while this device computes its own rows
+        arriving = None
+        if exchange is not None:
+            arriving = exchange.carry_back(dtaken)
+        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others in its place; what a query takes
+        # from keys before it, a key's gradient takes from queries after it
         df = _scan(dsums, u, g, chunks, before=True, after=not causal)
         dg = _scan(u, dsums, f, chunks, before=not causal, after=True)
         du = _scan(g, f, dsums, chunks, before=not causal, after=True)
@@ -161,8 +174,12 @@ class _LinearAttention(torch.autograd.Function):
         _add_product(dg, u, dgiven.mT, segments, segments.gives)
         _add_product(du, g, dgiven, segments, segments.gives)
         dq, dk = df * f.clamp(max=1.0), dg * g.clamp(max=1.0)  # φ' is 1 above 0 and φ itself below
-        grads = (part.to(x.dtype).reshape(x.shape) for part, x in zip((dq, dk, du[..., :-1]), (q, k, v), strict=True))
-        return *grads, dtaken if exchange is None else None, None, None, None, None
+        dv = du[..., :-1]  # the column of ones has no gradient
+        dq, dk, dv = (part.to(x.dtype).reshape(x.shape) for part, x in ((dq, q), (dk, k), (dv, v)))
+        # gradients of states that an exchange brought went back through it
+        if exchange is not None:
+            dtaken = None
+        return dq, dk, dv, dtaken, None, None, None, None
 
 
 def _features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,6 +197,7 @@ def _feature_map(x: Tensor) -> Tensor:
 def _sums_gradient(dout: Tensor, out: Tensor, weight: Tensor) -> Tensor:
     """Gradient of the unnormalised sums [B, t, K, G, W], whose quotient is the output."""
     dout, out = (x.to(weight.dtype).unflatten(2, weight.shape[2:4]) for x in (dout, out))
+    # of a quotient n / w: dn = dout / w and dw = −(dout · out) / w
     return torch.cat((dout, -(dout * out).sum(-1, keepdim=True)), -1).div_(weight)
 
 
@@ -227,9 +245,11 @@ def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chun
     rows = torch.arange(count * size).clamp(max=max(t - 1, 0))
     segment_NC = torch.bucketize(rows, segments.cu_seqlens[1:], right=True).view(count, size)
     first, last = segment_NC[:, 0], segment_NC[:, -1]
+    # the segments of the rows just before and just after each chunk
     before, after = last.roll(1), first.roll(-1)
     before[0], after[-1] = -1, -1
     passes = ((last == before).tolist(), (first == after).tolist())
+    # one segment: all rows meet, and masks would only cost
     if first[0] == last[-1]:
         everything = torch.ones(1, size, size, dtype=torch.bool, device=device)
         return _Chunks(size, count, everything, passes, (None, None), (None, None))
@@ -245,13 +265,18 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
     """
     groups, t = a_BtKGX.shape[3], a_BtKGX.shape[1]
     a, b, c = (_fold(x, chunks) for x in (a_BtKGX, b_BtKGX, c_BtKGY))
+    # inside a chunk: the square of scores, as in softmax attention
     scores = a @ b.mT
     mask_NCC = chunks.same_NCC
     if not (before and after):
-        mask_NCC = mask_NCC.tril() if before else mask_NCC.triu()
+        if before:
+            mask_NCC = mask_NCC.tril()
+        else:
+            mask_NCC = mask_NCC.triu()
     scores.unflatten(4, (-1, chunks.size)).unflatten(3, (-1, chunks.size)).mul_(mask_NCC[:, None, None, :, None])
     y = scores @ c
-    del scores
+    del scores  # the largest tensor here
+    # from other chunks: through the state that enters
     for wanted, side in ((before, 0), (after, 1)):
         if wanted and chunks.count > 1:
             part = a @ _entering(b, c, chunks, side)
@@ -261,8 +286,9 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
 
 def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
     """The rows in chunks, [B, N, K, G·C, X]; missing rows are 0."""
-    missing = chunks.size * chunks.count - x_BtKGX.shape[1]
-    x = functional.pad(x_BtKGX, (0, 0) * 3 + (0, missing)) if missing else x_BtKGX
+    missing, x = chunks.size * chunks.count - x_BtKGX.shape[1], x_BtKGX
+    if missing:
+        x = functional.pad(x, (0, 0) * 3 + (0, missing))
     return x.unflatten(1, (chunks.count, chunks.size)).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
 
 
@@ -276,11 +302,14 @@ def _only(x_BNKRX: Tensor, rows_NC: Tensor | None) -> Tensor:
 def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
     """The state that enters each chunk, [B, N, K, X, Y]: from the rows before it (side 0) or after it (side 1)."""
     states = b_BNKSX.mT @ _only(c_BNKSY, chunks.leaving_NC[side])
-    order = range(1, chunks.count) if side == 0 else range(chunks.count - 2, -1, -1)
-    step = 1 if side == 0 else -1
-    for n in order:  # the running sum of one segment; a chunk that begins another starts anew
+    order, step, first = range(1, chunks.count), 1, 0
+    if side == 1:
+        order, step, first = range(chunks.count - 2, -1, -1), -1, chunks.count - 1
+    # the running sum of one segment; a chunk that begins another starts anew
+    for n in order:
         if chunks.passes[side][n]:
             states[:, n] += states[:, n - step]
+    # what leaves a chunk enters the next one; nothing enters the first
     entering = states.roll(step, 1)
-    entering[:, 0 if side == 0 else -1] = 0
+    entering[:, first] = 0
     return entering

@@ -42,8 +42,11 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
     for n in _tiles(len(rows_NI)):
         product = rows_NI[n].float() @ weight_IO
-        out_NO[n] = product if bias_O is None else product.add_(bias_O.float())
-    return out_NO.view(*x_NI.shape[:-1], weight_OI.shape[0])
+        # in float32 still: the result is rounded once
+        if bias_O is not None:
+            product.add_(bias_O.float())
+        out_NO[n] = product
+    return out_NO.view(x_NI.shape[:-1] + weight_OI.shape[:1])
 
 
 def multiply_backward(
@@ -51,24 +54,37 @@ def multiply_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``multiply`` for x and the weight, each in its dtype, None where it is not needed."""
     rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
+    dx_NI: Tensor | None = None
+    dweight_OI: Tensor | None = None
     if not multiplies_in_float32(x_NI, products):
-        dx = (dy_rows_NO @ weight_OI).view(x_NI.shape) if needs_x else None
-        return dx, dy_rows_NO.T @ rows_NI if needs_weight else None
-    weight = weight_OI.float() if needs_x else weight_OI
-    dx_NI = torch.empty_like(rows_NI) if needs_x else None
-    dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32) if needs_weight else None
+        if needs_x:
+            dx_NI = (dy_rows_NO @ weight_OI).view(x_NI.shape)
+        if needs_weight:
+            dweight_OI = dy_rows_NO.T @ rows_NI
+        return dx_NI, dweight_OI
+
+    wide_weight_OI = weight_OI
+    if needs_x:
+        wide_weight_OI, dx_NI = weight_OI.float(), torch.empty_like(rows_NI)
+    if needs_weight:
+        # summed over the tiles in float32 and rounded once
+        dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
     for n in _tiles(len(rows_NI)):
         dy_nO = dy_rows_NO[n].float()
         if dx_NI is not None:
-            dx_NI[n] = dy_nO @ weight
+            dx_NI[n] = dy_nO @ wide_weight_OI
         if dweight_OI is not None:
             dweight_OI.addmm_(dy_nO.T, rows_NI[n].float())
-    dx = None if dx_NI is None else dx_NI.view(x_NI.shape)
-    return dx, None if dweight_OI is None else dweight_OI.to(weight_OI.dtype)
+    if dx_NI is not None:
+        dx_NI = dx_NI.view(x_NI.shape)
+    if dweight_OI is not None:
+        dweight_OI = dweight_OI.to(weight_OI.dtype)
+    return dx_NI, dweight_OI
 
 
 def sum_rows(dy_NO: Tensor) -> Tensor:
     """The gradient of a bias."""
+    # as many terms as tokens: in bfloat16 a sum stops growing at 256 times its terms
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
 
 
@@ -84,11 +100,14 @@ class _Float32Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx, dweight = multiply_backward(
-            dy, *ctx.saved_tensors, needs_x=needs_x, needs_weight=needs_weight, products="float32"
-        )
-        return dx, dweight, sum_rows(dy) if needs_bias else None
+        x, weight = ctx.saved_tensors
+        dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products="float32")
+        dbias: Tensor | None = None
+        if needs_bias:
+            dbias = sum_rows(dy)
+        return dx, dweight, dbias
 
 
 def _tiles(rows: int) -> list[slice]:
+    """The rows in tiles of at most ``_ROWS``."""
     return [slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]

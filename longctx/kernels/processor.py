@@ -24,4 +24,6 @@ def has_native_bfloat16() -> bool:
 
 def fastest_products() -> Products:
     """The way that this machine's processor is faster in: what a model takes that was given none."""
-    return "native" if has_native_bfloat16() else "float32"
+    if has_native_bfloat16():
+        return "native"
+    return "float32"

@@ -26,8 +26,11 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Saves x as it is and each row's 1 / sqrt(mean(x²) + eps)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        # float32: the mean of squares of thousands of bfloat16 values would lose their small ones
         partial = accumulate_dtype(x.dtype)
         wide = x.to(partial)
         rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -42,7 +45,10 @@ class _RMSNorm(torch.autograd.Function):
         partial = accumulate_dtype(x.dtype)
         is_copied = x.dtype != partial
         normed, wide = _times(x.to(partial), rstd_N1, is_copied), dy.to(partial)
-        dweight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dweight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            dweight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        # with n = x · rstd: dx = rstd · (dn − n · mean(dn · n)), the second term through rstd
         dnormed = _times(wide, _factor(weight, ctx.offset, partial), is_copied)
         mean_N1 = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         dx = dnormed.addcmul_(normed, mean_N1, value=-1).mul_(rstd_N1)
@@ -51,8 +57,14 @@ class _RMSNorm(torch.autograd.Function):
 
 def _times(wide: Tensor, factor: Tensor, in_place: bool) -> Tensor:
     """The product, in the same memory where that is a copy: new pages would take longer than the product."""
-    return wide.mul_(factor) if in_place else wide * factor
+    if in_place:
+        return wide.mul_(factor)
+    return wide * factor
 
 
 def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:
-    return weight.to(partial) + 1 if offset else weight.to(partial)
+    """What normalised values are multiplied by."""
+    factor = weight.to(partial)
+    if offset:
+        return factor + 1
+    return factor

@@ -19,7 +19,7 @@ from longctx.objectives.loss_sum import LossSum
 
 
 def identity(counts_LSE: Tensor) -> Tensor:
-    """What one process's counts add up to over the ranks that share its sequence."""
+    """The counts as they are: in one process no other rank shares the sequence."""
     return counts_LSE
 
 

@@ -10,24 +10,19 @@ import pytest
 import torch
 
 from benchmarks import gpu_attention as benchmark
-from longctx.kernels.attention.flash.adapter import FlashKernel
-from longctx.kernels.attention.flash.libraries import FLASH2
-from tests.longctx.kernels.attention import flash_stand_in
 
 
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert benchmark.main(["--device", "cpu", "--tiny", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert {"device", "blocks", "rings", "calls", "errors", "thresholds", "machine"} <= result.keys()
+    assert {"device", "blocks", "rings", "errors", "thresholds", "machine"} <= result.keys()
     kernels = {row["kernel"] for row in result["blocks"]}
     assert "cpu_flash" in kernels
     assert {row["kernel"] for row in result["errors"]} == kernels
     assert {(row["layout"], row["documents"]) for row in result["rings"]} == {
         (layout, documents) for layout in ("zigzag", "striped", "balanced") for documents in ("one document", "packed")
     }
-    assert [row["layout"] for row in result["calls"]] == ["zigzag", "balanced"]
-    assert all(row["calls"] <= row["calls_by_window"] <= row["slices"] for row in result["calls"])
     assert all(row["efficiency"] > 0 for row in result["rings"])
     assert all(row["dq"] < 2e-2 for row in result["errors"])
     printed = capsys.readouterr().out
@@ -50,21 +45,6 @@ def test_a_ring_on_one_device_is_exact():
         work = [benchmark.RankWork(setting, kernel, schedule, r, [q, k, v, dout, out, lse]) for r in range(4)]
         torch.testing.assert_close(layout.join([w.forward()[0] for w in work], 1), out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layout.join([w.backward() for w in work], 1), dq, atol=1e-5, rtol=1e-5)
-
-
-def test_one_call_a_window_computes_the_same():
-    """On a stand-in, through both ways of making calls; the gain is a ratio of seconds."""
-    setting = replace(benchmark.smoke_setting("cpu"), dtype=torch.float32)
-    kernel = FlashKernel(FLASH2, flash_stand_in.Flash2(), capability=(9, 0))
-    bounds = benchmark.packed_documents(512, 60)
-    schedule = benchmark.Schedule.build(benchmark.SequenceLayout.build("balanced", 512, 4, bounds), bounds)
-    q, k, v, dout = setting.tensors(512)
-    whole = [q, k, v, dout, torch.zeros_like(q), torch.zeros(q.shape[:-1], dtype=torch.float64)]
-    work = [benchmark.RankWork(setting, x, schedule, 1, whole) for x in (kernel, benchmark.OneCallAWindow(kernel))]
-    torch.testing.assert_close(work[1].forward(), work[0].forward(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(work[1].backward(), work[0].backward(), atol=1e-5, rtol=1e-5)
-    gains = benchmark.call_gains(setting, kernel, schedule, 1, whole)
-    assert all(gain is not None and gain > 0 for gain in gains.values())
 
 
 def test_ratios():

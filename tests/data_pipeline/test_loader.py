@@ -14,6 +14,7 @@ from data_pipeline.loader import Loader, build_loader, build_validation_loader
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows.batches import build_batch
+from data_pipeline.rows.pack import plan_rows
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.tokenizer import Tokenizer
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
@@ -95,7 +96,7 @@ class TestBatches:
     def test_equal_the_same_written_token_by_token(self, built: Path, seq_len: int):
         shards = ShardSet.open(built)
         loader = build_loader(built, seq_len=seq_len, rows_per_step=3, micro_batch_rows=3)
-        plan = loader._plan(0)
+        plan = plan_rows(shards.lengths, seq_len)
         for first in range(0, min(plan.num_rows, 30) - 2, 3):
             rows = [plan.row(index) for index in range(first, first + 3)]
             batch = next(loader)

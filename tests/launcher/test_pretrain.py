@@ -155,7 +155,9 @@ def test_a_second_run_in_the_same_place_is_refused(shards, copied):
     assert contents(copied) == before
 
 
+@pytest.mark.slow
 def test_an_unknown_flag_is_said_once(shards, tmp_path):
+    """That it is found at all, and what is offered instead, is read in ``config/test_config.py``."""
     ended = pretrain([*flags(shards, tmp_path / "run"), "--train.stepz", "5"])
     ended.check_one_screen(2, "Unrecognized options: --train.stepz", "--train.steps INT")
     assert not (tmp_path / "run").exists()

@@ -32,11 +32,17 @@ class Limits:
 
 
 LIMITS = {
-    "launcher": Limits(ternaries=40, stars=20, comments=10),
-    "longctx": Limits(ternaries=40, stars=22, comments=10),
+    "launcher": Limits(ternaries=15, stars=6, comments=40),
+    "longctx": Limits(ternaries=18, stars=12, comments=30),
+    "longctx/architecture": Limits(ternaries=15, stars=6, comments=40),
+    "longctx/conversion": Limits(ternaries=15, stars=6, comments=40),
+    # A family's table is that of its relatives and a few rules more, which `*llama_like()` says in its first line.
+    "longctx/families": Limits(ternaries=15, stars=30, comments=40),
+    "longctx/generation": Limits(ternaries=15, stars=6, comments=40),
+    "longctx/objectives": Limits(ternaries=15, stars=6, comments=40),
     "longctx/model": Limits(ternaries=50, stars=30, comments=10),
     "parallel": Limits(ternaries=40, stars=20, comments=10),
-    "data_pipeline": Limits(ternaries=20, stars=8, comments=10),
+    "data_pipeline": Limits(ternaries=15, stars=6, comments=40),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
 SIZES = {"class": 150, "function": 80, "file": 500}
@@ -152,14 +158,14 @@ def _row(root: str, figures: Figures, limits: Limits) -> str:
         for name, sign in (("ternaries", "≤"), ("stars", "≤"), ("comments", "≥"))
     )
     largest = "".join(f"{figures.largest(kind)[0]:>9}" for kind in SIZES)
-    return f"{root:<15}{figures.code:>7,}{ratios}{largest}"
+    return f"{root:<21}{figures.code:>7,}{ratios}{largest}"
 
 
 def main() -> int:
     """Print the table and what breaks a limit; the exit code is 1 if anything does."""
     out = [
         f"for each 1,000 code lines: figure and limit (aim: {AIM.ternaries:g}, {AIM.stars:g}, {AIM.comments:g})",
-        f"{'':<15}{'code':>7}{'ternaries':>14}{'stars':>14}{'comments':>14}   class function     file",
+        f"{'':<21}{'code':>7}{'ternaries':>14}{'stars':>14}{'comments':>14}   class function     file",
     ]
     broken: list[str] = []
     beyond: dict[str, str] = {}

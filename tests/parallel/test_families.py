@@ -46,7 +46,7 @@ def folders(tmp_path_factory) -> list[str]:
     return made
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family_equals_transformers(world_size, folders):
     run_distributed(check_families, world_size, folders)
 

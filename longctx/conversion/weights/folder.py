@@ -77,11 +77,15 @@ class WeightsFolder:
             raise CheckpointError(f"{path} has no weight_map of tensor names to file names.")
         if not weight_map:
             raise CheckpointError(f"{path} has an empty weight_map.")
-        kinds = (_SAFE,) if index.endswith(_SAFE + _INDEX_END) else _PICKLED
+        # An index of safetensors must not make us open a pickle.
+        kinds = _PICKLED
+        if index.endswith(_SAFE + _INDEX_END):
+            kinds = (_SAFE,)
         listed: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             listed.setdefault(file, set()).add(name)
-        for file in sorted(listed):  # all names are checked before any content is read
+        # All names are checked before any content is read.
+        for file in sorted(listed):
             checked_path(self.folder, file, named_by=path, kinds=kinds)
         for file, names in sorted(listed.items()):
             held = set(self._names(file))
@@ -93,9 +97,11 @@ class WeightsFolder:
         return weight_map
 
     def _names(self, file: str) -> list[str]:
+        """The tensors of one file."""
         return self._open(file).names()
 
     def _open(self, file: str) -> WeightsFile:
+        """The file, its header read once."""
         if file not in self._files:
             path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))
             if file.endswith(_SAFE):
@@ -116,6 +122,7 @@ def _find_weights(folder: Path) -> str:
     for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, PICKLED_WEIGHTS)):
         files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
         indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
+        # As transformers chooses; without its names, any single index or file will do.
         usual = [n for n in (single + _INDEX_END, single) if n in names]
         if len(usual) > 1:
             raise CheckpointError(f"{folder} has both {usual[1]} and {usual[0]}: delete the one that is not meant.")
@@ -144,13 +151,15 @@ def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, .
         allowed.append((folder.absolute().parents[1] / "blobs").resolve())
     try:
         target = (folder / file).resolve()
-    except (OSError, RuntimeError) as error:  # a link that leads to itself
+    except (OSError, RuntimeError) as error:
+        # A link that leads to itself.
         raise CheckpointError(f"{folder / file} cannot be followed: {error}.") from error
     if target.parent not in allowed:
         raise CheckpointError(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
     if not target.exists():
         raise CheckpointError(f"{folder / file} is missing.")
+    if target.is_dir():
+        raise CheckpointError(f"{folder / file} is a folder.")
     if not target.is_file():
-        kind = "a folder" if target.is_dir() else "no plain file"
-        raise CheckpointError(f"{folder / file} is {kind}.")
+        raise CheckpointError(f"{folder / file} is no plain file.")
     return folder / file

@@ -35,10 +35,12 @@ def parse_json(text: str) -> Any:
     """JSON in which no object names a key twice; ValueError otherwise."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json takes the last of two: a file could then say one thing to us and another to a stricter reader.
         if len(dict(pairs)) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = ["a key"]
-            if len(keys) < 10_000:  # the search takes the square of their number
+            # The search takes the square of their number.
+            if len(keys) < 10_000:
                 twice = sorted({key for key in keys if keys.count(key) > 1})
             raise ValueError(f"it names {', '.join(twice[:12])} twice")
         return dict(pairs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from longctx.conversion.weights.safetensors_file import DTYPES
 from longctx.errors import CheckpointError
 
-_MAPPED_BYTES = 64 * 2**20
+MAPPED_BYTES = 64 * 2**20
 """Bytes to read before the file is mapped anew: pages that were read stay resident as long as the mapping."""
 
 
@@ -28,8 +28,9 @@ class PickledFile:
     Tensors that share storage (tied weights) are read one by one, each in memory of its own.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
         self.path = path
+        self._mapped_bytes = mapped_bytes
         self._read_bytes = 0
         self._tensors = _load(path)
         _check_records(path, self._tensors)
@@ -52,8 +53,9 @@ class PickledFile:
     def read(self, name: str) -> Tensor:
         """The tensor, contiguous, in memory of its own."""
         self.dtype(name)
-        if self._read_bytes > _MAPPED_BYTES:
-            self._tensors = {}  # frees the old mapping before there is a new one
+        if self._read_bytes > self._mapped_bytes:
+            # Frees the old mapping before there is a new one.
+            self._tensors = {}
             self._read_bytes = 0
             self._tensors = _load(self.path)
         tensor = self._tensors[name].clone(memory_format=torch.contiguous_format)
@@ -67,7 +69,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: it has 0 bytes.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a hostile file may raise anything
+    except Exception as error:
+        # A hostile file may raise anything.
         raise CheckpointError(_refusal(path, str(error))) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
@@ -87,6 +90,7 @@ def _check(path: Path, name: Any, value: Any) -> None:
         )
     if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
         raise CheckpointError(f"{name} in {path} is {value.layout} on {value.device}; supported: dense, not quantised.")
+    # Sizes and strides come from the pickle, and a view beyond the storage would read other memory.
     last = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     if value.numel() and (last + 1) * value.element_size() > value.untyped_storage().nbytes():
         raise CheckpointError(f"{name} in {path} reaches past the end of its storage.")
@@ -103,15 +107,19 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
             records = [info for info in archive.infolist() if "/data/" in info.filename]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    # A compressed record cannot be mapped.
     whole = Counter(info.file_size for info in records if info.compress_type == zipfile.ZIP_STORED)
-    if missing := Counter(storages.values()) - whole:
+    missing = Counter(storages.values()) - whole
+    if missing:
         raise CheckpointError(
             f"{path} is damaged: it has no record of {min(missing)} bytes, which one of its tensors should lie in."
         )
 
 
 def _refusal(path: Path, reason: str) -> str:
-    if asked := re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason):
+    """torch's reason not to read a file, in our words."""
+    asked = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
+    if asked:
         return (
             f"{path} is a pickle that asks for {asked[1]}, and only tensors are taken from a pickle. "
             "Nothing of it was run.\nGet the weights as safetensors."
@@ -121,4 +129,7 @@ def _refusal(path: Path, reason: str) -> str:
             f"{path} is in torch's format from before 1.6, which cannot be read piece by piece. Save it anew:\n"
             "torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
-    return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200] if reason else 'it is damaged'}."
+    if not reason:
+        return f"{path} cannot be read as tensors: it is damaged."
+    # torch adds advice over many lines, some of it to switch the safe reader off.
+    return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200]}."

@@ -23,10 +23,11 @@ from longctx.errors import CheckpointError
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ITEM_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-}
+# Dtypes that are refused have a size too: their ranges are checked like the others'.
+_ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
+_ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)
+_ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+_ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
 BLOCK_BYTES = 16 * 2**20
@@ -116,11 +117,13 @@ def _read_entries(path: Path) -> dict[str, Entry]:
         if size < 8:
             raise ValueError(f"it has {size} bytes, which is no safetensors file")
         header_bytes = int.from_bytes(file.read(8), "little")
+        # Before it is read: a wrong number would ask for all memory.
         if header_bytes > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header claims {header_bytes} bytes, the file has {size}")
         header = parse_json(file.read(header_bytes).decode())
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
+    # Free text, and no tensor.
     header.pop("__metadata__", None)
     begin = 8 + header_bytes
     entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
@@ -144,6 +147,7 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
 
 
 def _is_sizes(value: Any) -> bool:
+    """Whether a value is a list of whole numbers of at least 0; ``True`` is none."""
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
@@ -151,9 +155,10 @@ def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
     """ValueError unless the tensors follow one another, from the header to the end of the file."""
     at, before = begin, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != at:
-            what = "overlap" if entry.start < at else "leave bytes between them to nobody"
-            raise ValueError(f"{before} and {name} {what}")
+        if entry.start < at:
+            raise ValueError(f"{before} and {name} overlap")
+        if entry.start > at:
+            raise ValueError(f"{before} and {name} leave bytes between them to nobody")
         at, before = entry.stop, name
     if at != size:
         raise ValueError(f"{size - at} bytes after {before} belong to nobody")
@@ -197,6 +202,7 @@ class SafetensorsWriter:
         """Write the header. Afterwards the file is whole."""
         header = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
         header_bytes = RESERVED_BYTES - 8
+        # A small file would be mostly reserved space; moving a block costs little.
         if self.data_bytes <= BLOCK_BYTES:
             header_bytes = math.ceil(len(header) / 8) * 8
             self._move_data_to(8 + header_bytes)
@@ -205,6 +211,7 @@ class SafetensorsWriter:
         self._file.close()
 
     def _move_data_to(self, start: int) -> None:
+        """Move the data, one block at most, towards the beginning of the file."""
         self._file.seek(RESERVED_BYTES)
         data = self._file.read()
         self._file.seek(start)

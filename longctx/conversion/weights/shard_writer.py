@@ -1,4 +1,4 @@
-"""Write weights shard by shard."""
+"""Write weights into safetensors files of bounded size, shard by shard."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ class ShardWriter:
             raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
         num_bytes = values.numel() * dtype.itemsize
         shard = self._shard_for(name, num_bytes)
-        shard.add(name, dtype, shape, values.split(BLOCK_BYTES) if values.numel() else [values])
+        # Cast block by block: a copy of a whole tensor in another dtype would double its memory.
+        shard.add(name, dtype, shape, values.split(BLOCK_BYTES))
         self._shards[-1].append(name)
         self.total_bytes += num_bytes
 
     def finish(self) -> dict[str, str]:
         """Tensor -> file name; a single shard is called ``STEM.safetensors``."""
         if not self._shards:
-            self._shard_for("", 0)  # a model without tensors is a file without tensors
+            # A model without tensors is a file without tensors.
+            self._shard_for("", 0)
         self._close()
+        # Only now is their number known, which stands in every name.
         count = len(self._shards)
         file_of: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
@@ -79,4 +82,5 @@ class ShardWriter:
                 raise CheckpointError(f"{name} did not come back from {shard.path} as it was written. Check the disk.")
 
     def _unnamed(self, number: int) -> Path:
+        """The path of a shard before ``finish`` gives it its name."""
         return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"

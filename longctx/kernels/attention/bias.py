@@ -54,7 +54,9 @@ def check_scores(scores: Scores, num_heads: int) -> None:
 def _check_buckets(bias: RelativeBias) -> None:
     num, sides = bias.table_NH.shape[0], 1 + bias.bidirectional
     if num < 2 * sides or num % sides:
-        rule = "an even number, at least 4" if bias.bidirectional else "at least 2"
+        rule = "at least 2"
+        if bias.bidirectional:
+            rule = "an even number, at least 4"
         raise ConfigError(f"a bias table of {num} buckets; it needs {rule}. T5 has 32.")
     if bias.max_distance <= num // sides // 2:
         raise ConfigError(
@@ -66,6 +68,7 @@ def _check_buckets(bias: RelativeBias) -> None:
 def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
     """The row of the bias table (int64) for each distance, in tokens; a positive one looks back."""
     num = bias.table_NH.shape[0]
+    # the first half of a bidirectional table looks back, the second half ahead
     if bias.bidirectional:
         num //= 2
         first, size = num * (distances < 0), distances.abs()
@@ -81,11 +84,12 @@ def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
 def distance_bias(scores: Scores, distances: Tensor) -> Tensor:
     """What is added to the scores of each head, [H, *distances.shape] in float64, for ``needs_distances`` scores."""
     total = torch.zeros((), dtype=torch.float64, device=distances.device)
-    along = (-1, *(1 for _ in distances.shape))
+    along = (-1,) + (1,) * distances.ndim  # heads first
     if scores.alibi_slopes_H is not None:
         total = total - scores.alibi_slopes_H.to(distances.device, torch.float64).view(along) * distances.abs()
     if scores.relative_bias is not None:
         bias = scores.relative_bias
+        # in float64, for the biases of a distance are few and serve a whole diagonal of scores
         rows = bias.table_NH.double()[buckets(distances, bias)]
         total = total + rows.movedim(-1, 0)
     return total
@@ -106,7 +110,8 @@ def gather_diagonals(values_HRS: Tensor) -> Tensor:
     """[H, n] in float64: sums over the scores of equal distance; the transpose of ``spread``."""
     H, rows, keys = values_HRS.shape
     n = rows + keys - 1
-    shifted_HRn = values_HRS.new_zeros(H, rows, n)  # row i from column R − 1 − i on: n − 1 elements after the last one
+    # row i begins at column R − 1 − i, which is n − 1 elements after row i − 1: equal distances stand in one column
+    shifted_HRn = values_HRS.new_zeros(H, rows, n)
     shifted_HRn.as_strided((H, rows, keys), (rows * n, n - 1, 1), rows - 1).copy_(values_HRS)
     return shifted_HRn.sum(1).double()
 

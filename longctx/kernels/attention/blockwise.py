@@ -60,8 +60,9 @@ class BlockwiseKernel:
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])
                 block_out, block_lse = _attend(q, k_BsKD, v_BsKV, attn_slice, block, scores)
-                rows = (_as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1))
-                merge_(out[:, block.q], lse[:, block.q], *rows)
+                # other slices may have given these query rows a result over other keys
+                block_out, block_lse = _as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1)
+                merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
         return out, lse
 
     def backward(
@@ -79,13 +80,16 @@ class BlockwiseKernel:
         check_scores(scores, q_BtHD.shape[2])
         partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
         dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
-        bias = scores.relative_bias
-        dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
+        dtable: Tensor | None = None
+        if scores.relative_bias is not None:
+            # float64: one entry sums the gradients of a whole diagonal of scores
+            dtable = torch.zeros_like(scores.relative_bias.table_NH, dtype=torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q, dout, out = (_query_rows(x, block.q, K) for x in (q_BtHD, dout_BtHV, out_BtHV))
                 power, lse = (_query_rows(x.unsqueeze(-1), block.q, K) for x in (power_BtH, lse_BtH))
+                # weights are formed near exponent 0; dout carries the power of two that they lack
                 dout = dout * power
                 rows = _Rows(q, dout, lse, (dout * out).sum(-1, keepdim=True))
                 dq_block = torch.zeros_like(q)
@@ -95,7 +99,9 @@ class BlockwiseKernel:
                     dk[:, tile.k] += dk_tile.transpose(1, 2)
                     dv[:, tile.k] += dv_tile.transpose(1, 2)
                 dq[:, block.q] += _as_rows(dq_block)
-        return Gradients(dq, dk, dv, None if dtable is None else dtable.to(partial))
+        if dtable is not None:
+            dtable = dtable.to(partial)
+        return Gradients(dq, dk, dv, dtable)
 
 
 class _Work(NamedTuple):
@@ -114,7 +120,7 @@ class _Rows(NamedTuple):
     dout: Tensor
     lse: Tensor
     delta: Tensor
-    """Each row's product of output and its gradient: what a score's gradient lies above or below."""
+    """Each row's Σ dout·out: D of FlashAttention (arXiv 2205.14135, algorithm 4), so that dscore = p · (dout·v − D)."""
 
 
 def _query_rows(x_BtHX: Tensor, rows: slice, num_kv_heads: int) -> Tensor:
@@ -143,33 +149,40 @@ def _attend(
     q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
-    found: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
     for tile in block.tiles:
-        k, v = (_key_rows(x, tile.k) for x in (k_BsKD, v_BsKV))
+        k, v = _key_rows(k_BsKD, tile.k), _key_rows(v_BsKV, tile.k)
         values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(attn_slice, block.q, tile, scores))
-        top = values.amax(-1, keepdim=True)
-        weights = _exp_(values.sub_(top))
-        total = weights.sum(-1, keepdim=True)
-        out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(total)
-        part = (out, (top.double() + total.double().log()).squeeze(-1))
-        if found is None:
-            found = part
+        # softmax over this tile's keys, shifted by each row's largest score: no exponential exceeds 1
+        peak = values.amax(-1, keepdim=True)
+        weights = _exp_(values.sub_(peak))
+        mass = weights.sum(-1, keepdim=True)
+        tile_out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(mass)
+        tile_lse = (peak.double() + mass.double().log()).squeeze(-1)
+        # online softmax over the tiles: every row sees a key of each, so neither log-sum-exp is −inf
+        if out is None or lse is None:
+            out, lse = tile_out, tile_lse
         else:
-            fold_(*found, *part)
-    assert found is not None, "a block of rows without a tile"
-    return found
+            fold_(out, lse, tile_out, tile_lse)
+    assert out is not None, "a block of rows without a tile"
+    assert lse is not None
+    return out, lse
 
 
 def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """Scaled dot products [B, K, G, R, S] after the soft cap."""
     values = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).mul_(scores.scale)
-    return values if scores.softcap is None else soft_cap(values, scores.softcap)
+    if scores.softcap is not None:
+        values = soft_cap(values, scores.softcap)
+    return values
 
 
 def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
     """Turn ``_capped_products`` into scores: biases added, −inf outside the tile's band."""
     num_rows, num_keys, tile = values.shape[3], values.shape[4], work.tile
     if work.scores.needs_distances:
+        # one bias for each of the R + S − 1 distances, spread over the R · S scores
         distances_n = tile_distances(work.attn_slice, work.q, tile.k, values.device)
         bias_HRS = spread(distance_bias(work.scores, distances_n).to(values.dtype), num_keys)
         values += bias_HRS.unflatten(0, values.shape[1:3])
@@ -189,6 +202,7 @@ def _exp_(exponents: Tensor) -> Tensor:
     Processors take a hundred times as long over numbers near float32's smallest, which ALiBi makes by the thousand.
     """
     weights = exponents.clamp_(min=_LEAST).exp_()
+    # whatever was clamped, −inf of the mask too, is e^−60 now, and just below the threshold
     return functional.threshold(weights, 1.001 * math.exp(_LEAST), 0.0, inplace=True)
 
 
@@ -196,17 +210,28 @@ def _tile_gradients(
     rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dtable_NH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients [B, K, S, …] of the tile's keys and values; adds those of queries and bias table to the last two."""
-    k, v = (_key_rows(x, work.tile.k) for x in (k_BsKD, v_BsKV))
+    # recompute the tile's weights p = exp(score − lse): their sum over all keys, on whatever ranks, is 1
+    k, v = _key_rows(k_BsKD, work.tile.k), _key_rows(v_BsKV, work.tile.k)
     products, cap = _capped_products(rows.q, k, work.scores), work.scores.softcap
-    slope = None if cap is None else (products / cap).square_().neg_().add_(1)  # of the cap, at each product
+    slope: Tensor | None = None
+    if cap is not None:
+        # the derivative of cap · tanh(x / cap) is 1 − tanh²; taken now, for the scores overwrite the products
+        slope = (products / cap).square_().neg_().add_(1)
     weights = _exp_(_add_bias_and_mask_(products, work).sub_(rows.lse))
+
+    # dv = pᵀ · dout, and through the softmax dscore = p · (dout·v − delta)
     dout = rows.dout.flatten(2, 3)
     dv = weights.flatten(2, 3).mT @ dout
     dscores = (dout @ v.mT).view_as(weights).sub_(rows.delta).mul_(weights)
     if dtable_NH is not None and work.scores.relative_bias is not None:
+        # the bias is added after the cap, so its gradient is the scores' own
         distances_n = tile_distances(work.attn_slice, work.q, work.tile.k, dscores.device)
         dvalues_Hn = gather_diagonals(dscores.sum(0).flatten(0, 1))
         dtable_NH += table_gradient(dvalues_Hn, distances_n, work.scores.relative_bias)
-    dproducts = (dscores if slope is None else dscores.mul_(slope)).mul_(work.scores.scale).flatten(2, 3)
+
+    # through the cap and the scale to queries and keys
+    if slope is not None:
+        dscores.mul_(slope)
+    dproducts = dscores.mul_(work.scores.scale).flatten(2, 3)
     dq += (dproducts @ k).view_as(dq)
     return dproducts.mT @ rows.q.flatten(2, 3), dv

@@ -93,7 +93,8 @@ class KernelRequest:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         if self.value_dim not in (None, self.head_dim):
             heads += f" (values {self.value_dim})"
-        parts = [heads, str(self.dtype).removeprefix("torch."), f"on {self.device_type}"]
+        dtype = str(self.dtype).removeprefix("torch.")
+        parts = [heads, dtype, f"on {self.device_type}"]
         parts += [name for name in ("window", "deterministic") if getattr(self, name)]
         return ", ".join(parts + [RULES[rule] for rule in self.rules])
 
@@ -155,6 +156,9 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     The log-sum-exps are float64; a row without a key in one of the two takes the other's.
     """
     total = torch.logaddexp(lse, block_lse)
-    keep, add = (torch.exp(part - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1) for part in (lse, block_lse))
-    out.mul_(keep).addcmul_(block_out, add)
+    # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
+    # A row without any key has −inf − (−inf), which is no number: both results are 0, and stay it.
+    old_weight = torch.exp(lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
+    new_weight = torch.exp(block_lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
+    out.mul_(old_weight).addcmul_(block_out, new_weight)
     lse.copy_(total)

@@ -63,7 +63,9 @@ class CpuFlashKernel:
     def __init__(self, compute: str = "auto") -> None:
         if compute not in ("auto", "float32", "native"):
             raise ConfigError(f"compute={compute!r} is unknown. Try one of ['auto', 'float32', 'native'].")
-        self.compute, self.name = compute, "cpu_flash" if compute == "auto" else f"cpu_flash_{compute}"
+        self.compute, self.name = compute, "cpu_flash"
+        if compute != "auto":
+            self.name = f"cpu_flash_{compute}"
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cpu":
@@ -78,11 +80,16 @@ class CpuFlashKernel:
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
-        shape = (*q_BtHD.shape[:-1], v_BsKV.shape[-1])
+        shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
+        # not zeros: most rows belong to one block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
-        for block in _blocks(slices, _WHOLE if op.rounds else _TILE):
+        # where results are rounded to bfloat16, merging tiles would round once a tile: the op takes whole rows
+        size = _TILE
+        if op.rounds:
+            size = _WHOLE
+        for block in _blocks(slices, size):
             block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
             if touched[block.q].any():
                 out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
@@ -90,6 +97,7 @@ class CpuFlashKernel:
             else:
                 out[:, block.q], lse[:, block.q] = block_out, block_lse
             touched[block.q] = True
+        # rows without a key
         if not touched.all():
             out[:, ~touched] = 0
         return out, lse
@@ -109,15 +117,24 @@ class CpuFlashKernel:
         op = self._op(q_BtHD, v_BsKV, scores)
         partial = accumulate_dtype(q_BtHD.dtype)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
-        power_BtH, lse_BtH = centred(lse_BtH) if op.dtype == torch.float32 else (None, lse_BtH.to(partial))
-        for block in _blocks(slices, _GRADIENT_TILE if op.dtype == q_BtHD.dtype == partial else _TILE):
+        power_BtH: Tensor | None = None
+        if op.dtype == torch.float32:
+            power_BtH, lse_BtH = centred(lse_BtH)
+        else:
+            lse_BtH = lse_BtH.to(partial)
+        size = _TILE
+        if op.dtype == q_BtHD.dtype == partial:  # nothing is converted
+            size = _GRADIENT_TILE
+        for block in _blocks(slices, size):
             for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
-                rows = _Rows(*(x[:, block.q, h] for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH)))
-                power = None if power_BtH is None else power_BtH[:, block.q, h].unsqueeze(-1)
-                for tile, parts in op.gradients(rows, power, k_BsKD[:, :, g], v_BsKV[:, :, g], block):
-                    dq[:, block.q, h] += parts[0]
-                    dk[:, tile.k, g] += parts[1]
-                    dv[:, tile.k, g] += parts[2]
+                q = block.q
+                rows = _Rows(dout_BtHV[:, q, h], q_BtHD[:, q, h], out_BtHV[:, q, h], lse_BtH[:, q, h])
+                if power_BtH is not None:
+                    rows = rows._replace(power_BrH=power_BtH[:, q, h])
+                for tile, tile_dq, tile_dk, tile_dv in op.gradients(rows, k_BsKD[:, :, g], v_BsKV[:, :, g], block):
+                    dq[:, q, h] += tile_dq
+                    dk[:, tile.k, g] += tile_dk
+                    dv[:, tile.k, g] += tile_dv
         return Gradients(dq, dk, dv)
 
     def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: Scores) -> _Op:
@@ -137,12 +154,18 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
     if dtype in (torch.float32, torch.float64):
         return dtype
     if compute == "auto":
-        compute, why = "float32", "float16 partial sums overflow"
+        compute = "float32"
         if dtype == torch.bfloat16:
             compute = fastest_products()
-            why = f"this processor has {'' if compute == 'native' else 'no '}bfloat16 instructions"
-        log.info("cpu_flash computes %s %s: %s.", dtype, "as it is" if compute == "native" else "in float32", why)
-    return dtype if compute == "native" else torch.float32
+        if dtype == torch.float16:
+            log.info("cpu_flash computes %s in float32: float16 partial sums overflow.", dtype)
+        elif compute == "native":
+            log.info("cpu_flash computes %s as it is: this processor has bfloat16 instructions.", dtype)
+        else:
+            log.info("cpu_flash computes %s in float32: this processor has no bfloat16 instructions.", dtype)
+    if compute == "native":
+        return dtype
+    return torch.float32
 
 
 class _Rows(NamedTuple):
@@ -152,6 +175,8 @@ class _Rows(NamedTuple):
     q_BrHD: Tensor
     out_BrHV: Tensor
     lse_BrH: Tensor
+    power_BrH: Tensor | None = None
+    """Powers of two that dout is multiplied by where lse is centred."""
 
 
 class _Op(NamedTuple):
@@ -171,6 +196,7 @@ class _Op(NamedTuple):
     def head_groups(self, block: RowBlock, num_heads: int, num_kv_heads: int) -> Iterator[tuple[slice, slice]]:
         """Query heads and the key heads they share that one backward call takes: the op runs a thread for each head."""
         shared = num_heads // num_kv_heads
+        # key heads whose query rows have so many elements, but enough of them for every thread to have a query head
         most = _ELEMENTS // ((block.q.stop - block.q.start) * max(self.sizes))
         together = max(most // shared, -(-torch.get_num_threads() // shared), 1)
         for g in range(0, num_kv_heads, together):
@@ -181,38 +207,47 @@ class _Op(NamedTuple):
         """Output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
         meeting = block.q.stop - block.q.start
         q = self._take(q_BtHD, meeting, block.q)
-        found: tuple[Tensor, Tensor] | None = None
+        out: Tensor | None = None
+        lse: Tensor | None = None
         for tile in block.tiles:
-            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
-            out, lse = _forward(q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale)
-            part = (self._give(out, self.sizes[1]), lse.transpose(1, 2).double())
-            if found is None:
-                found = part
+            k, v = self._take(k_BsKD, meeting, tile.k), self._take(v_BsKV, meeting, tile.k)
+            tile_out, tile_lse = _forward(
+                q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale
+            )
+            tile_out, tile_lse = self._give(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
+            # online softmax over the tiles: every row sees a key of each, so neither log-sum-exp is −inf
+            if out is None or lse is None:
+                out, lse = tile_out, tile_lse
             else:
-                fold_(*found, *part)
-        assert found is not None, "a block of rows without a tile"
-        return found
+                fold_(out, lse, tile_out, tile_lse)
+        assert out is not None, "a block of rows without a tile"
+        assert lse is not None
+        return out, lse
 
     def gradients(
-        self, rows: _Rows, power: Tensor | None, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
-    ) -> Iterator[tuple[Tile, list[Tensor]]]:
+        self, rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
+    ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         """Each tile of the block with its gradients of queries, keys and values, partial results all."""
         meeting = block.q.stop - block.q.start
-        dout, q, out = (self._take(x, meeting) for x in rows[:3])
-        if power is not None:
-            converted = dout.dtype != rows.dout_BrHV.dtype
-            dout = dout.mul_(power.transpose(1, 2)) if converted else dout * power.transpose(1, 2)
+        dout, q, out = (self._take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
+        if rows.power_BrH is not None:
+            power = rows.power_BrH.unsqueeze(-1).transpose(1, 2)
+            if dout.dtype != rows.dout_BrHV.dtype:
+                dout.mul_(power)  # ``_take`` made a copy
+            else:
+                dout = dout * power
+        D, V = self.sizes
         for tile in block.tiles:
-            k, v = (self._take(x, meeting, tile.k) for x in (k_BsKD, v_BsKV))
+            k, v = self._take(k_BsKD, meeting, tile.k), self._take(v_BsKV, meeting, tile.k)
             if self.rounds:  # the op would add up heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
-            parts = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
-            dq, dk, dv = (self._give(x, n) for x, n in zip(parts, (*self.sizes[:1], *self.sizes), strict=True))
+            dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
+            dq, dk, dv = self._give(dq, D), self._give(dk, D), self._give(dv, V)
             if self.rounds:
                 dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
-            yield tile, [dq, dk, dv]
+            yield tile, dq, dk, dv
 
     def _take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
         """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
@@ -222,17 +257,23 @@ class _Op(NamedTuple):
         """
         x = x_BsHX[:, rows].transpose(1, 2)
         missing = max(self.sizes) - x.shape[-1]
-        x = functional.pad(x, (0, missing)) if missing else x
-        layout = torch.contiguous_format if meeting >= _PACKED_ROWS else torch.preserve_format
+        if missing:
+            x = functional.pad(x, (0, missing))
+        layout = torch.preserve_format
+        if meeting >= _PACKED_ROWS:
+            layout = torch.contiguous_format
         if x.dtype != self.dtype:
             return x.to(self.dtype, memory_format=layout)
-        return x.contiguous() if layout == torch.contiguous_format else x
+        if layout == torch.contiguous_format:
+            return x.contiguous()
+        return x
 
     def _give(self, x: Tensor, size: int) -> Tensor:
         """A partial result [B, rows, H, size] from what the op returned."""
         return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
 
     def _mask(self, block: RowBlock, tile: Tile) -> Tensor | None:
+        """The additive mask of a tile that is neither whole nor causal from its corner on."""
         if _is_causal(tile) or tile.lo is tile.hi is None:
             return None
         return _band_mask(block.q.stop - block.q.start, tile.k.stop - tile.k.start, tile.lo, tile.hi, self.dtype)

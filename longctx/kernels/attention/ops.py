@@ -23,6 +23,7 @@ _SCORES = (
     "str kernel, float scale, float? softcap, Tensor? alibi_slopes, Tensor? bias_table, int max_distance, "
     "bool bidirectional"
 )
+# the one definition of the namespace; longctx.model.experts.operators adds a fragment to it
 _library = torch.library.Library("longctx", "DEF")
 _library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor slices, {_SCORES}) -> (Tensor, Tensor)")
 _library.define(
@@ -44,7 +45,8 @@ def forward(
 
     Autograd sees nothing of this: call it inside an ``autograd.Function``.
     """
-    return torch.ops.longctx.attention_forward.default(q_BtHD, k_BsKD, v_BsKV, *_plain(slices, kernel, scores))
+    options = _plain(slices, kernel, scores)
+    return torch.ops.longctx.attention_forward.default(q_BtHD, k_BsKD, v_BsKV, *options)
 
 
 def backward(
@@ -60,23 +62,31 @@ def backward(
     scores: Scores,
 ) -> Gradients:
     """What the ``backward`` of the kernel of that name returns, through the operator."""
-    tensors = (dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH)
-    grads = torch.ops.longctx.attention_backward.default(*tensors, *_plain(slices, kernel, scores))
-    return Gradients(*grads) if scores.relative_bias is not None else Gradients(*grads[:3])
+    options = _plain(slices, kernel, scores)
+    dq, dk, dv, dtable = torch.ops.longctx.attention_backward.default(
+        dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH, *options
+    )
+    # an operator returns tensors only: an empty one stands for none
+    if scores.relative_bias is None:
+        dtable = None
+    return Gradients(dq, dk, dv, dtable)
 
 
 def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
     """The arguments that follow the operators' tensors."""
+    table_NH, max_distance, bidirectional = None, 0, False
     bias = scores.relative_bias
+    if bias is not None:
+        table_NH, max_distance, bidirectional = bias.table_NH, bias.max_distance, bias.bidirectional
     return (
         slices,
         kernel,
         scores.scale,
         scores.softcap,
         scores.alibi_slopes_H,
-        None if bias is None else bias.table_NH,
-        0 if bias is None else bias.max_distance,
-        False if bias is None else bias.bidirectional,
+        table_NH,
+        max_distance,
+        bidirectional,
     )
 
 
@@ -88,7 +98,10 @@ def _scores(
     max_distance: int,
     bidirectional: bool,
 ) -> Scores:
-    bias = None if table_NH is None else RelativeBias(table_NH, max_distance, bidirectional)
+    """The inverse of ``_plain``, but for slices and kernel."""
+    bias = None
+    if table_NH is not None:
+        bias = RelativeBias(table_NH, max_distance, bidirectional)
     return Scores(scale=scale, softcap=softcap, alibi_slopes_H=slopes_H, relative_bias=bias)
 
 
@@ -109,19 +122,24 @@ def _backward(
     *scores: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, slices, scores=_scores(*scores))
-    dtable = q.new_empty(0) if grads.dtable_NH is None else grads.dtable_NH.to(accumulate_dtype(q.dtype))
+    dtable = q.new_empty(0)
+    if grads.dtable_NH is not None:
+        dtable = grads.dtable_NH.to(accumulate_dtype(q.dtype))
+    # contiguous and in these dtypes, as the fake implementation promises
     return grads.dq_BtHD.contiguous(), grads.dk_BsKD.contiguous(), grads.dv_BsKV.contiguous(), dtable.contiguous()
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=accumulate_dtype(q.dtype))
+    out = q.new_empty(q.shape[:-1] + v.shape[-1:], dtype=accumulate_dtype(q.dtype))
     return out, q.new_empty(q.shape[:-1], dtype=torch.float64)
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype)) for x in (q, k, v))
     table = rest[-3]
-    dtable = q.new_empty(0) if table is None else table.new_empty(table.shape, dtype=dq.dtype)
+    dtable = q.new_empty(0)
+    if table is not None:
+        dtable = table.new_empty(table.shape, dtype=dq.dtype)
     return dq, dk, dv, dtable
 
 

@@ -33,7 +33,8 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         q, k, v = _float64_heads(q_BtHD, k_BsKD, v_BsKV)
-        out, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_full(q.shape[:-1], -torch.inf)
+        out = q.new_zeros(q.shape[:-1] + v.shape[-1:])
+        lse = q.new_full(q.shape[:-1], -torch.inf)
         for attn_slice in _row_blocks(slices):
             rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
             values = _scores(_products(q[:, :, rows], k[:, :, keys], scores), attn_slice, scores)
@@ -59,25 +60,31 @@ class ReferenceKernel:
         dout, out = (x.double().transpose(1, 2) for x in (dout_BtHV, out_BtHV))
         lse, delta = lse_BtH.double().transpose(1, 2), (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        bias = scores.relative_bias
-        dtable = None if bias is None else torch.zeros_like(bias.table_NH, dtype=torch.float64)
+        bias, dtable = scores.relative_bias, None
+        if bias is not None:
+            dtable = torch.zeros_like(bias.table_NH, dtype=torch.float64)
         for attn_slice in _row_blocks(slices):
             rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
             products = _products(q[:, :, rows], k[:, :, keys], scores)
+            # global weights p: lse counts keys of other slices, and of other ranks, too
             weights = _weights(_scores(products, attn_slice, scores), lse[:, :, rows])
             dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
             if bias is not None and dtable is not None:
                 named = buckets(_distances(attn_slice, q.device), bias).flatten()
                 dtable.index_add_(0, named, dscores.sum(0).flatten(1).T)
+            # biases come after the cap, so only queries and keys feel its slope, 1 − tanh²
             if scores.softcap is not None:
                 dscores = dscores * (1 - (products / scores.softcap) ** 2)
             dv[:, :, keys] += weights.mT @ dout[:, :, rows]
             dq[:, :, rows] += dscores @ k[:, :, keys] * scores.scale
             dk[:, :, keys] += dscores.mT @ q[:, :, rows] * scores.scale
-        dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))  # heads that shared a key head
+        # query heads that share a key head add to its gradient
+        dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))
         partial = accumulate_dtype(q_BtHD.dtype)
         dq, dk, dv = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
-        return Gradients(dq, dk, dv, None if dtable is None else dtable.to(partial))
+        if dtable is not None:
+            dtable = dtable.to(partial)
+        return Gradients(dq, dk, dv, dtable)
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +113,9 @@ def _distances(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
 def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """Scaled dot products after the soft cap."""
     products = q @ k.mT * scores.scale
-    return products if scores.softcap is None else soft_cap(products, scores.softcap)
+    if scores.softcap is not None:
+        products = soft_cap(products, scores.softcap)
+    return products
 
 
 def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Tensor:
@@ -123,5 +132,6 @@ def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Ten
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores − lse), and 0 on rows that see no key."""
+    # there −inf − (−inf) is no number
     lse = lse.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse == -torch.inf, 0.0)

@@ -21,12 +21,13 @@ log = logging.getLogger(__name__)
 _PREFERRED: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH4),
     FlashKernel(FLASH2),
+    # slower, and so reached by ``auto`` only where the two above refuse: they are not deterministic
     FlashKernel(FLASH4, deterministic=True),
     FlashKernel(FLASH2, deterministic=True),
-    FlashKernel(CUDA_FLASH),
-    FlexKernel(),
+    FlashKernel(CUDA_FLASH),  # where no flash-attn is installed
+    FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
-    BlockwiseKernel(),
+    BlockwiseKernel(),  # any device and any score
     ReferenceKernel(),
     CpuFlashKernel("native"),
     CpuFlashKernel("float32"),

@@ -47,17 +47,18 @@ class AttentionSlice(NamedTuple):
     def shifted(self, *, queries: int = 0, keys: int = 0) -> AttentionSlice:
         """The same work with query rows counted ``queries``, key rows ``keys`` further on."""
         by = queries - keys
-        lo, hi = (None if bound is None else bound + by for bound in (self.lo, self.hi))
-        return AttentionSlice(
-            self.q_start + queries,
-            self.q_stop + queries,
-            self.k_start + keys,
-            self.k_stop + keys,
-            lo,
-            hi,
-            self.step,
-            self.offset - self.step * by,
+        moved = self._replace(
+            q_start=self.q_start + queries,
+            q_stop=self.q_stop + queries,
+            k_start=self.k_start + keys,
+            k_stop=self.k_stop + keys,
+            offset=self.offset - self.step * by,  # the tokens are as far apart as before
         )
+        if self.lo is not None:
+            moved = moved._replace(lo=self.lo + by)
+        if self.hi is not None:
+            moved = moved._replace(hi=self.hi + by)
+        return moved
 
 
 def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
@@ -67,12 +68,15 @@ def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
 
 @lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take room on the device
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
-    rows = [(s.q_start, s.q_stop, s.k_start, s.k_stop, _bound(s.lo), _bound(s.hi), s.step, s.offset) for s in slices]
+    rows = []
+    for s in slices:
+        lo, hi = s.lo, s.hi
+        if lo is None:
+            lo = OPEN
+        if hi is None:
+            hi = OPEN
+        rows.append((s.q_start, s.q_stop, s.k_start, s.k_stop, lo, hi, s.step, s.offset))
     return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 8))
-
-
-def _bound(value: int | None) -> int:
-    return OPEN if value is None else value
 
 
 def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
@@ -81,6 +85,7 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
     A lookup takes 3 µs however long the table is; to hash or to compare a table of 2000 slices takes 30 times that.
     Other arguments must be hashable.
     """
+    # weak and by identity: equal tables that were made twice have results twice, and a freed table frees its results
     known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @wraps(function)
@@ -99,15 +104,20 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
 @once_per_table
 def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
     """The rows of a table, to read one by one."""
-    return tuple(
-        AttentionSlice(q0, q1, k0, k1, None if lo == OPEN else lo, None if hi == OPEN else hi, step, offset)
-        for q0, q1, k0, k1, lo, hi, step, offset in table.tolist()
-    )
+    slices = []
+    for q_start, q_stop, k_start, k_stop, lo, hi, step, offset in table.tolist():
+        attn_slice = AttentionSlice(q_start, q_stop, k_start, k_stop, lo, hi, step, offset)
+        if lo == OPEN:
+            attn_slice = attn_slice._replace(lo=None)
+        if hi == OPEN:
+            attn_slice = attn_slice._replace(hi=None)
+        slices.append(attn_slice)
+    return tuple(slices)
 
 
 def shifted(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
     """The same work with query rows counted ``queries``, key rows ``keys`` further on; a new table."""
-    by = queries - keys
+    by = queries - keys  # what is added to every i − j
     moved = table.numpy().copy()
     moved[:, Q_START:K_START] += queries
     moved[:, K_START:LO] += keys

@@ -44,45 +44,77 @@ def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[
     Rows that see no key are left out. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks of about
     a quarter of its width, at least 64 rows, and one tile holds all keys of a block: a mask costs less than merging.
     """
-    lo, hi = attn_slice.lo, attn_slice.hi
-    lo = None if lo is None or lo <= attn_slice.q_start - (attn_slice.k_stop - 1) else lo
-    hi = None if hi is None or hi >= attn_slice.q_stop - 1 - attn_slice.k_start else hi
-    if attn_slice.k_start >= attn_slice.k_stop or (lo is not None and hi is not None and lo > hi):
+    bounded = _without_idle_bounds(attn_slice)
+    q_start, q_stop, k_start, k_stop, lo, hi = bounded[:6]
+    if k_start >= k_stop or (lo is not None and hi is not None and lo > hi):
         return
-    start = attn_slice.q_start if lo is None else max(attn_slice.q_start, attn_slice.k_start + lo)
-    stop = attn_slice.q_stop if hi is None else min(attn_slice.q_stop, attn_slice.k_stop + hi)
+    # rows before see no key under lo, rows after none under hi
+    if lo is not None:
+        q_start = max(q_start, k_start + lo)
     if hi is not None:
+        q_stop = min(q_stop, k_stop + hi)
         rows = min(rows, keys, _WIDE)
-    width = _WIDE * 2 if hi is None or lo is None else hi - lo + 1
-    narrow = width < 2 * min(keys, _WIDE)
-    if narrow:
-        rows = min(rows, max(_NARROW, 1 << (width // 4).bit_length() >> 1))
-    for r in range(start, stop, rows):
-        block = slice(r, min(r + rows, stop))
-        yield RowBlock(block, tuple(_tiles(block, attn_slice, lo, hi, keys, narrow)))
+    is_narrow = False
+    if lo is not None and hi is not None:
+        width = hi - lo + 1
+        is_narrow = width < 2 * min(keys, _WIDE)
+        if is_narrow:
+            # with more rows more of a tile would lie outside of the band, with fewer there would be more merges
+            rows = min(rows, max(_NARROW, 1 << (width // 4).bit_length() >> 1))
+    for row in range(q_start, q_stop, rows):
+        block = slice(row, min(row + rows, q_stop))
+        yield RowBlock(block, tuple(_tiles(block, bounded, keys, is_narrow)))
 
 
-def _tiles(
-    q: slice, attn_slice: AttentionSlice, lo: int | None, hi: int | None, keys: int, narrow: bool
-) -> Iterator[Tile]:
-    """The tiles of one block: what ``hi`` cuts, what every row sees whole, what ``lo`` cuts."""
-    begin = attn_slice.k_start if hi is None else max(attn_slice.k_start, q.start - hi)
-    end = attn_slice.k_stop if lo is None else min(attn_slice.k_stop, q.stop - lo)
+def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
+    """The slice without bounds that cut nothing off, so that its tiles need no mask."""
+    q_start, q_stop, k_start, k_stop, lo, hi = attn_slice[:6]
+    if lo is not None and lo <= q_start - (k_stop - 1):
+        lo = None
+    if hi is not None and hi >= q_stop - 1 - k_start:
+        hi = None
+    return attn_slice._replace(lo=lo, hi=hi)
+
+
+def _tiles(q: slice, attn_slice: AttentionSlice, keys: int, is_narrow: bool) -> Iterator[Tile]:
+    """The tiles of one block, in the order of their keys: what ``hi`` cuts, what every row sees whole, what ``lo``
+    cuts."""
+    lo, hi = attn_slice.lo, attn_slice.hi
+    # keys that any row of the block sees
+    begin, end = attn_slice.k_start, attn_slice.k_stop
+    if hi is not None:
+        begin = max(begin, q.start - hi)
+    if lo is not None:
+        end = min(end, q.stop - lo)
+
+    # the edge of the window: keys that the block's last row no longer sees
     if hi is not None and begin < q.stop - 1 - hi:
-        edge = end if narrow else min(end, q.stop - hi)  # the last row sees the last key of the edge
-        yield _tile(q, begin, edge, lo, hi)
+        edge = end
+        if not is_narrow:
+            edge = min(end, q.stop - hi)  # the last row sees the last key of the edge
+        yield _masked_tile(q, begin, edge, lo, hi)
         begin = edge
-    diagonal = end if lo is None or end <= q.start - lo + 1 else q.start - lo
+
+    # keys that every row sees
+    diagonal = end
+    if lo is not None and end > q.start - lo + 1:
+        diagonal = q.start - lo
     for k in range(begin, diagonal, keys):
         yield Tile(slice(k, min(k + keys, diagonal)), None, None)
+
+    # the diagonal: keys that the block's first row does not see yet
     if begin < end and diagonal < end:
         yield Tile(slice(diagonal, end), 0, None)
 
 
-def _tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Tile:
+def _masked_tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Tile:
     """The tile with its bounds counted from its own corner; ``lo`` is None where it cuts nothing."""
     shift = q.start - begin
-    lo = None if lo is None or end - 1 <= q.start - lo else lo - shift
+    if lo is not None:
+        if end - 1 <= q.start - lo:
+            lo = None
+        else:
+            lo -= shift
     return Tile(slice(begin, end), lo, hi - shift)
 
 
@@ -93,6 +125,7 @@ def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
     exponents are where float32 has its finest steps: around −9, where they lie over 8192 keys, every gradient of a row
     would inherit an error of 5e-7.
     """
+    # exp(−lse) = 2^−m · exp(−(lse − m·ln 2)): the whole powers of two go into dout, the rest stays in the exponent
     m = (lse_BtH / math.log(2)).round_().clamp_(-40, 40)  # 2^-40 keeps dout far from float32's smallest
     power = torch.ldexp(torch.ones_like(m, dtype=torch.float32), -m.int())
     return power, (lse_BtH - m * math.log(2)).float()
@@ -103,6 +136,7 @@ def fold_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
 
     Like ``contract.merge_``, for rows that see a key in both: no log-sum-exp is −inf.
     """
+    # exp(b) / (exp(a) + exp(b)) is sigmoid(b − a)
     weight = torch.sigmoid(tile_lse - lse).to(out.dtype).unsqueeze(-1)
     out.lerp_(tile_out, weight)
     torch.logaddexp(lse, tile_lse, out=lse)

@@ -159,7 +159,7 @@ class TestStructuredFiles:
 class TestStdlib:
     def test_holds_python_files_and_no_packages_of_others(self):
         source = open_source("stdlib", exclude=["test", "idlelib", "*/tests", "*/test"])
-        names = [file.name for file in source._files]
+        names = [document.name for document in source]
         assert names == sorted(names)
         assert "argparse.py" in names
         assert "json/decoder.py" in names

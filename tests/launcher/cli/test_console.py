@@ -10,8 +10,7 @@ from launcher.cli import console as cli_console
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
-    monkeypatch.setattr(cli_console, "_SECONDS_BETWEEN_LINES", 0.0)
-    with cli_console.progress("reading", total=200) as update:
+    with cli_console.progress("reading", total=200, seconds_between_lines=0.0) as update:
         update(50, note="5 files")
         update(300, note="6 files")  # more than the guess: no share
     assert capsys.readouterr().err == "reading …\nreading: 25% 5 files\nreading: 6 files\n"

@@ -14,6 +14,7 @@ LIMIT = 180.0
 """Seconds for a launch: each host starts Python anew, one by one on a busy machine."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_hosts_compute_what_one_host_does(shards, tmp_path):
     if reason := missing_programs():

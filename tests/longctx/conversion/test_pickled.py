@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from longctx.conversion import load_hf, save_hf
-from longctx.conversion.weights import pickled
 from longctx.conversion.weights.pickled import PickledFile
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
@@ -87,10 +86,9 @@ def test_shared_and_strided_storage(tmp_path):
     assert torch.equal(file.read("tied"), whole)
 
 
-def test_the_mapping_is_renewed_between_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(pickled, "_MAPPED_BYTES", 100)
+def test_the_mapping_is_renewed_between_tensors(tmp_path):
     torch.save({f"t{i}": torch.full((40,), float(i)) for i in range(9)}, tmp_path / "x.bin")
-    file = PickledFile(tmp_path / "x.bin")
+    file = PickledFile(tmp_path / "x.bin", mapped_bytes=100)
     assert [float(file.read(f"t{i}")[3]) for i in range(9)] == list(range(9))
 
 

@@ -277,8 +277,9 @@ class TestLogits:
     def test_what_fits_in_half_the_width_is_compared_in_it(self, tmp_path, monkeypatch):
         pytest.importorskip("transformers")
         folder = save_model(tmp_path / "hf", torch.bfloat16)
-        monkeypatch.setattr(verify, "_bytes_needed", lambda config, count, dtype: dtype.itemsize)
-        monkeypatch.setattr(verify, "available_bytes", lambda: 3)
+        num_parameters = sum(p.numel() for p in decoder().parameters())
+        in_float32 = verify.bytes_needed(CONFIG, num_parameters, torch.float32)
+        monkeypatch.setattr(verify, "available_bytes", lambda: in_float32 - 1)
         monkeypatch.setattr(verify, "OWN_FACTOR", 1000)  # how near is the next test's question
         done = import_hf(folder, tmp_path / "ours", verify="logits")
         assert done.logits is not None

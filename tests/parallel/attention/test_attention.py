@@ -92,9 +92,12 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_score_rules_and_sinks_equal_one_process(kernel):
-    run_distributed(check_rules, 3 if kernel == "reference" else 4, kernel)
+@pytest.mark.parametrize(
+    ("kernel", "world_size"),
+    [("blockwise", 2), ("reference", 3), pytest.param("blockwise", 4, marks=pytest.mark.slow)],
+)
+def test_score_rules_and_sinks_equal_one_process(kernel, world_size):
+    run_distributed(check_rules, world_size, kernel)
 
 
 def check_rules(kernel):

@@ -116,7 +116,7 @@ STRIDES = {"1/1": (1, 1), "2/5": (2, 5), "5/1": (5, 1), "3/7": (3, 7), "7/4": (7
 """(window, stride): one, primes, multiples of the degree, larger than the documents."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sparse_attention_equals_one_process(world_size):
     run_distributed(check_sparse, world_size, 4)
 

@@ -80,7 +80,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, **EXACT, msg=lambda m: f"{what}: {m}")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_equals_one_process(world_size):
     run_distributed(check_kinds, world_size)
 

@@ -135,8 +135,8 @@ WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2)]
     ("kind", "world_size", "context", "stages"),
     [
         ("moe", 1, 1, (0, 3)),
-        pytest.param("moe", 2, 2, (0, 3), marks=pytest.mark.slow),
-        ("moe", 4, 4, (1, 3)),
+        ("moe", 2, 2, (0, 3)),
+        pytest.param("moe", 4, 4, (1, 3), marks=pytest.mark.slow),
         ("moe", 4, 2, (1, 2)),
         ("dense", 4, 4, (0, 2)),
     ],

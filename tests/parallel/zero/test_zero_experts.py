@@ -190,7 +190,7 @@ def test_every_combination_trains_like_one_process(expected, world, context, exp
     run_distributed(check_parity, world, expected(scope, MANY), scope, [spread], timeout=300)
 
 
-def check_bfloat16(expected: Path, products: Products) -> None:
+def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) -> None:
     """A layer rounds at most 30 times forward and 30 times back, in either way: after three a gradient is 3 % off.
 
     That bounds the norm. Logits are 0.11 in size, of which 3 % are less than 1e-3 of a loss of 4.2, though all fell to
@@ -198,7 +198,7 @@ def check_bfloat16(expected: Path, products: Products) -> None:
     it, may be three times as far off.
     """
     wanted: Run = torch.load(expected, weights_only=False)["fixed"]
-    for stage in (1, 2, 3):
+    for stage in stages:
         spread = Spread(context=2, expert=2, stage=stage, dtype=torch.bfloat16, products=products)
         runner = RanksRun(CONFIG, spread)
         for step in range(FEW):
@@ -219,8 +219,10 @@ def check_bfloat16(expected: Path, products: Products) -> None:
 
 @both_ways
 @pytest.mark.timeout(120)
-def test_bfloat16_stays_close_to_float32(expected, products):
-    run_distributed(check_bfloat16, 2, expected("sequence", FEW), products, timeout=100)
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((2,), marks=pytest.mark.slow)], ids=str)
+def test_bfloat16_stays_close_to_float32(expected, products, stages):
+    """Stage 2 keeps its gradients as stage 1 does."""
+    run_distributed(check_bfloat16, 2, expected("sequence", FEW), products, stages, timeout=100)
 
 
 def check_shares() -> None:

@@ -43,7 +43,9 @@ class FlashKernel(VarlenKernel):
         """``ops`` holds the library's functions (None: import them when first needed), ``capability`` is the compute
         capability to go by (None: the current CUDA device's). A deterministic kernel has a name of its own, since it is
         slower: ``auto`` takes it only where it is asked for."""
-        name = f"{library.name}_deterministic" if deterministic else library.name
+        name = library.name
+        if deterministic:
+            name = f"{library.name}_deterministic"
         super().__init__(name, capability=capability)
         self.library, self.ops, self.deterministic = library, ops, deterministic
 
@@ -67,6 +69,7 @@ class FlashKernel(VarlenKernel):
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         V = v_mKV.shape[-1]
+        # padding channels are 0: they add nothing to a score, and their outputs are cut off
         D_padded, V_padded = self._head_sizes(q_nHD.shape[-1], V)
         arguments = {
             "q": padded(q_nHD, D_padded),
@@ -75,8 +78,8 @@ class FlashKernel(VarlenKernel):
             **self._arguments(call, scores),
             **self.library.forward_constants,
         }
-        found = self._call(self.library.forward, arguments)
-        out_nHV, lse_Hn = found[0], found[1]
+        results = self._call(self.library.forward, arguments)
+        out_nHV, lse_Hn = results[0], results[1]
         return out_nHV[..., :V], lse_Hn.transpose(0, 1)
 
     def call_backward(
@@ -105,6 +108,7 @@ class FlashKernel(VarlenKernel):
         if library.has_deterministic:
             arguments["deterministic"] = self.deterministic
         if library.takes_random_state:
+            # for dropout, of which there is none: never read
             state = torch.empty(2, dtype=torch.uint64, device=q_nHD.device)
             arguments |= {"rng_state": state, "unused": state.new_empty(())}
         if library.writes_gradients:
@@ -119,12 +123,11 @@ class FlashKernel(VarlenKernel):
         """What both passes are given, in our words."""
         library = self.library
         for rule in scores.rules:
+            # operators call a kernel by its name and do not ask what it supports
             if rule in library.lacks:
                 raise ConfigError(f"parallel.kernel={self.name} has no {RULES[rule]}. Try parallel.kernel=auto.")
-        sides = {"window_size_left": call.left, "window_size_right": call.right}
-        bounded = (call.left, call.right) != (UNBOUNDED, UNBOUNDED)
         longest = call.max_seqlen_k
-        if library.clamps_windows and bounded:
+        if library.clamps_windows and (call.left, call.right) != (UNBOUNDED, UNBOUNDED):
             longest = max(call.max_seqlen_q, call.max_seqlen_k)
         arguments = {
             "cu_seqlens_q": call.cu_seqlens_q,
@@ -132,9 +135,13 @@ class FlashKernel(VarlenKernel):
             "max_seqlen_q": call.max_seqlen_q,
             "max_seqlen_k": longest,
             "scale": scores.scale,
-            **{name: library.open_side if side == UNBOUNDED else side for name, side in sides.items()},
+            "window_size_left": call.left,
+            "window_size_right": call.right,
             **library.constants,
         }
+        for side in ("window_size_left", "window_size_right"):
+            if arguments[side] == UNBOUNDED:
+                arguments[side] = library.open_side
         if "softcap" not in library.lacks:
             arguments["softcap"] = scores.softcap or 0.0
         return arguments

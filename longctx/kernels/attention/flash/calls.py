@@ -54,11 +54,7 @@ def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, .
 
     With ``distances`` each sequence has one step and one offset, so no two slices are joined and none is cut.
     """
-    return build_calls(group_slices(slices, distances=distances))
-
-
-def build_calls(groups: list[Group]) -> tuple[VarlenCall, ...]:
-    """A call for each group, those with most query rows first."""
+    groups = group_slices(slices, distances=distances)
     if not groups:
         return ()
     # the largest call first: most often it names all rows, and then nothing is merged
@@ -67,24 +63,24 @@ def build_calls(groups: list[Group]) -> tuple[VarlenCall, ...]:
     calls = []
     for group in groups:
         queries = _rows(group.work[:, Q_START], group.work[:, Q_STOP])
-        at = queries if isinstance(queries, slice) else queries.numpy()
-        calls.append(_call(group, queries, is_first=not touched[at].any()))
-        touched[at] = True
+        index = queries
+        if isinstance(index, Tensor):
+            index = index.numpy()
+        calls.append(_call(group, queries, is_first=not touched[index].any()))
+        touched[index] = True
     return tuple(calls)
 
 
 def _call(group: Group, queries: Rows, *, is_first: bool) -> VarlenCall:
+    """The call of a group, each of whose slices is a sequence."""
     work = group.work
-    # key ranges of a call are disjoint or the same; rows of the same key range are one sequence
-    begins = np.concatenate(([True], work[1:, K_START] != work[:-1, K_START]))
-    first = np.flatnonzero(begins)
-    heads = work[first]
-    q_lengths = np.add.reduceat(work[:, Q_STOP] - work[:, Q_START], first)
-    k_lengths = heads[:, K_STOP] - heads[:, K_START]
-    offsets = heads[:, OFFSET] + heads[:, STEP] * (heads[:, Q_START] - heads[:, K_START])
+    q_lengths = work[:, Q_STOP] - work[:, Q_START]
+    k_lengths = work[:, K_STOP] - work[:, K_START]
+    # a slice counts i and j from the tensors' first rows, a sequence from its own
+    offsets = work[:, OFFSET] + work[:, STEP] * (work[:, Q_START] - work[:, K_START])
     return VarlenCall(
         queries=queries,
-        keys=_rows(heads[:, K_START], heads[:, K_STOP]),
+        keys=_rows(work[:, K_START], work[:, K_STOP]),
         num_queries=int(q_lengths.sum()),
         num_keys=int(k_lengths.sum()),
         cu_seqlens_q=_cumulative(q_lengths),
@@ -94,7 +90,7 @@ def _call(group: Group, queries: Rows, *, is_first: bool) -> VarlenCall:
         left=group.left,
         right=group.right,
         is_first=is_first,
-        steps=torch.from_numpy(heads[:, STEP].copy()),
+        steps=torch.from_numpy(work[:, STEP].copy()),
         offsets=torch.from_numpy(offsets),
     )
 
@@ -104,6 +100,7 @@ def _cumulative(lengths: ndarray) -> Tensor:
 
 
 def _rows(starts: ndarray, stops: ndarray) -> Rows:
+    """The rows of these ranges, in this order."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     lengths = stops - starts

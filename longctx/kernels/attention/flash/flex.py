@@ -52,7 +52,9 @@ class FlexKernel(VarlenKernel):
             return f"runs on CUDA devices, not on {request.device_type}"
         if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"no {str(request.dtype).removeprefix('torch.')}"
-        largest = 128 if request.dtype == torch.float32 else 256  # what a block's shared memory holds
+        largest = 256
+        if request.dtype == torch.float32:
+            largest = 128  # what a block's shared memory holds
         if why := shape_refusal(request, largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
@@ -80,8 +82,10 @@ class FlexKernel(VarlenKernel):
         if table is not None:
             table = table.detach().requires_grad_()
             leaves.append(table)
+        # this call's own o and l, which its backward goes by
         with torch.enable_grad():
             own_out, own_lse = self._attention(q, k, v, call, scores, table)
+        # w = exp(l − L), the share of this call's keys in the global softmax
         share_nH1 = torch.exp(own_lse.detach().double() - lse_nH).to(own_lse.dtype).unsqueeze(-1)
         down_nHV = (share_nH1 * dout_nHV).to(own_out.dtype)
         partial = own_lse.dtype
@@ -89,8 +93,11 @@ class FlexKernel(VarlenKernel):
         delta_own = (down_nHV.to(partial) * own_out.detach().to(partial)).sum(-1)
         delta = (dout_nHV.to(partial) * out_nHV.to(partial)).sum(-1)
         down_lse_nH = delta_own - share_nH1.squeeze(-1) * delta
-        dq, dk, dv, *rest = torch.autograd.grad((own_out, own_lse), leaves, (down_nHV, down_lse_nH))
-        return dq, dk, dv, rest[0] if rest else None
+        grads = torch.autograd.grad((own_out, own_lse), leaves, (down_nHV, down_lse_nH))
+        dtable = None
+        if table is not None:
+            dtable = grads[3]
+        return grads[0], grads[1], grads[2], dtable
 
     def _attention(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores, table: Tensor | None
@@ -100,7 +107,9 @@ class FlexKernel(VarlenKernel):
             self._prepared[call] = prepare(call)
         prepared = self._prepared[call]
         D, V = max(_LEAST_HEAD, q_nHD.shape[-1]), max(_LEAST_HEAD, v_mKV.shape[-1])
-        run = _compiled() if self.ops is None else self.ops
+        run = self.ops
+        if run is None:
+            run = _compiled()
         out_1HnV, aux = run(
             padded(q_nHD, D).transpose(0, 1).unsqueeze(0),
             padded(k_mKD, D).transpose(0, 1).unsqueeze(0),
@@ -124,7 +133,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(call: Sequences) -> Prepared:
-    """The block mask and the places of the rows."""
+    """The block mask, and where the rows' tokens stand in their document."""
     row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
     from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
@@ -163,6 +172,7 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
     def by_block(x: Tensor, value: int) -> Tensor:
         return pad(x, (0, missing), value=value).view(num_q, _BLOCK)
 
+    # a block of keys is met if any row of the block sees a key of it, and needs no mask if all rows see all of it
     hull_first = by_block(first, num_keys).amin(1) // _BLOCK
     hull_stop = -(-by_block(stop, 0).amax(1) // _BLOCK)
     whole_first = -(-by_block(first, num_keys).amax(1) // _BLOCK)  # a block with missing rows is whole nowhere
@@ -199,9 +209,10 @@ def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> C
         return None
     cap, slopes, bias = scores.softcap, scores.alibi_slopes_H, scores.relative_bias
     from_q, from_k = prepared.from_q, prepared.from_k
-    last = 0 if bias is None else bias.max_distance
-    bucket = None
+    last, bucket = 0, None
     if bias is not None:
+        # all distances beyond the largest share its bucket, so a short table serves any length
+        last = bias.max_distance
         bucket = buckets(torch.arange(-last, last + 1, device=from_q.device), bias)
 
     def rule(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -220,7 +231,9 @@ def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> C
 
 
 def _table(scores: Scores) -> Tensor | None:
-    return None if scores.relative_bias is None else scores.relative_bias.table_NH
+    if scores.relative_bias is None:
+        return None
+    return scores.relative_bias.table_NH
 
 
 @lru_cache(maxsize=1)

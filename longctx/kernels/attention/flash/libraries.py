@@ -68,6 +68,7 @@ def import_library(name: str) -> ModuleType | str:
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another PyTorch or driver
+        # ``auto`` goes on to the next kernel and says so, on one line
         lines = str(error).splitlines() or [type(error).__name__]
         return f"{name} cannot be imported ({lines[0]})"
 

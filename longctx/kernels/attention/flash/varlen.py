@@ -80,7 +80,9 @@ class VarlenKernel(ABC):
         """The compute capability to go by; None without a CUDA device."""
         if self.capability is not None:
             return self.capability
-        return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_capability()
+        return None
 
     def forward(
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
@@ -109,9 +111,11 @@ class VarlenKernel(ABC):
         dq, dk, dv = _Gradient(q_BtHD), _Gradient(k_BsKD), _Gradient(v_BsKV)
         bias, dtable = scores.relative_bias, None
         if bias is not None:
+            # calls give theirs in the table's dtype; there are many, so their sum is wider
             dtable = torch.zeros_like(bias.table_NH, dtype=accumulate_dtype(q_BtHD.dtype))
         for call in self.calls(slices, q_BtHD, scores):
             q, k, v = pack(q_BtHD, call.queries), pack(k_BsKD, call.keys), pack(v_BsKV, call.keys)
+            # out and lse are global, over all calls, hops and ranks: then each call's gradients are simply added
             dout, out, lse = (pack(x, call.queries) for x in (dout_BtHV, out_BtHV, lse_BtH))
             dq_nHD, dk_mKD, dv_mKV, dtable_part = self.call_backward(dout, q, k, v, out, lse, call, scores)
             dq.add(dq_nHD, call.queries)
@@ -127,19 +131,20 @@ class _Result:
 
     def __init__(self, q_BtHD: Tensor, value_dim: int) -> None:
         self._q_BtHD, self._value_dim = q_BtHD, value_dim
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._merged: tuple[Tensor, Tensor] | None = None
 
     def merge(self, out_nHV: Tensor, lse_nH: Tensor, call: Sequences) -> None:
+        """Merge one call's output and log-sum-exp into those of its query rows."""
         B, t = self._q_BtHD.shape[:2]
         part = out_nHV.unflatten(0, (B, -1)).to(accumulate_dtype(self._q_BtHD.dtype))
         part_lse = lse_nH.unflatten(0, (B, -1)).double()
         # the usual case: one call for all rows, nothing to copy
-        if self._found is None and _is_all(call.queries, t):
-            self._found = part, part_lse
+        if self._merged is None and _is_all(call.queries, t):
+            self._merged = part, part_lse
             return
-        if self._found is None:
-            self._found = self._nothing()
-        out, lse = self._found
+        if self._merged is None:
+            self._merged = self._nothing()
+        out, lse = self._merged
         rows = call.queries
         if call.is_first:
             out[:, rows], lse[:, rows] = part, part_lse
@@ -151,13 +156,16 @@ class _Result:
             out[:, rows], lse[:, rows] = so_far, so_far_lse
 
     def get(self) -> tuple[Tensor, Tensor]:
-        return self._nothing() if self._found is None else self._found
+        """Return what all calls gave."""
+        if self._merged is None:
+            return self._nothing()
+        return self._merged
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
+        """The result over no key."""
         q = self._q_BtHD
-        shape = (*q.shape[:-1], self._value_dim)
-        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float64)
-        return q.new_zeros(shape, dtype=accumulate_dtype(q.dtype)), lse
+        out = q.new_zeros((*q.shape[:-1], self._value_dim), dtype=accumulate_dtype(q.dtype))
+        return out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float64)
 
 
 class _Gradient:
@@ -171,6 +179,7 @@ class _Gradient:
         self._dtype = accumulate_dtype(like_Bt.dtype)
 
     def add(self, part: Tensor, rows: Rows) -> None:
+        """Add one call's gradient of its rows."""
         B, t = self._like_Bt.shape[:2]
         part_Bn = part.unflatten(0, (B, -1))
         if self._total_Bt is None and _is_all(rows, t):
@@ -180,9 +189,11 @@ class _Gradient:
         if isinstance(rows, slice):
             total_Bt[:, rows] += part_Bn
         else:
+            # no row occurs twice in a call, so reading and writing back loses no addition
             total_Bt[:, rows] = total_Bt.index_select(1, rows) + part_Bn
 
     def get(self) -> Tensor:
+        """Return the sum; zeros where there was no call."""
         if self._total_Bt is None:
             return self._like_Bt.new_zeros(self._like_Bt.shape, dtype=self._dtype)
         return self._total_Bt
@@ -206,7 +217,9 @@ def on_device(call: VarlenCall, B: int, device: torch.device) -> Sequences:
         return copied(torch.cat((cu_seqlens[:1], (cu_seqlens[1:] + first).flatten())))
 
     def rows(x: Rows) -> Rows:
-        return x if isinstance(x, slice) else copied(x)
+        if isinstance(x, slice):
+            return x
+        return copied(x)
 
     return Sequences(
         queries=rows(call.queries),
@@ -227,14 +240,17 @@ def on_device(call: VarlenCall, B: int, device: torch.device) -> Sequences:
 
 def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
     """The rows [B·n, …] of a tensor [B, t, …]; a view where they lie behind each other already."""
-    taken = x_Bt[:, rows] if isinstance(rows, slice) else x_Bt.index_select(1, rows)
-    return taken.flatten(0, 1)
+    if isinstance(rows, slice):
+        return x_Bt[:, rows].flatten(0, 1)
+    return x_Bt.index_select(1, rows).flatten(0, 1)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
     """x with zeros behind its last axis up to ``size``."""
     missing = size - x.shape[-1]
-    return functional.pad(x, (0, missing)) if missing else x
+    if missing:
+        return functional.pad(x, (0, missing))
+    return x
 
 
 def shape_refusal(request: KernelRequest, *, largest_head: int) -> str | None:
@@ -252,8 +268,12 @@ def capability_refusal(capability: tuple[int, int] | None, generations: tuple[in
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):
         return None
-    wanted = f"{first}.0 or newer" if last is None else f"{first} to {last}"
-    device = "there is no CUDA device" if capability is None else "the device has {}.{}".format(*capability)
+    wanted = f"{first} to {last}"
+    if last is None:
+        wanted = f"{first}.0 or newer"
+    device = "there is no CUDA device"
+    if capability is not None:
+        device = f"the device has {capability[0]}.{capability[1]}"
     return f"needs compute capability {wanted}; {device}"
 
 

@@ -130,18 +130,16 @@ def test_gaps_are_gathered():
     assert rows_of(call.keys, 20).tolist() == [4, 5, 9, 10, 11]
 
 
-@pytest.mark.parametrize("steps", [2, 7, 50, 1000])
-def test_a_staircase_takes_logarithmically_many_calls(steps):
-    """Two documents' chunks that see growing prefixes of another rank's rows, in chunks of 3 rows and 2 keys."""
-    slices = []
-    for document in range(2):
-        q, k = document * steps * 3, document * steps * 2
-        slices += [AttentionSlice(q + 3 * n, q + 3 * n + 3, k, k + 2 * n + 2) for n in range(steps)]
+def test_overlapping_rectangles_are_calls_of_their_own():
+    """A document's chunks that see growing prefixes of another rank's rows; chunks that see the same keys are one."""
+    slices = [AttentionSlice(0, 3, 0, 2), AttentionSlice(3, 6, 0, 2), AttentionSlice(6, 9, 0, 4)]
     calls = translate(slices)
-    assert len(calls) <= (steps - 1).bit_length() + 1
-    if steps <= 50:
-        total = steps * 6
-        assert torch.equal(covered(calls, total), cells(slices, total, total))
+    assert len(calls) == 2
+    assert torch.equal(covered(calls), cells(slices))
+    # neighbouring keys of the same rows are one sequence
+    slices = [AttentionSlice(0, 3, 0, 2), AttentionSlice(0, 3, 2, 7)]
+    (call,) = translate(slices)
+    assert call.cu_seqlens_k.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("chunk", [2, 5])

@@ -14,7 +14,6 @@ from longctx.kernels.attention import ops, select
 from longctx.kernels.attention.bias import distance_bias
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
 from longctx.kernels.attention.flash.adapter import FlashKernel
-from longctx.kernels.attention.flash.calls import translate
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
@@ -310,10 +309,6 @@ def test_without_libraries_and_device():
         kernel = FlashKernel(library, capability=HOPPER)
         with pytest.raises(ConfigError, match="not installed"):
             kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
-
-
-def test_a_staircase_merges_seldom():
-    assert len(translate(slice_table(STAIRCASE))) <= 4
 
 
 def test_auto_prefers_the_fastest(monkeypatch):
