@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from longctx.checkpoint_format import CheckpointReader, canonical_hash
 from longctx.conversion import convert as checkpoints
-from longctx.conversion import export_checkpoint, import_hf, save_hf, verify
+from longctx.conversion import export_checkpoint, import_hf, load_hf, save_hf, verify
 from longctx.conversion.casts import export_dtypes, lossy_casts, read_master
 from longctx.conversion.verify import Fingerprints, compare_logits, distance, judge_logits, why_no_logits
 from longctx.errors import CheckpointError, ConfigError
@@ -277,8 +277,9 @@ class TestLogits:
     def test_what_fits_in_half_the_width_is_compared_in_it(self, tmp_path, monkeypatch):
         pytest.importorskip("transformers")
         folder = save_model(tmp_path / "hf", torch.bfloat16)
-        num_parameters = sum(p.numel() for p in decoder().parameters())
-        in_float32 = verify.bytes_needed(CONFIG, num_parameters, torch.float32)
+        config, weights = load_hf(folder)
+        num_parameters = sum(tensor.numel() for tensor in weights.values())
+        in_float32 = verify.bytes_needed(config, num_parameters, torch.float32)
         monkeypatch.setattr(verify, "available_bytes", lambda: in_float32 - 1)
         monkeypatch.setattr(verify, "OWN_FACTOR", 1000)  # how near is the next test's question
         done = import_hf(folder, tmp_path / "ours", verify="logits")
