@@ -3,7 +3,8 @@
     python -m benchmarks.attention [--only ring exactness packed] [--quick]
 
 * ring: one causal document, 2 ranks × 1 thread, forward and backward, against half of one process's
-  ``scaled_dot_product_attention`` in CPU seconds; and how much resident memory rises.
+  ``scaled_dot_product_attention`` and against the rank's blocks alone (``benchmarks/blocks.py``) in CPU seconds; and
+  how much resident memory rises.
 * exactness: relative (Frobenius) errors of output and gradients against float64, at degrees 1 to 8.
 * packed: documents of lognormal lengths (mean 1K) in one row, against the sum of the documents one by one.
 
@@ -23,18 +24,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.bounds import Bound, conclude, of_kind, parse
+from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.methods import (
     BF16,
     FP32,
     NAMES,
     RING,
-    Method,
     measure_once,
     measure_time,
     one_process_errors,
-    prepare_ours,
     problem,
+    ring_method,
 )
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.layout import SequenceLayout
@@ -43,12 +43,17 @@ from parallel.schedule import Schedule
 TOKENS = 8192
 TIME_BOUND = 1.03
 """CPU seconds of a rank over half of one process's."""
+NATIVE_RING_BOUND, NATIVE_KERNEL_BOUND = 1.05, 1.1
+"""Where bfloat16 is multiplied natively, the same in two: a rank over its blocks alone, and these over half."""
 SLOW_BFLOAT16 = 0.6
 """The same where PyTorch's bfloat16 attention takes two to five times as long as float32, in which ours computes."""
 MEMORY_BOUND = {FP32: 242, BF16: 80}
 """MiB that a rank's resident memory rises."""
 PACKED_BOUND = 1.15
 """CPU seconds of the worst rank over half of one process's, for each unit of the layout's imbalance."""
+_OVER_SHARE = "CPU seconds over half of one process's"
+_OVER_BLOCKS = "CPU seconds over the rank's blocks alone"
+_BLOCKS_OVER_SHARE = "CPU seconds of the blocks alone over half of one process's"
 FP32_ERROR, BF16_ERROR = 5e-7, 1.0e-2
 """Of any fp32 result; of dk and dv in bf16."""
 GROWTH = 1.1
@@ -77,29 +82,44 @@ def ring(options: Options) -> tuple[list[dict], list[Bound]]:
     for name in (FP32, BF16):
         asked = problem(name, 0, TOKENS)
         row = measure_once(asked, RING, 2) | measure_time(asked, [RING], 2, options.rounds)[0]
-        limit, why = time_bound(name)
         case = f"ring, {name}"
         here = [
-            Bound("CPU seconds over half of one process's", row["ratio_to_share"], limit, case, why),
+            *time_bounds(case, row),
             Bound("MiB of resident memory", row["resident_rise_mib"], MEMORY_BOUND[name], case),
         ]
         rows.append(row)
         bounds += here
         print(
-            f"{case}: {row['cpu_seconds_per_rank']} CPU s a rank, one process {row['one_process_cpu_seconds']} "
-            f"→ {row['ratio_to_share']:.3f} × half (bound {here[0].limit}); "
-            f"resident memory +{row['resident_rise_mib']} MiB (bound {here[1].limit})",
+            f"{case}: {_times(row)}; resident memory +{row['resident_rise_mib']} MiB (bound {MEMORY_BOUND[name]})",
             flush=True,
         )
     return rows, bounds
 
 
-def time_bound(name: str, slack: float = TIME_BOUND) -> tuple[float, str]:
-    """The limit on a rank's share of one process's time, and where it comes from."""
-    if name == FP32:
-        return slack, "a rank does half of the work, and sending costs next to nothing"
-    why = "PyTorch's own attention in the same dtype is the measure; without bfloat16 instructions it is slow"
-    return of_kind(plain=SLOW_BFLOAT16 * slack, bf16=slack), why
+def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | None = None) -> Iterator[Bound]:
+    """What a row's times may be; ``packed`` is the bound that takes the place of those of one document."""
+    uneven = f"; the busiest rank has {imbalance:.3f} × the mean work under this layout" if imbalance > 1 else ""
+    limit = (packed or TIME_BOUND) * imbalance
+    if row["case"] == FP32:
+        why = "a rank does half of the work, and sending costs next to nothing" + uneven
+        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(limit, 3), case, why)
+    elif not has_native_bfloat16():
+        why = "without bfloat16 instructions PyTorch's own bfloat16 attention, which is the measure, is slow" + uneven
+        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(SLOW_BFLOAT16 * limit, 3), case, why)
+    else:
+        why = "merging hops, adding up dq and sending come on top of the same kernel on the same blocks, all in float32"
+        yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], NATIVE_RING_BOUND, case, why)
+        limit = (packed or NATIVE_KERNEL_BOUND) * imbalance
+        why = "gradients of tiles are added up in float32, those of PyTorch's own attention in bfloat16" + uneven
+        yield Bound(_BLOCKS_OVER_SHARE, row["blocks_ratio_to_share"], round(limit, 3), case, why)
+
+
+def _times(row: dict) -> str:
+    return (
+        f"{row['cpu_seconds_per_rank']} CPU s a rank, one process {row['one_process_cpu_seconds']} → "
+        f"{row['ratio_to_share']:.3f} × half; blocks alone {row['blocks_cpu_seconds_per_rank']} → "
+        f"{row['ratio_to_blocks']:.3f} × these"
+    )
 
 
 def exactness(options: Options) -> tuple[list[dict], list[Bound]]:
@@ -144,7 +164,7 @@ def bfloat16_error_bound(name: str, alone: float, *, merged: bool) -> tuple[floa
 def packed(options: Options) -> tuple[list[dict], list[Bound]]:
     """Two ranks on a row of many documents, against the documents one by one in one process."""
     documents = lognormal_documents(2 * TOKENS, 1024)
-    methods = {kind: Method(f"longctx ring, {kind}", prepare_ours, (kind, "p2p")) for kind in ("zigzag", "balanced")}
+    methods = {kind: ring_method(kind) for kind in ("zigzag", "balanced")}
     rows, bounds = [], []
     for name in (FP32, BF16):
         asked = problem(name, *documents)
@@ -152,18 +172,10 @@ def packed(options: Options) -> tuple[list[dict], list[Bound]]:
         for kind, row in zip(methods, timed, strict=True):
             layout = SequenceLayout.build(kind, asked.tokens, 2, documents)
             imbalance = Schedule.build(layout, documents).imbalance()
-            limit, why = time_bound(name, round(PACKED_BOUND * imbalance, 3))
-            why = f"the busiest rank has {imbalance:.3f} × the mean work under this layout; {why}"
             case = f"packed, {name}, {kind}"
-            bounds.append(
-                Bound("CPU seconds over half of one process's, packed", row["ratio_to_share"], limit, case, why)
-            )
+            bounds += time_bounds(case, row, imbalance, PACKED_BOUND)
             rows.append(row | {"documents": len(documents) - 1, "imbalance": round(imbalance, 3)})
-            print(
-                f"{case}, {len(documents) - 1} documents: {row['cpu_seconds_per_rank']} CPU s a rank, one process "
-                f"{row['one_process_cpu_seconds']} → {row['ratio_to_share']:.3f} × half (bound {limit})",
-                flush=True,
-            )
+            print(f"{case}, {len(documents) - 1} documents: {_times(row)}", flush=True)
     return rows, bounds
 
 

@@ -347,9 +347,16 @@ def _decoder_lines(config: Any, dtype: str, name: str) -> Iterator[Line]:
     gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     yield tensors_line(f"{name}/gradients", gradients)
     if stats:
-        yield tensors_line(
-            f"{name}/stats", [(f"{n}.{m}", x) for n, layer in enumerate(stats) for m, x in enumerate(layer)]
-        )
+        yield tensors_line(f"{name}/stats", _named_stats(stats))
+
+
+def _named_stats(stats: Iterable[Iterable[Any]]) -> Iterator[tuple[str, Any]]:
+    """Each layer's, numbered. Diagnostics with named fields count as the one tensor that they were before."""
+    import torch
+
+    for n, layer in enumerate(stats):
+        for m, part in enumerate(layer):
+            yield f"{n}.{m}", torch.stack(list(part)) if isinstance(part, tuple) else part
 
 
 def randomize(model: Any, std: float = 0.15) -> None:

@@ -10,6 +10,9 @@ well; closed form); and against a ring that passes every row to every rank. Mill
 Two baselines that no run can choose assign the chunks of ``balanced``, most work first. ``heap`` gives each to the rank
 with the least work so far, as MagiAttention's solver does. ``affine heap`` allows as much imbalance as ``balanced`` and
 gives each to the rank that needs the fewest more rows for it, so the two can be compared at the same balance.
+
+The second table is what ``parallel.layout = "auto"`` chooses by (``parallel/layout/select.py``): each kind of attention
+layer under each layout, over one document and over packed rows.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from __future__ import annotations
 import argparse
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -27,6 +31,7 @@ from benchmarks.machine import save
 from data_pipeline.loader import build_loader
 from parallel.layout.balanced import Chunks, WorkCost, chunk_pieces, cut_chunks
 from parallel.layout.sequence import KINDS, Run, SequenceLayout
+from parallel.schedule.schedule import Schedule
 
 TOLERANCE = 1.05
 """Imbalance that ``least_rows`` allows."""
@@ -49,6 +54,20 @@ class Figures:
     """Rows that the rank with the most receives, mean over packed rows."""
     runs_per_rank: float
     milliseconds: float
+
+
+@dataclass(frozen=True)
+class MaskFigures:
+    """One kind of attention layer under one layout: means over the sequences."""
+
+    documents: str
+    mask: str
+    """A window is given as a part of a rank's tokens."""
+    layout: str
+    degree: int
+    imbalance: float
+    rows_a_token: float
+    """Rows that all ranks together receive, for each token of the sequence."""
 
 
 def work_and_rows(layout: SequenceLayout, cu_seqlens: np.ndarray) -> tuple[list[int], list[int]]:
@@ -175,6 +194,39 @@ def table(degree: int, packed: list[np.ndarray]) -> list[Figures]:
     return [zigzag, *(measure(name, degree, packed, zigzag.rows, least) for name in others)]
 
 
+def measure_masks(degree: int, packed: list[np.ndarray]) -> Iterator[MaskFigures]:
+    """Every mask under every layout, over one document and over the packed rows."""
+    num_tokens = int(packed[0][-1])
+    shard = num_tokens // degree
+    masks: dict[str, dict[str, int]] = {
+        "full": {},
+        "window 1/32": {"window": shard // 32},
+        "window 1/8": {"window": shard // 8},
+        "window 1/4": {"window": shard // 4},
+        "window 1": {"window": shard},
+        "sparse": {"window": 128, "stride": 64},
+    }
+    sequences = {"one document": [[0, num_tokens]], "packed": [bounds.tolist() for bounds in packed]}
+    for (documents, rows), (mask, options), kind in product(sequences.items(), masks.items(), KINDS):
+        imbalance, received = [], 0
+        for bounds in rows:
+            layout = SequenceLayout.build(kind, num_tokens, degree, bounds)
+            schedule = Schedule.build(layout, bounds, **options)
+            imbalance.append(schedule.imbalance())
+            received += sum(schedule.rows_received(rank) for rank in range(degree))
+        rows_a_token = received / (num_tokens * len(rows))
+        yield MaskFigures(documents, mask, kind, degree, round(float(np.mean(imbalance)), 3), round(rows_a_token, 3))
+
+
+def print_masks(found: Sequence[MaskFigures]) -> None:
+    """A line for each mask: imbalance and rows a token of every layout."""
+    print("\nattention over " + "   ".join(f"{kind:>14}" for kind in ("", "", *KINDS)))
+    for number in range(0, len(found), len(KINDS)):
+        line = found[number : number + len(KINDS)]
+        cells = "   ".join(f"{f.imbalance:7.2f} · {f.rows_a_token:.2f}" for f in line)
+        print(f"{line[0].documents:>13} {line[0].degree:3d} {line[0].mask:>12}   {cells}")
+
+
 def main() -> None:
     """Print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,7 +250,10 @@ def main() -> None:
             f" {f.rows_of_least:6.2f} {f.rows_of_document_zigzag:12.2f} {f.rows_of_plain_ring:11.2f}"
             f" {f.busiest_receiver:6d} {f.runs_per_rank:5.1f} {f.milliseconds:6.1f}"
         )
-    path = save("layouts", {"seq_len": wanted.seq_len, "packed_rows": count, "layouts": [asdict(f) for f in lines]})
+    masks = [found for degree in wanted.degrees for found in measure_masks(degree, packed[:10])]
+    print_masks(masks)
+    result = {"seq_len": wanted.seq_len, "packed_rows": count, "layouts": [asdict(f) for f in lines]}
+    path = save("layouts", {**result, "masks": [asdict(f) for f in masks]})
     print(f"saved in {path}")
 
 

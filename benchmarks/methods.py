@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.blocks import blocks_alone
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
 from longctx.model.attention.core import AttentionShapes
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan
@@ -63,6 +64,8 @@ class Method:
     prepare: Callable[..., tuple[SequenceLayout, Solve]]
     """``prepare(problem, degree, *arguments)`` on every rank: the layout of the inputs, and the solver."""
     arguments: tuple[Any, ...] = ()
+    layout: str | None = None
+    """The layout whose blocks are its floor (``benchmarks/blocks.py``); None where that is not measured."""
 
 
 def prepare_ours(
@@ -97,7 +100,12 @@ def prepare_ours(
     return layout, solve
 
 
-RING = Method("longctx ring, zigzag", prepare_ours, ("zigzag", "p2p"))
+def ring_method(layout: str) -> Method:
+    """Our ring under a layout, held against its blocks alone too."""
+    return Method(f"longctx ring, {layout}", prepare_ours, (layout, "p2p"), layout)
+
+
+RING = ring_method("zigzag")
 
 
 def one_process(cu_seqlens: Sequence[int], full: list[Tensor]) -> list[Tensor]:
@@ -132,8 +140,18 @@ def solve_once(asked: Problem, method: Method, degree: int) -> Solved:
     return Solved(results, rise, layout)
 
 
-def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds: int) -> list[float]:
-    """This rank's CPU seconds of the single process's work, then of each method; all in the same process, by turns.
+@dataclass(frozen=True)
+class Timed:
+    """One rank's CPU seconds."""
+
+    one_process: float
+    methods: list[float]
+    blocks: dict[str, float]
+    """Blocks alone, by layout."""
+
+
+def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds: int) -> Timed:
+    """Time the single process's work, each method and its blocks alone; all in the same process, by turns.
 
     The cores of a shared machine are not equally fast, so each rank is held against work that it did itself. While one
     process does the whole work the others do the same: cores that share caches are slower together than alone.
@@ -144,28 +162,40 @@ def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds
         layout, solve = method.prepare(asked, degree, *method.arguments)
         mine = [layout.split(x, rank, 1) for x in full]
         actions.append(lambda solve=solve, mine=mine: solve(mine))
+    kinds = [method.layout for method in methods if method.layout is not None]
+    for kind in kinds:
+        layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens)
+        actions.append(blocks_alone(Schedule.build(layout, asked.cu_seqlens), rank, full))
     for action in actions:
         action()  # the first use of anything is not counted
-    return alternate(actions, rounds)
+    seconds = alternate(actions, rounds)
+    stop = 1 + len(methods)
+    return Timed(seconds[0], seconds[1:stop], dict(zip(kinds, seconds[stop:], strict=True)))
 
 
 def measure_time(asked: Problem, methods: Sequence[Method], degree: int, rounds: int) -> list[dict[str, Any]]:
     """For each method CPU seconds by rank, and the worst rank's ratio to its share of the single process's work."""
     ranks = run_ranks(time_rounds, degree, asked, tuple(methods), degree, rounds)
-    rows = []
-    for n, method in enumerate(methods, start=1):
-        ratios = [seconds[n] / (seconds[0] / degree) for seconds in ranks]
-        rows.append(
-            {
-                "case": asked.name,
-                "method": method.name,
-                "cpu_seconds_per_rank": [round(s[n], 3) for s in ranks],
-                "one_process_cpu_seconds": [round(s[0], 3) for s in ranks],
-                "ratio_to_share_per_rank": [round(r, 3) for r in ratios],
-                "ratio_to_share": round(max(ratios), 3),
-            }
-        )
-    return rows
+    return [_timed_row(asked, method, n, ranks) for n, method in enumerate(methods)]
+
+
+def _timed_row(asked: Problem, method: Method, n: int, ranks: list[Timed]) -> dict[str, Any]:
+    shares = [timed.one_process / len(ranks) for timed in ranks]
+    seconds = [timed.methods[n] for timed in ranks]
+    row = {
+        "case": asked.name,
+        "method": method.name,
+        "cpu_seconds_per_rank": [round(s, 3) for s in seconds],
+        "one_process_cpu_seconds": [round(timed.one_process, 3) for timed in ranks],
+        "ratio_to_share_per_rank": [round(s / share, 3) for s, share in zip(seconds, shares, strict=True)],
+        "ratio_to_share": round(max(s / share for s, share in zip(seconds, shares, strict=True)), 3),
+    }
+    if method.layout is not None:
+        blocks = [timed.blocks[method.layout] for timed in ranks]
+        row["blocks_cpu_seconds_per_rank"] = [round(s, 3) for s in blocks]
+        row["ratio_to_blocks"] = round(max(s / floor for s, floor in zip(seconds, blocks, strict=True)), 3)
+        row["blocks_ratio_to_share"] = round(max(s / share for s, share in zip(blocks, shares, strict=True)), 3)
+    return row
 
 
 def measure_once(asked: Problem, method: Method, degree: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class StepCounts:
         The loss is the mean objective over the step's targets, plus the mean balance loss and router z-loss over its
         tokens, summed over layers and weighted as ``config`` says.
         """
+        # Global counts below every sum: that is what makes the loss independent of degrees, accumulation and packing.
         of_routers = config.balance_loss_weight * sums.balance_sum + config.router_z_loss_weight * sums.z_sum
         return sums.objective_sum / max(1, self.targets) + of_routers / max(1, self.tokens)
 
@@ -42,6 +43,7 @@ def count_step(batches: Iterable[Batch]) -> StepCounts:
 
     ``batches`` are this rank's shards, still on the CPU: counting them there waits for no device.
     """
+    # One reduction for the whole step, whatever the number of micro-batches.
     targets = tokens = 0
     for batch in batches:
         targets += batch.num_targets

@@ -54,10 +54,12 @@ class Mesh:
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
+        # Every rank creates every group, in the same order: new_group is a collective of the whole world.
         spans = [range(first, first + context) for first in range(0, world_size, context)]
         context_group = _own_group(rank, spans)
         ring_group, ulysses_group = context_group, None
         if ulysses > 1:
+            # Neighbours trade heads, for that waits for its bytes; a ring's hops hide behind compute and may reach far.
             neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
             ulysses_group = _own_group(rank, neighbours)
             rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
@@ -123,6 +125,7 @@ class Mesh:
     @property
     def ring_ranks_in_node(self) -> int:
         """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
+        # Nodes with unequal numbers of ranks have no counterparts to cross over to: then the ring has one level.
         nodes = [self.ring_peer(index) // self.ranks_per_node for index in range(self.ring_degree)]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
         if len(set(counts)) > 1:
@@ -144,7 +147,7 @@ def _own_group(rank: int, members: Sequence[range], backend: str | None = None) 
     if len(members[0]) == 1:
         return None
     own = None
-    for ranks in members:
+    for ranks in members:  # the others' groups too
         created = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
             own = cast(ProcessGroup, created)

@@ -38,12 +38,12 @@ def build_parallel_model(
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its share of the experts. ConfigError when the layers cannot have this layout, or the experts this degree.
+    its local experts. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
-    execution = Execution() if execution is None else execution
+    execution = execution or Execution()
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
-    # 1. attention and dispatcher first: the model is built around them, with the share of experts that is this rank's
+    # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
     decoder = Decoder(
         config,
@@ -53,8 +53,9 @@ def build_parallel_model(
         execution=execution,
         seed=None,
     )
-    decoder.initialize(seed)  # 2. then weights, before anything is partitioned
-    # 3. the objective outermost: one forward, one module
+    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
+    decoder.initialize(seed)
+    # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 
@@ -65,7 +66,7 @@ def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
 
 
 def check_experts(config: ModelConfig, degree: int, world_size: int | None = None) -> None:
-    """ConfigError unless the experts of every layer deal out equally over ``degree`` ranks.
+    """ConfigError unless the experts of every layer divide equally over ``degree`` ranks.
 
     With ``world_size`` the degrees that the message offers are those that divide the ranks, too.
     """
@@ -81,7 +82,9 @@ def check_experts(config: ModelConfig, degree: int, world_size: int | None = Non
 
 
 def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
-    return ReplicatedExperts(mesh) if mesh.expert == 1 else AllToAllDispatcher(mesh, config.num_experts)
+    if mesh.expert == 1:
+        return ReplicatedExperts(mesh)
+    return AllToAllDispatcher(mesh, config.num_experts)
 
 
 def _context_sum(mesh: Mesh):

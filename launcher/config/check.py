@@ -7,7 +7,7 @@ from pathlib import Path
 from launcher.config.sections import ModelSection, RunConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
-from parallel.layout.sequence import check_layout
+from parallel.layout.select import check_choice
 from parallel.mesh import check_degrees
 from parallel.parallelize import check_experts, check_layers
 from parallel.schedule.heads import check_heads
@@ -37,7 +37,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
             f"data.seq_len={config.data.seq_len} is longer than the table of learned positions, "
             f"model.max_positions={config.model.max_positions}.\nTry --data.seq_len {config.model.max_positions}."
         )
-    check_layout(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
+    check_choice(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
     check_heads(config.model.num_heads, config.model.num_kv_heads, config.parallel.ulysses)
     check_layers(config.model, config.parallel.layout, config.parallel.context // config.parallel.ulysses)
 

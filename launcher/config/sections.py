@@ -128,9 +128,10 @@ class ParallelSection:
     expert_tile_tokens: int = 0
     """Tokens of a rank that are dispatched to their experts at a time, while those before are computed; 0 is all at
     once. Bounds the memory that the experts of a long row take."""
-    layout: str = "zigzag"
-    """Which token lives where: contiguous, zigzag, striped or balanced. zigzag evens out attention over long documents,
-    balanced over any packed documents."""
+    layout: str = "auto"
+    """Which token lives where: contiguous, zigzag, striped, balanced or auto. zigzag evens out attention over long
+    documents, balanced over any packed documents; auto takes the one that fits the rows and the layers and says which.
+    """
     transport: Literal["auto", "p2p", "two_level", "all_gather"] = "auto"
     """How ring attention gets keys and values: p2p from their owner, two_level once to each node and round inside it
     (auto does so where a ring spans nodes), all_gather all at once, for more memory."""
@@ -206,6 +207,10 @@ class RunConfig:
             if native_bfloat16:
                 products = "native"
         return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype, products=products))
+
+    def with_layout(self, layout: str) -> RunConfig:
+        """The config with ``parallel.layout`` settled."""
+        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, layout=layout))
 
     @property
     def rows_per_step(self) -> int:

@@ -26,6 +26,7 @@ from longctx.errors import ConfigError
 from longctx.files import hash_file
 from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
+from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -113,6 +114,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     resume_from, start_from = _find_origin(config, folder, mesh)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    config = settle_layout(config, model, loader)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
@@ -174,6 +176,26 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunConfig:
+    """The config with ``parallel.layout = "auto"`` replaced by what it comes to; the log says why."""
+    parallel = config.parallel
+    if parallel.layout != AUTO:
+        return config
+    # What remains of a document after its whole rows shares a row with others, or with padding. Lengths say so for
+    # every epoch, however it is packed: a run that resumes gets the same answer.
+    has_remainders = bool((loader.shards.lengths % config.data.seq_len).any())
+    layout, reason = choose_layout(
+        num_tokens=config.data.seq_len * config.train.micro_batch_rows,
+        degree=parallel.context,
+        ulysses=parallel.ulysses,
+        packed=has_remainders or config.train.micro_batch_rows > 1,
+        layers=model.layers,
+        window=model.window,
+    )
+    log.info("parallel.layout=auto is %s: %s.", layout, reason)
+    return config.with_layout(layout)
 
 
 def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:

@@ -178,13 +178,17 @@ def _sums_and_gradients(
     if wanted[0]:
         dhidden_NM = torch.empty_like(hidden_NM)
     dweight_VM: Tensor | None = None
+    product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
-        if wanted[1]:
-            dweight_VM = _with_product(dweight_VM, dlogits_nV.T, hidden_nM, partial)
+        if wanted[1] and dlogits_nV.dtype == partial:
+            dweight_VM = _plus_product(dweight_VM, dlogits_nV.T, hidden_nM)
+        elif wanted[1]:
+            product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
+            dweight_VM = _plus(dweight_VM, product_VM, partial)
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     objective, nll = sums.to(partial).unbind()
@@ -256,16 +260,18 @@ def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _with_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The total with a · b added, in the same memory; the product in ``dtype`` where there is no total yet."""
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """The total with a · b added, in the same memory where there is a total."""
+    return a @ b if total is None else total.addmm_(a, b)
+
+
+def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The total with a part of another dtype added, in the same memory; the part in ``dtype`` where there is none."""
     if total is None:
-        return (a @ b).to(dtype)
-    if a.dtype == dtype:
-        return total.addmm_(a, b)
-    product = a @ b
+        return part.to(dtype)
     # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
     for block in _slices(len(total), _rows_of_block(total)):
-        total[block] += product[block]
+        total[block] += part[block]
     return total
 
 

@@ -1,8 +1,8 @@
 """Experts distributed over ranks: tokens are sent to them, and results back, in one all-to-all each.
 
 A token is sent once to each rank that has any of its experts, with the ids and gates that this rank is to use, and
-comes back as one sum: no less can be sent. How many tokens are sent depends on the routing, so ranks first tell one
-another, for all tiles of a layer in one exchange.
+comes back as one sum: no less can be sent. How many tokens are sent depends on the routing, so ranks first exchange
+these counts, for all tiles of a layer in one exchange.
 
 Axes: N tokens of this rank, n of one tile, U tokens of a tile that this rank sends (a token once for each rank, by
 rank), S tokens that it receives, R assignments, k experts a token, p ranks that share the experts, t tiles.
@@ -57,6 +57,7 @@ class AllToAllDispatcher:
 
     def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
         """Agree on how much is sent: one exchange among the ranks, and one wait for the device, for all tiles."""
+        # Buffers need sizes on the CPU. Asking for them tile by tile would stop the device once a tile.
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
         recv_pt2 = torch.empty_like(send_pt2)
@@ -75,7 +76,7 @@ class AllToAllDispatcher:
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
         """The handle of one tile: which tokens are sent to which rank."""
         is_sent_pn = self._is_sent(experts_nk)
-        # nonzero by rank, then by token, without waiting for the device to count
+        # nonzero by rank, then by token; its size is known, so the device is not asked to count.
         sent_U = torch.nonzero_static(is_sent_pn.flatten(), size=sum(sizes.send_counts)).squeeze(-1)
         num_tokens = max(1, len(experts_nk))
         return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
@@ -93,7 +94,7 @@ class AllToAllDispatcher:
         """Whether a token is sent to a rank, which is where it has any of its experts, [p, n]."""
         rank_nk = experts_nk.div(self.experts_per_rank, rounding_mode="floor")
         is_sent = rank_nk.new_zeros(self.mesh.expert + 1, len(rank_nk), dtype=torch.bool)
-        # an id of −1 is on rank −1, which the remainder makes a last rank that is cut off
+        # An id of −1 (no expert) is on rank −1, which the remainder makes one more rank that is cut off.
         return is_sent.scatter_(0, rank_nk.T % (self.mesh.expert + 1), True)[:-1]
 
     def _counts(self, experts_nk: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ class AllToAllDispatcher:
         self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], what: str
     ) -> PendingExchange:
         """Start to send tokens to the ranks of the group and to receive theirs."""
-        outgoing = outgoing_UX.contiguous().view(torch.uint8)  # as bytes, so that any dtype can be sent
+        # As bytes, so that any dtype can be sent.
+        outgoing = outgoing_UX.contiguous().view(torch.uint8)
         arriving = outgoing.new_empty(sum(recv_counts), *outgoing.shape[1:])
         described = f"{self._who} {what}"
         work = named_collective(
@@ -140,10 +142,11 @@ class _Handle:
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
         gates_Uk = gates_nk.index_select(0, self.token_U)
+        # Ids among the receiver's own experts; its other experts are somebody else's, and become −1.
         ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * experts_per_rank
         is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
-        # side by side in bytes: one message instead of two
+        # Side by side in bytes: one message instead of two.
         both = torch.cat((gates_Uk.view(torch.uint8), ids_Uk.view(torch.uint8)), dim=1)
         exchange = self._send_out(both, "sending choices to experts")
         return _PendingRouting(exchange, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
@@ -165,7 +168,7 @@ class _Handle:
 
 @dataclass
 class PendingExchange:
-    """Tokens on their way; keeps the outgoing ones alive until they are sent."""
+    """Tokens on their way, and the outgoing ones, whose memory must not be reused before they are sent."""
 
     arriving: Tensor
     outgoing: Tensor | None
@@ -192,7 +195,7 @@ class _PendingRouting:
         """Return gates, and ids among the experts here."""
         both = self.exchange.wait()
         gates, ids = both.split((self.gates_bytes, both.shape[1] - self.gates_bytes), dim=1)
-        # copied, for "contiguous" leaves the strides of an empty part as they are
+        # Copied, for "contiguous" leaves the strides of an empty part as they are.
         gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
         return gates.view(self.dtype), ids.view(_IDS)
 
@@ -209,10 +212,12 @@ class _PendingSums:
     def wait(self) -> Tensor:
         """Return sums over ranks, always in their order: a token's results are added one rank after another."""
         results_UX = self.exchange.wait()
-        sums = results_UX.new_zeros((self.num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
+        shape = (self.num_tokens, *results_UX.shape[1:])
+        sums = results_UX.new_zeros(shape, dtype=accumulate_dtype(results_UX.dtype))
         by_rank = zip(self.token_U.split(self.send_counts), results_UX.split(self.send_counts), strict=True)
         for token, results in by_rank:
-            sums.index_add_(0, token, results.to(sums.dtype))  # of one rank every token once
+            # One rank returns every token once, so no two additions of a call meet: the order is that of the ranks.
+            sums.index_add_(0, token, results.to(sums.dtype))
         return sums
 
 

@@ -119,8 +119,11 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
     tokens_per_rank = num_tokens // degree
     grain = _grain(tokens_per_rank)
     size = grain * -(-tokens_per_rank // (grain * MAX_CHUNKS))
+    # A rank's tokens that fill no whole chunk are one short piece; those of all ranks lie first in the sequence.
     remainder = tokens_per_rank % size
-    num_remainders = degree if remainder else 0
+    num_remainders = 0
+    if remainder:
+        num_remainders = degree
     starts = np.arange(remainder * degree, num_tokens, size)
     edges = np.concatenate([np.arange(num_remainders) * remainder, starts, [num_tokens]])
     # Work between every two neighbouring cuts, then summed up to the edges.
@@ -130,6 +133,9 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
     summed = np.append(0, np.cumsum((stop * (stop + 1) - first * (first + 1)) // 2))
     work = np.diff(summed[np.searchsorted(cuts, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
+    remainder_work = np.zeros(degree, dtype=np.int64)
+    if remainder:
+        remainder_work = work[:degree]
     opens = np.append(False, document[1:] != document[:-1])
     return Chunks(
         degree,
@@ -139,7 +145,7 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
         work[num_remainders:],
         prefix=np.minimum(starts + size, bounds[document + 1]) - bounds[document],
         head=np.where(opens, starts - bounds[document], 0),
-        remainder_work=work[:degree] if remainder else np.zeros(degree, dtype=np.int64),
+        remainder_work=remainder_work,
     )
 
 
@@ -148,9 +154,11 @@ def _assign_windows(chunks: Chunks) -> ndarray:
     owner = np.empty(len(chunks.start), dtype=np.int64)
     ring, per_rank = np.arange(len(owner)), chunks.per_rank
     for rank in range(chunks.degree):
+        # Sums of all windows at once: differences of running sums, over the ring and once more its beginning.
         work = chunks.work[ring]
         summed = np.append(0, np.cumsum(np.append(work, work[:per_rank])))
         window = summed[per_rank : per_rank + len(ring)] - summed[: len(ring)]
+        # The mean of what is left, not of all: the ranks after this one divide its error among them.
         remaining = int(work.sum() + chunks.remainder_work[rank:].sum())
         target = remaining // (chunks.degree - rank) - int(chunks.remainder_work[rank])
         ring = np.roll(ring, -int(np.argmin(np.abs(window - target))))
@@ -175,6 +183,7 @@ def _candidate_orders(chunks: Chunks) -> _Orders:
     # The first outputs of the generator that starts at 0.
     state = np.arange(NUM_ORDERS * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
     hashes = mix64_array(state).reshape(NUM_ORDERS, num_documents)
+    # The hashes decide where a document stands, and their lowest bit whether it runs backward.
     rank = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1, kind="stable")
     reversed_documents = (hashes & np.uint64(1)).astype(bool)
     rank[0], reversed_documents[0] = np.arange(num_documents), False
@@ -199,6 +208,7 @@ class _RankPairs(NamedTuple):
 
 def _tournament(degree: int) -> Iterator[_RankPairs]:
     """Rounds of a tournament, over and over: in degree − 1 of them (degree, if odd) every rank meets every other."""
+    # The circle method: the last seat stays, the others move on by one in each round.
     seats = degree + degree % 2
     while True:
         for turn in range(seats - 1):
@@ -225,7 +235,9 @@ class WorkCost(NamedTuple):
         mean = int(chunks.work.sum() + chunks.remainder_work.sum()) // chunks.degree
         tokens = chunks.per_rank * chunks.size
         some_document_fits = np.bincount(chunks.document).min() <= chunks.per_rank
-        tolerance = TOLERANCE if some_document_fits else TOLERANCE_LONG
+        tolerance = TOLERANCE_LONG
+        if some_document_fits:
+            tolerance = TOLERANCE
         soft, hard = max(1, mean // (SOFT_RATE * tokens)), max(1, mean // (HARD_RATE * tokens))
         return cls(mean, mean + mean // tolerance, soft, hard)
 
@@ -244,8 +256,11 @@ def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
         tried = np.append(0, shuffles)
         tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
         reassigned = _reassign(chunks, owner, pairs, tried_orders, work_cost)
-        unchanged = unchanged + 1 if np.array_equal(reassigned, owner) else 0
+        unchanged += 1
+        if not np.array_equal(reassigned, owner):
+            unchanged = 0
         owner = reassigned
+        # By then every two ranks have met twice, with other orders each time.
         if unchanged > 2 * chunks.degree:
             break
     return owner
@@ -261,6 +276,7 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
         np.take_along_axis(orders.chunks, slot, 1).reshape(tried, num_pairs, width),
         np.take_along_axis(orders.backward, slot, 1).reshape(tried, num_pairs, width),
     )
+    # Of each pair and order the half with the cheapest cuts; only for that one the cost of its runs.
     cost = _cost_of_halves(chunks, rings, pairs, work_cost)
     cut = np.argmin(cost, axis=-1)
     in_second_half = (np.arange(width) - cut[..., None]) % width >= chunks.per_rank
@@ -271,6 +287,7 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
     is_second = pairs.second[np.minimum(pair, num_pairs - 1)] == owner
     present = _present_cost(chunks, owner, pairs, rings, work_cost)
     present += _cost_of_runs(chunks, is_second[None], pair, num_pairs)[0]
+    # A pair changes only for less, so the search ends, and the same chunks stay where two choices cost the same.
     best = np.argmin(cost, axis=0)
     better = np.append(cost[best, np.arange(num_pairs)] < present, False)  # the last for ranks that sit out
     mine = np.minimum(pair, num_pairs - 1)
@@ -294,7 +311,9 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
     one_document = (document[..., :half] == document[..., half:]) & (first_cut > 0) & (second_cut > 0)
     cost = np.where(one_document, np.maximum(first_cut, second_cut), first_cut + second_cut)
 
-    summed = np.zeros((*work.shape[:-1], 2 * half + 1), dtype=np.int64)
+    # Work of every half at once, as differences of running sums.
+    orders, num_pairs, width = work.shape
+    summed = np.zeros((orders, num_pairs, width + 1), dtype=np.int64)
     np.cumsum(work, axis=-1, out=summed[..., 1:])
     first_work = summed[..., half:-1] - summed[..., :half]
     second_work = summed[..., -1:] - first_work
@@ -304,6 +323,7 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
 
 def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: int) -> ndarray:
     """[order, pair]: a chunk of rows, and the head of a document, wherever a run ends between two ranks of a pair."""
+    # Only between chunks of one pair: other neighbours do not change in this round.
     behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
     order, end = np.nonzero(to_second[:, behind] != to_second[:, behind - 1])
     behind = behind[end]
@@ -314,6 +334,7 @@ def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: 
 
 def _present_cost(chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Orders, work_cost: WorkCost) -> ndarray:
     """[pair]: the cost of the present owners, on the scale of ``_cost_of_halves``; order 0 is the sequence."""
+    # A half costs what its cuts add: of the whole prefixes, less those of the pair's documents without a cut.
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
     cost = _summed_prefixes(chunks, mine) + work_cost.in_rows(chunks.work[mine].sum(1) + chunks.remainder_work)
     return cost[pairs.first] + cost[pairs.second] - _summed_prefixes(chunks, rings.chunks[0])
@@ -329,7 +350,9 @@ def _summed_prefixes(chunks: Chunks, mine: ndarray) -> ndarray:
 def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
     """Neighbouring chunks of a rank as one piece, the remainders before them."""
     remainder = int(chunks.start[0]) // chunks.degree
-    num_remainders = chunks.degree if remainder else 0
+    num_remainders = 0
+    if remainder:
+        num_remainders = chunks.degree
     starts = np.append(np.arange(num_remainders) * remainder, chunks.start)
     owner = np.append(np.arange(num_remainders), owner)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))

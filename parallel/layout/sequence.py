@@ -112,17 +112,25 @@ class SequenceLayout:
                 f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
                 "flatten the rows of a batch before splitting"
             )
-        before = (slice(None),) * (dim % x.dim())
-        return torch.cat([x[(*before, slice(r.start, r.stop, r.step))] for r in self.rank_runs(rank)], dim)
+        dim %= x.dim()
+        parts = []
+        for run in self.rank_runs(rank):
+            # Slicing, not indexing: a run is one block of memory (or one stride), and there are few runs.
+            index = [slice(None)] * dim
+            index.append(slice(run.start, run.stop, run.step))
+            parts.append(x[tuple(index)])
+        return torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole tensor from every rank's shard: the inverse of ``split``."""
         assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
         dim %= parts[0].dim()
         if self.kind == "striped":
+            # Token n is row n // ring of ring rank n % ring: rows outside, ring ranks inside is the order of tokens.
             u = self.ulysses
             rings = [torch.cat(list(parts[first : first + u]), dim) for first in range(0, self.degree, u)]
             return torch.stack(rings, dim + 1).flatten(dim, dim + 1)
+        # Runs are whole stretches of tokens here: sorted by their first token they are the sequence.
         pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
             runs = self.rank_runs(rank)
@@ -164,6 +172,19 @@ def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> N
     """ConfigError unless such a layout exists; says the nearest values that work."""
     if kind not in KINDS:
         raise ConfigError(f"parallel.layout={kind!r} is unknown. Try one of {list(KINDS)}.")
+    check_division(kind, num_tokens, degree, ulysses)
+
+
+def num_parts(kind: str, degree: int, ulysses: int = 1) -> int:
+    """The equal parts that a layout over ``degree`` ranks cuts the tokens into."""
+    ring = degree // ulysses
+    if kind == "zigzag" and ring > 1:
+        return math.lcm(2 * ring, degree)
+    return degree
+
+
+def check_division(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
+    """ConfigError unless the tokens split into the parts of such a layout; says the nearest values that work."""
     if degree < 1 or num_tokens < 1:
         raise ConfigError(f"a layout needs tokens and ranks; got {num_tokens} tokens over {degree} ranks.")
     if ulysses < 1 or degree % ulysses:
@@ -173,14 +194,14 @@ def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> N
             f"parallel.ulysses={ulysses} does not divide parallel.context={degree}: the ranks that share a sequence "
             f"are ring × Ulysses.\nTry parallel.ulysses={nearest}."
         )
-    ring = degree // ulysses
-    parts = math.lcm(2 * ring, degree) if kind == "zigzag" and ring > 1 else degree
+    parts = num_parts(kind, degree, ulysses)
     if num_tokens % parts:
         below = num_tokens // parts * parts
         nearest = [str(n) for n in (below, below + parts) if n]
-        split = f", parallel.ulysses={ulysses}" if ulysses > 1 else ""
+        settings = f"parallel.context={degree}, parallel.layout={kind}"
+        if ulysses > 1:
+            settings += f", parallel.ulysses={ulysses}"
         raise ConfigError(
-            f"{num_tokens} tokens do not split into {parts} equal parts "
-            f"(parallel.context={degree}, parallel.layout={kind}{split}).\n"
+            f"{num_tokens} tokens do not split into {parts} equal parts ({settings}).\n"
             f"Try {' or '.join(nearest)} tokens (data.seq_len × train.micro_batch_rows)."
         )

@@ -17,22 +17,27 @@ log = logging.getLogger(__name__)
 def choose_device(wish: str) -> torch.device:
     """The CPU, or the GPU with this process's local rank; ``auto`` takes GPUs where every rank of the machine has one.
 
-    Tells DeepSpeed too. ConfigError when ``cuda`` is wished for and there are too few GPUs.
+    Sets DeepSpeed's accelerator too. ConfigError when ``cuda`` is wished for and there are too few GPUs.
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
-    gpus = torch.cuda.device_count() if wish != "cpu" and torch.cuda.is_available() else 0
+    gpus = 0
+    if wish != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     if wish == "cuda" and gpus < ranks:
-        built = f"torch {torch.__version__}"
+        remedy = "Use run.device=cpu"
+        if gpus:
+            remedy += f", or slots={gpus} in the hostfile"
         raise ConfigError(
-            f"run.device='cuda': this machine runs {ranks} ranks, and {built} sees {gpus} GPUs here.\n"
-            f"Use run.device=cpu{f', or slots={gpus} in the hostfile' if gpus else ''}."
+            f"run.device='cuda': this machine runs {ranks} ranks, and torch {torch.__version__} sees {gpus} GPUs here."
+            f"\n{remedy}."
         )
-    use_gpu = 0 < ranks <= gpus
-    os.environ["DS_ACCELERATOR"] = "cuda" if use_gpu else "cpu"
-    if not use_gpu:
+    # All ranks of a machine alike: a group whose members compute on different devices has no common backend.
+    if not 0 < ranks <= gpus:
         if gpus:
             log.warning("%d ranks share %d GPUs: computing on the CPU. One rank a GPU would use them.", ranks, gpus)
+        os.environ["DS_ACCELERATOR"] = "cpu"
         return torch.device("cpu")
+    os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -44,7 +49,9 @@ def _ranks_here() -> int:
 
 def device_name(device: torch.device) -> str:
     """What the maker calls it; "cpu" for the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "cpu"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -52,4 +59,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak  # bytes there, KiB on Linux
+    return peak * 1024

@@ -28,18 +28,22 @@ def environment_rank() -> tuple[int, int]:
 def start_process_group(*, timeout_seconds: float, device: torch.device | None = None) -> None:
     """Join the process group, or make a group of one when no launcher started this process.
 
-    Tensors on the CPU travel by gloo, those on a GPU, where ``device`` is one, by NCCL.
+    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL.
 
     ClusterError when the ranks do not meet in time.
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
     _choose_gloo_interface()
+    # Ranks of one machine divide its cores; with all cores each they would wait for one another.
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or _threads_per_process())
     rank, world_size = environment_rank()
     try:
-        backend = "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        # gloo beside NCCL: what ranks compare before they compute lies on the CPU.
+        backend = "cpu:gloo,cuda:nccl"
+        if device is None or device.type == "cpu":
+            backend = "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError, OSError) as error:
         raise ClusterError(
@@ -58,15 +62,19 @@ def stop_process_group() -> None:
 def agree_or_raise(problem: LongCtxError | None) -> None:
     """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
 
-    Turns a failure of one rank into the same orderly end on all of them instead of a hang.
+    A failure of one rank ends all of them alike, where it would leave the others waiting in a collective.
     """
-    said = gather_objects(None if problem is None else (type(problem).__name__, str(problem)))
+    own: tuple[str, str] | None = None
+    if problem is not None:
+        own = (type(problem).__name__, str(problem))
+    # Name and text, not the exception: unpickling one calls its constructor, which may want other arguments.
+    reports = gather_objects(own)
     if problem is not None:
         raise problem
-    for rank, found in enumerate(said):
-        if found is not None:
-            kind, text = found
-            raise getattr(errors, kind)(f"rank {rank}: {text}")
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            raise getattr(errors, kind)(f"rank {rank}: {message}")
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
@@ -97,7 +105,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def _threads_per_process() -> int:
-    """This process's share of the machine's cores."""
+    """The machine's cores divided by its ranks."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
 
 
@@ -116,15 +124,16 @@ def _choose_gloo_interface() -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME") or "MASTER_ADDR" not in os.environ:
         return
     try:
+        # Connecting a UDP socket sends nothing; the system only chooses the route, and with it the own address.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((os.environ["MASTER_ADDR"], 9))
             own = s.getsockname()[0]
     except OSError:
         return
     for name, addresses in psutil.net_if_addrs().items():
-        if any(
-            a.family == socket.AF_INET and (a.address == own or (own.startswith("127.") and name == "lo"))
-            for a in addresses
-        ):
+        # The loopback has the whole of 127.0.0.0/8, and names one address of it.
+        is_loopback = own.startswith("127.") and name == "lo"
+        own_addresses = [a.address for a in addresses if a.family == socket.AF_INET]
+        if own in own_addresses or (is_loopback and own_addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return

@@ -30,9 +30,15 @@ class Bounds(NamedTuple):
 
 def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[Bounds, ...]:
     """The mask as disjoint bounds on the distance of query to key."""
+    if window is None and causal:
+        return (Bounds(0, None),)
     if window is None:
-        return (Bounds(0 if causal else None, None),)
-    found = [Bounds(0 if causal else 1 - window, window - 1)]
+        return (Bounds(None, None),)
+    nearest = 1 - window
+    if causal:
+        nearest = 0
+    found = [Bounds(nearest, window - 1)]
+    # Sinks are seen from beyond the window alone: the bounds must not overlap, or a pair would count twice.
     if sink_tokens:
         found.append(Bounds(window, None, sinks=True))
         if not causal:
@@ -45,11 +51,14 @@ def own_slices(segments: Segments, causal: bool) -> ndarray:
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
     """
+    lo = OPEN
+    if causal:
+        lo = 0
     changes = segments.document[1:] != segments.document[:-1]
     first = np.flatnonzero(np.append(True, changes))
     last = np.flatnonzero(np.append(changes, True))
     start, stop = segments.row[first], (segments.row + segments.length)[last]
-    return _table(start, stop, start, stop, lo=0 if causal else OPEN)
+    return _table(start, stop, start, stop, lo=lo)
 
 
 def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
@@ -58,6 +67,7 @@ def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
     Ranges of two ranks never overlap, so what a query segment sees of a document on the other rank is the rows before
     it: a prefix of that document's rows there, which are neighbours.
     """
+    # Per query segment the first and last key segment of its document; only those before it where causal.
     first = np.searchsorted(keys.document, queries.document, side="left")
     stop = np.searchsorted(keys.document, queries.document, side="right")
     if causal:
@@ -88,8 +98,13 @@ def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: nd
 
 def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple[ndarray, ndarray]:
     """(query segment, key segment) of every two of one document with tokens that the bounds may let meet."""
-    nearest = MOST_TOKENS if bounds.least is None else queries.last - bounds.least
-    farthest = 0 if bounds.most is None else queries.start - bounds.most
+    nearest: ndarray | int = MOST_TOKENS
+    if bounds.least is not None:
+        nearest = queries.last - bounds.least
+    farthest: ndarray | int = 0
+    if bounds.most is not None:
+        farthest = queries.start - bounds.most
+    # Two binary searches over all segments at once, by document and then token, find every range of partners.
     stop = np.searchsorted(keys.start_keys, sort_key(queries.document, nearest), side="right")
     first = np.searchsorted(keys.last_keys, sort_key(queries.document, farthest), side="left")
     q, k = expand_ranges(first, stop)
@@ -105,18 +120,20 @@ def slices_between(
     step = keys.step
     q_row, q_length, k_row, k_length = queries.row[q], queries.length[q], keys.row[k], keys.length[k]
     if bounds.sinks:
+        # Sinks are the first keys of their document: of each key segment only its head counts.
         num_sinks = -((keys.start[k] - sink_ends[keys.document[k]]) // step)
         k_length = np.clip(num_sinks, 0, k_length)
+    # Tokens apart = step · (i − j) + offset, so bounds on tokens become bounds lo ≤ i − j ≤ hi on rows.
     offset = (queries.start[q] - step * q_row) - (keys.start[k] - step * k_row)
     lo, hi = np.full_like(offset, -OPEN), np.full_like(offset, OPEN)
     if bounds.least is not None:
         lo = -((offset - bounds.least) // step)
     if bounds.most is not None:
         hi = (bounds.most - offset) // step
-    # Without rows that see nothing, and keys that nobody sees.
+    # Trim rows that see nothing, and keys that nobody sees.
     q_start, k_stop = np.maximum(q_row, k_row + lo), np.minimum(k_row + k_length, q_row + q_length - lo)
     q_stop, k_start = np.minimum(q_row + q_length, k_row + k_length + hi), np.maximum(k_row, q_row - hi)
-    # Without bounds that hold anyway.
+    # A bound that every pair of the trimmed slice keeps is dropped: kernels take open bands without a mask.
     lo_holds, hi_holds = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
     some = (q_start < q_stop) & (k_start < k_stop) & (lo <= hi) & (k_length > 0)
     lo, hi = np.where(lo_holds, OPEN, lo), np.where(hi_holds, OPEN, hi)
@@ -125,6 +142,7 @@ def slices_between(
 
 def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int = 0) -> ndarray:
     """The same work with query rows counted ``queries`` and key rows ``keys`` further on, for all or for each slice."""
+    # Bands bound i − j, so they move by the difference; an open bound stays open.
     by = np.asarray(queries) - np.asarray(keys)
     moved = table.copy()
     moved[:, :K_START] += np.reshape(queries, (-1, 1))
@@ -138,6 +156,7 @@ def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int
 def area(table: ndarray) -> int:
     """Pairs of rows inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
     q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
+    # Pairs with i − j ≤ hi, less those with i − j < lo, both counted from the corner of the slice.
     n, m, first = q_stop - q_start, k_stop - k_start, q_start - k_start
     below = np.where(lo == OPEN, -OPEN, lo) - 1
     return int((_num_at_most(n, m, hi - first) - _num_at_most(n, m, below - first)).sum())
@@ -147,7 +166,8 @@ def _num_at_most(n: ndarray, m: ndarray, bound: ndarray) -> ndarray:
     """Pairs (i, j) of an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
     bound = np.clip(bound, -m, n)
 
-    def staircase(height: ndarray) -> ndarray:  # Σ max(0, height − i) over the n rows
+    def staircase(height: ndarray) -> ndarray:
+        # Σ max(0, height − i) over the n rows, in closed form
         rows = np.clip(height, 0, n)
         return rows * height - rows * (rows - 1) // 2
 

@@ -19,6 +19,7 @@ def bytes_received(ring: RingWork, rank: int, shape: AttentionShape, transport: 
     split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ring.layout.ulysses)
     start, stop = split.keys[ulysses_rank]
     rows = _rows_received(ring, ring_rank, transport, ranks_per_node)
+    # Ring and Ulysses move different things: rows of this rank's heads, and heads of this rank's rows.
     keys_and_values = rows * (stop - start) * shape.key_and_value_dim * shape.bytes_per_value
     heads = split.bytes_received(ulysses_rank, ring.layout.num_local(rank), shape.bytes_per_value, shape)
     return keys_and_values + heads
@@ -41,6 +42,7 @@ def rows_by_link(ring: RingWork, ring_rank: int, ranks_per_node: int) -> tuple[i
 
 
 def _rows_received(ring: RingWork, ring_rank: int, transport: str, ranks_per_node: int | None) -> int:
+    # A ring rank's own rows travel nowhere, under any transport.
     degree = ring.layout.ring_degree
     if transport == "p2p":
         return sum(ring.hop(ring_rank, owner).num_rows for owner in range(degree) if owner != ring_rank)

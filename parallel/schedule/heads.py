@@ -27,6 +27,7 @@ class HeadSplit:
         """The split; ConfigError when there are fewer query heads than ranks, or key heads do not divide them."""
         check_heads(num_heads, num_kv_heads, ulysses)
         group = num_heads // num_kv_heads
+        # Rounded cuts differ by one head at most. A rank needs the key heads of its first to its last query head.
         queries = [(num_heads * r // ulysses, num_heads * (r + 1) // ulysses) for r in range(ulysses)]
         keys = [(start // group, (stop - 1) // group + 1) for start, stop in queries]
         return cls(tuple(queries), tuple(keys), group)
@@ -35,13 +36,17 @@ class HeadSplit:
         """For each query head of the rank its key head, counted in the rank's own; None when they group evenly."""
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         wanted = [head // self.group_size - first for head in range(start, stop)]
+        # Kernels group query heads evenly over key heads; where the rank's own do so too, nothing needs expanding.
         even, rest = divmod(stop - start, last - first)
-        return None if not rest and wanted == [h // even for h in range(stop - start)] else wanted
+        if not rest and wanted == [head // even for head in range(stop - start)]:
+            return None
+        return wanted
 
     def bytes_received(self, rank: int, num_local: int, bytes_per_value: int, shape: AttentionShape) -> int:
         """Bytes that trading brings a rank in a forward pass: its heads of the others' rows, its rows' other heads."""
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         value_dim = shape.key_and_value_dim - shape.head_dim
+        # First queries, keys and values of this rank's heads; after attention the output of its rows' other heads.
         row = (stop - start) * shape.head_dim + (last - first) * shape.key_and_value_dim
         others = num_local * (len(self.queries) - 1) * row
         back = num_local * (shape.num_heads - (stop - start)) * value_dim
@@ -60,7 +65,7 @@ def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
 
 
 class AttentionShape(NamedTuple):
-    """What turns rows into bytes and pairs into floating-point operations."""
+    """The sizes by which rows become bytes, and query-key pairs floating-point operations."""
 
     num_heads: int
     num_kv_heads: int
@@ -72,4 +77,6 @@ class AttentionShape(NamedTuple):
     @property
     def key_and_value_dim(self) -> int:
         """Both head sizes together."""
-        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
+        if self.value_dim is None:
+            return 2 * self.head_dim
+        return self.head_dim + self.value_dim

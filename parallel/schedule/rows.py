@@ -14,7 +14,7 @@ from torch import Tensor
 class RowRanges:
     """Ascending disjoint ranges [start, stop) of rows.
 
-    What follows from them (an index on a device, where they lie in others) is built once and kept with them.
+    What follows from them (an index on a device, their position in others) is built once.
     """
 
     def __init__(self, starts: ndarray, stops: ndarray) -> None:
@@ -58,6 +58,7 @@ class RowRanges:
     def index(self, device: torch.device) -> Tensor:
         """Every row, one after another."""
         if device not in self._index:
+            # Built on the CPU and copied once: every layer of a batch takes the same rows.
             lengths = self.stops - self.starts
             rows = np.arange(self.num_rows) + np.repeat(self._unpacking_shifts, lengths)
             self._index[device] = torch.from_numpy(rows).to(device)
@@ -69,6 +70,7 @@ class RowRanges:
 
     def located_in(self, within: RowRanges) -> RowRanges:
         """Where the rows lie among the packed rows of ``within``, which hold them all."""
+        # By identity: comparing ranges would cost as much as locating them, and there are only a few.
         for known, located in self._located:
             if known is within:
                 return located
@@ -86,6 +88,7 @@ class RowRanges:
 
 def union(starts: ndarray, stops: ndarray) -> RowRanges:
     """The ranges that hold the rows of these ranges, which may overlap and come in any order."""
+    # Sorted by start, a range begins wherever a start lies beyond everything before it.
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(stops[order])
     gaps = starts[1:] > reach[:-1]

@@ -48,13 +48,14 @@ class Segments:
         """Whether the two can have a document in common: False for most ranks of many documents."""
         if not len(self) or not len(others):
             return False
+        # Segments ascend by document, so the ends give the range of documents on either side.
         return bool(self.document[0] <= others.document[-1] and others.document[0] <= self.document[-1])
 
     def single_rows(self) -> Segments:
         """The same rows, each a segment of its own."""
-        of, place = expand_ranges(np.zeros_like(self.length), self.length)
-        start = self.start[of] + self.step * place
-        return Segments(self.document[of], start, np.ones_like(start), self.row[of] + place, self.step)
+        of, row = expand_ranges(np.zeros_like(self.length), self.length)
+        start = self.start[of] + self.step * row
+        return Segments(self.document[of], start, np.ones_like(start), self.row[of] + row, self.step)
 
 
 MOST_TOKENS = 2**31
@@ -70,6 +71,7 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
     """A rank's runs cut at the document boundaries, in local (and global) order."""
     start, count, steps = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     step = int(steps[0])
+    # The documents that each run touches, then one entry for each (run, document).
     first = np.searchsorted(boundaries, start, side="right") - 1
     last = np.searchsorted(boundaries, start + (count - 1) * step, side="right") - 1
     run, document = expand_ranges(first, last + 1)
@@ -84,6 +86,7 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
 
 def expand_ranges(start: ndarray, stop: ndarray) -> tuple[ndarray, ndarray]:
     """(number of the range, value) for every value of the ranges [start, stop), one range after another."""
+    # Each value is its index among all values, less the index of its range's first one, plus the range's start.
     counts = np.maximum(stop - start, 0)
     of = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts

@@ -1,8 +1,8 @@
 """A stride's work between two ranks: rows sorted by class, then bands as between any other rows. Pure.
 
 Tokens whose indices in their document are equal modulo the stride are a class
-(``longctx/model/attention/strided.py``). Those of one class in one segment are equally far apart, so row indices tell
-distances once a segment's rows are sorted by class.
+(``longctx/model/attention/strided.py``). Those of one class in one segment are equally far apart, so a difference
+of row indices is a distance once a segment's rows are sorted by class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class StridedWork(NamedTuple):
 
     def entry(self) -> Work:
         """The work as a kernel's caller takes it."""
-        return Work(*map(torch.from_numpy, self))
+        query_rows, key_rows, slices = (torch.from_numpy(array) for array in self)
+        return Work(query_rows, key_rows, slices)
 
 
 def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, keys: bool) -> ClassSegments:
@@ -61,12 +62,15 @@ def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: i
     segments = _with_work(segments, boundaries, reach, keys=keys)
     step = lcm(stride, segments.step)  # between tokens of a class that are neighbours on the rank
     num_classes = step // segments.step
-    segment, place = expand_ranges(np.zeros_like(segments.length), np.minimum(segments.length, num_classes))
-    start = segments.start[segment] + place * segments.step
-    length = -((place - segments.length[segment]) // num_classes)
+    # The first num_classes rows of a segment are of different classes; each of the others belongs to one of them.
+    segment, row_in_segment = expand_ranges(np.zeros_like(segments.length), np.minimum(segments.length, num_classes))
+    start = segments.start[segment] + row_in_segment * segments.step
+    length = -((row_in_segment - segments.length[segment]) // num_classes)
     document = segments.document[segment]
+    # A class goes by its first token in the document, which is a number that no other document has.
     kind = boundaries[document] + (start - boundaries[document]) % stride
     row = np.cumsum(length) - length
+    # Meeting segments are found by binary search, which needs them by class and then by token.
     by_class = np.lexsort((start, kind))
     pieces = Segments(kind[by_class], start[by_class], length[by_class], row[by_class], step)
     return ClassSegments(pieces, segment[by_class], _class_order(segments, num_classes))
@@ -89,9 +93,10 @@ def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, keys: boo
 
 def _class_order(segments: Segments, num_classes: int) -> ndarray:
     """The local rows of the segments, each segment's by class."""
-    segment, place = expand_ranges(np.zeros_like(segments.length), segments.length)
-    order = np.argsort(segment * num_classes + place % num_classes, kind="stable")
-    return (segments.row[segment] + place)[order]
+    segment, row_in_segment = expand_ranges(np.zeros_like(segments.length), segments.length)
+    # Stable: rows of a class stay in the order of the sequence.
+    order = np.argsort(segment * num_classes + row_in_segment % num_classes, kind="stable")
+    return (segments.row[segment] + row_in_segment)[order]
 
 
 def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> StridedWork | None:
@@ -99,6 +104,7 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> Str
 
     Names the rows that have a part in it and no others.
     """
+    # What lies nearer is the window's, which the dense slices hold already.
     bounds = Bounds(reach, None)
     q, k = meeting_segments(queries.pieces, keys.pieces, bounds)
     order = np.lexsort((queries.pieces.document[q], queries.segment[q], keys.segment[k]))
@@ -106,6 +112,7 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> Str
     table = slices_between(queries.pieces, q[order], keys.pieces, k[order], bounds, no_sinks)
     if not len(table):
         return None
+    # Only rows with work are gathered, so slices count them without those that are left out.
     query_rows, queries_left_out = _rows_with_work(queries.order, table[:, Q_START], table[:, Q_STOP])
     key_rows, keys_left_out = _rows_with_work(keys.order, table[:, K_START], table[:, K_STOP])
     table = shift_slices(table, -queries_left_out[table[:, Q_START]], -keys_left_out[table[:, K_START]])
@@ -113,7 +120,8 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> Str
 
 
 def _rows_with_work(order: ndarray, starts: ndarray, stops: ndarray) -> tuple[ndarray, ndarray]:
-    """The rows that some slice names, and for each place in the order how many before it no slice names."""
+    """The rows that some slice names, and for each index of the order how many before it no slice names."""
+    # +1 where a slice begins, −1 where it ends: the running sum counts the slices that cover a row.
     edges = np.bincount(starts, minlength=len(order) + 1) - np.bincount(stops, minlength=len(order) + 1)
     named = edges.cumsum()[:-1] > 0
     return order[named], (~named).cumsum()

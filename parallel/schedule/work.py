@@ -1,7 +1,7 @@
 """What one rank computes with the keys of another, and which rows travel for it. Pure.
 
-*In place* means that rows of both ranks are counted as the ranks hold them. A hop counts key rows as they arrive,
-packed together, and query rows from the first that has work.
+*Local* work counts the rows of both ranks as the ranks hold them. A hop counts key rows as they arrive, packed
+together, and query rows from the first that has work.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingWork:
-    """The work between every two ring ranks, built when it is first asked for and kept."""
+    """The work between every two ring ranks, each built once, when it is first asked for."""
 
     layout: SequenceLayout
     key_layout: SequenceLayout
     cu_seqlens: tuple[int, ...]
     mask: Mask
     distances: bool
-    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
+    """Whether every slice has its tokens' distance; without, pieces of a document are joined."""
     _built: dict = field(default_factory=dict, compare=False, repr=False)
 
     def hop(self, receiver: int, owner: int) -> Hop:
@@ -76,12 +76,19 @@ class RingWork:
         """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
         if receiver == owner or ("hop", receiver, owner) in self._built:
             return self.hop(receiver, owner).rows
-        return self._once(("rows", receiver, owner), lambda: rows_seen(*self._in_place(receiver, owner)))
+
+        # The rank that sends asks only which rows to send: half of what a hop costs to build.
+        def build() -> RowRanges:
+            slices, strided = self._local_work(receiver, owner)
+            return rows_seen(slices, strided)
+
+        return self._once(("rows", receiver, owner), build)
 
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
         """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
         return self._once(
-            ("to node", owner, *receivers), lambda: RowRanges.union([self.rows_needed(x, owner) for x in receivers])
+            ("to node", owner, tuple(receivers)),
+            lambda: RowRanges.union([self.rows_needed(receiver, owner) for receiver in receivers]),
         )
 
     def gathered(self, receiver: int) -> tuple[Work, ...]:
@@ -89,8 +96,9 @@ class RingWork:
         return self._once(("gathered", receiver), lambda: self._build_gathered(receiver))
 
     def _build_hop(self, receiver: int, owner: int) -> Hop:
-        slices, strided = self._in_place(receiver, owner)
+        slices, strided = self._local_work(receiver, owner)
         if receiver == owner:
+            # A rank's own rows are not packed: they stay where they are.
             return own_hop(owner, self.layout.num_ring(owner), self.key_layout.num_ring(owner), slices, strided)
         return other_hop(owner, slices, strided)
 
@@ -98,17 +106,20 @@ class RingWork:
         parts = []
         for owner in range(self.layout.ring_degree):
             if owner != receiver:
+                # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
                 first_row = owner * self.key_layout.num_ring(owner)
-                parts.append((first_row, *self._in_place(receiver, owner)))
+                slices, strided = self._local_work(receiver, owner)
+                parts.append((first_row, slices, strided))
         return gathered_work(parts)
 
-    def _in_place(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
+    def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
         """The slices of the mask's bands, and what a stride adds to them."""
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
+        # Most ranks of many documents have none in common: this test costs no search.
         if not queries.may_meet(keys):
             return NO_SLICES, None
         one_layout = self.key_layout is self.layout
-        slices = slices_in_place(
+        slices = local_slices(
             queries,
             keys,
             self.mask,
@@ -130,8 +141,10 @@ class RingWork:
         return reach(self.mask.window, self.mask.stride)
 
     def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
-        layout = self.key_layout if keys else self.layout
-        side = "keys" if keys and layout is not self.layout else "queries"
+        # Keys in the layout of the queries have the same segments: both sides then find the same entry.
+        layout, side = self.layout, "queries"
+        if keys and self.key_layout is not self.layout:
+            layout, side = self.key_layout, "keys"
         return self._once((side, ring_rank), lambda: cut_segments(layout.runs[ring_rank], self._boundaries))
 
     def _classes(self, ring_rank: int, *, keys: bool = False) -> ClassSegments:
@@ -147,14 +160,15 @@ class RingWork:
         return self._built[key]
 
 
-def slices_in_place(
+def local_slices(
     queries: Segments, keys: Segments, mask: Mask, boundaries: ndarray, *, own: bool, joined: bool
 ) -> ndarray:
-    """The bands of a mask between two ranks, or within one (``own``), in place.
+    """The bands of a mask between the local rows of two ranks, or within one (``own``).
 
-    ``joined`` takes pieces of a document together where that changes nothing: both ranks in one layout, no window, and
-    nobody asks for distances.
+    ``joined`` joins pieces of a document where that changes nothing: both ranks in one layout, no window, and nobody
+    asks for distances.
     """
+    # Without a window a band is full or causal, so one slice serves all pieces of a document: far fewer kernel calls.
     joined = joined and mask.window is None
     if joined and own:
         return own_slices(queries, mask.causal)
@@ -167,43 +181,52 @@ def slices_in_place(
 
 def own_hop(ring_rank: int, num_queries: int, num_keys: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     """A rank's work with its own keys, which stay where they are."""
-    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), _entries(slices, strided))
+    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), _entries(slices, _some(strided)))
 
 
 def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
-    """A rank's work with another's keys, given in place."""
+    """A rank's work with another's keys, from their local work."""
     rows = rows_seen(slices, strided)
     if not rows:
         return Hop(owner, rows, (0, 0), ())
+    # The kernel gets the query rows between the first and the last with work, and the key rows that were sent.
     first, stop = _query_hull(slices, strided)
     slices = shift_slices(slices, -first, rows.packing_shifts(slices[:, K_START]))
     if strided is not None:
         strided = strided.shifted(-first, rows.packing_shifts(strided.key_rows))
-    return Hop(owner, rows, (first, stop), _entries(slices, strided))
+    return Hop(owner, rows, (first, stop), _entries(slices, _some(strided)))
 
 
 def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> tuple[Work, ...]:
-    """A rank's work with the keys of several owners side by side; of each its first key row, and its work in place."""
+    """A rank's work with the keys of several owners side by side: of each the first key row, and the local work."""
     slices, strided = [NO_SLICES], []
     for first_row, owner_slices, owner_strided in parts:
         slices.append(shift_slices(owner_slices, keys=first_row))
         if owner_strided is not None:
             strided.append(owner_strided.shifted(keys=first_row))
-    return _entries(np.concatenate(slices), *strided)
+    return _entries(np.concatenate(slices), strided)
 
 
 def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:
-    """The owner's rows that some query sees: the key rows of work in place."""
+    """The owner's rows that some query sees: the key rows of local work."""
     starts, stops = slices[:, K_START], slices[:, K_STOP]
     if strided is not None:
         starts, stops = np.append(starts, strided.key_rows), np.append(stops, strided.key_rows + 1)
     return union(starts, stops)
 
 
-def _entries(slices: ndarray, *strided: StridedWork | None) -> tuple[Work, ...]:
+def _entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]:
     """The bands' entry for all rows, then those that gather."""
-    bands = Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))
-    return (bands, *(part.entry() for part in strided if part is not None))
+    entries = [Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))]
+    for part in strided:
+        entries.append(part.entry())
+    return tuple(entries)
+
+
+def _some(strided: StridedWork | None) -> list[StridedWork]:
+    if strided is None:
+        return []
+    return [strided]
 
 
 def _query_hull(slices: ndarray, strided: StridedWork | None) -> tuple[int, int]:

@@ -36,15 +36,18 @@ class AllGather:
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
-        gathering = self._gather(own)  # in flight while this rank computes with its own rows
+        # In flight while this rank computes with its own rows.
+        gathering = self._gather(own)
         out, lse = compute(self._own_block(own))
         if gathering is not None:
+            # Own rows first, then all others: the same order of additions on every run.
             block = self._others_block(gathering.wait())
             merge_block_(out, lse, block, compute(block))
         return out, lse
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
+        # Gathered once more, not saved: keys and values of all ranks would live through the whole forward pass.
         gathering = self._gather(own)
         own_gradients = compute(self._own_block(own))
         if gathering is not None:
@@ -57,8 +60,9 @@ class AllGather:
         return KVBlock.of_hop(self.schedule.hop(self.mesh.ring_rank, self.mesh.ring_rank), own)
 
     def _others_block(self, gathered: KeysAndValues) -> KVBlock:
+        keys, values = gathered
         queries = slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank))
-        return KVBlock(*gathered, queries, self.schedule.gathered_work(self.mesh.ring_rank))
+        return KVBlock(keys, values, queries, self.schedule.gathered_work(self.mesh.ring_rank))
 
     def _gather(self, own: KeysAndValues) -> _Gathering | None:
         """Start gathering; None in a ring of one."""
@@ -70,25 +74,26 @@ class AllGather:
     def _gather_one(self, x: Tensor) -> _Gathered:
         x = x.contiguous()
         buffer = x.new_empty(self.mesh.ring_degree, *x.shape)
+        # The collective lays the ranks end to end along the first axis.
+        end_to_end = buffer.flatten(0, 1)
         work = named_collective(
-            lambda: dist.all_gather_into_tensor(
-                buffer.view(-1, *x.shape[1:]), x, group=self.mesh.ring_group, async_op=True
-            ),
+            lambda: dist.all_gather_into_tensor(end_to_end, x, group=self.mesh.ring_group, async_op=True),
             f"rank {self.mesh.rank} {_DESCRIBED}",
         )
         return _Gathered(buffer, x, work)
 
     def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
         """Send the gradients of every rank's rows to it, and add those of this rank's rows to ``total``, in place."""
-        degree, (B, n, *rest) = self.mesh.ring_degree, total_BnKD.shape
-        by_owner = gradient_BsKD.view(B, degree, n, *rest).transpose(0, 1)
+        degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
+        by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
         outgoing = by_owner.to(self.communication_dtype or gradient_BsKD.dtype).contiguous()
         received = torch.empty_like(outgoing)
         named_collective(
             lambda: dist.all_to_all_single(received, outgoing, group=self.mesh.ring_group),
             f"rank {self.mesh.rank} returning gradients of gathered keys and values",
         )
-        for distance in range(1, degree):  # as the ring would: from the next rank on
+        # The order of the ring, from the next rank on. Sums depend neither on the transport nor on who is late.
+        for distance in range(1, degree):
             total_BnKD += received[(self.mesh.ring_rank + distance) % degree]
 
 
@@ -122,6 +127,7 @@ class _Gathering:
 
     def wait(self) -> KeysAndValues:
         """Return the keys and values of all ranks. ClusterError when a rank is gone or too late."""
+        # Keys first: they are put in order while the values are still under way.
         named_collective(self.keys.work.wait, self.described)
         keys = self.keys.in_order()
         named_collective(self.values.work.wait, self.described)

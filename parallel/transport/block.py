@@ -31,7 +31,9 @@ class KVBlock(NamedTuple):
     @classmethod
     def of_hop(cls, hop: Hop, keys_and_values: KeysAndValues) -> KVBlock:
         """The block of a hop whose rows have arrived."""
-        return cls(*keys_and_values, slice(*hop.queries), hop.work)
+        keys, values = keys_and_values
+        first, stop = hop.queries
+        return cls(keys, values, slice(first, stop), hop.work)
 
 
 class Transport(Protocol):
@@ -48,4 +50,6 @@ class Transport(Protocol):
 
 def merge_block_(out_BtHV: Tensor, lse_BtH: Tensor, block: KVBlock, part: PartialResult) -> None:
     """Merge the result of a block into that of the blocks before it, in place."""
-    merge_(out_BtHV[:, block.queries], lse_BtH[:, block.queries], *part)
+    # Only the query rows with work: the others have nothing to merge, and copying them would cost a pass over memory.
+    part_out, part_lse = part
+    merge_(out_BtHV[:, block.queries], lse_BtH[:, block.queries], part_out, part_lse)

@@ -74,6 +74,7 @@ class RingExchange:
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, tag: int
     ) -> PendingGradients:
         """Send gradients; receive those of ``rows``, the receiver's own."""
+        # In the dtype of accumulation: rounding each rank's part to bfloat16 is a choice of the user's.
         dtype = self.communication_dtype or accumulate_dtype(like[0].dtype)
         buffers = empty_rows(like, rows.num_rows, dtype)
         if outgoing is not None:
@@ -95,12 +96,15 @@ class RingExchange:
     ) -> PendingExchange:
         group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
         described = f"rank {self.mesh.rank} exchanging {what} with ranks {receiver} (to) and {sender} (from)"
+        # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
         ops = []
         for n, x in enumerate(outgoing or ()):
             ops.append(dist.P2POp(dist.isend, x, receiver, group, tag + n))
         for n, x in enumerate(buffers or ()):
             ops.append(dist.P2POp(dist.irecv, x, sender, group, tag + n))
-        works = named_collective(lambda: dist.batch_isend_irecv(ops), described) if ops else []
+        works: list[dist.Work] = []
+        if ops:
+            works = named_collective(lambda: dist.batch_isend_irecv(ops), described)
         return PendingExchange(buffers, outgoing or (), works, described)
 
 
@@ -109,6 +113,7 @@ def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
     if not rows:
         return None
     k, v = tensors
+    # One range, the usual case of long documents, is a view: the send reads it where it is.
     if len(rows) == 1:
         ((start, stop),) = rows
         return k[:, start:stop].contiguous(), v[:, start:stop].contiguous()
@@ -120,16 +125,16 @@ def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None)
     """Buffers for so many rows; None for none."""
     if not rows:
         return None
-    k, v = like
-    buffers = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=dtype or x.dtype) for x in (k, v))
-    return next(buffers), next(buffers)
+    k, v = (x.new_empty((x.shape[0], rows, x.shape[2], x.shape[3]), dtype=dtype or x.dtype) for x in like)
+    return k, v
 
 
 def add_rows_(total: KeysAndValues, parts: KeysAndValues, rows: RowRanges) -> None:
-    """Add packed rows to the places they belong to, in place."""
+    """Add packed rows to the rows that they are of, in place."""
     for whole, part in zip(total, parts, strict=True):
         if len(rows) == 1:
             ((start, stop),) = rows
             whole[:, start:stop] += part
-        else:  # every row once, so the order of additions is that of the calls
+        else:
+            # Every row once, so the order of additions is that of the calls.
             whole.index_add_(1, rows.index(whole.device), part.to(whole.dtype))

@@ -43,11 +43,14 @@ class PointToPoint:
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
         arriving = self._fetch(own, hop=1)
+        # Own keys first: every query sees at least itself, so out and lse are of all queries from here on.
         out, lse = compute(self._own_block(own))
         for hop in range(1, self.degree):
             block = self._block(hop, arriving.wait())
-            arriving = self._fetch(own, hop + 1)  # in flight while this hop computes
+            # The next hop's rows are in flight while this hop computes.
+            arriving = self._fetch(own, hop + 1)
             if block is not None:
+                # Exact whatever the blocks: log-sum-exps weigh the two softmax results over disjoint keys.
                 merge_block_(out, lse, block, compute(block))
         return out, lse
 
@@ -58,15 +61,19 @@ class PointToPoint:
         for hop in range(1, self.degree):
             block = self._block(hop, arriving.wait())
             arriving = self._fetch(own, hop + 1)
-            gradients = None if block is None else compute(block)
-            returning.add_to(own_gradients)  # of the hop before, from the rank that computed it
-            returning = self._return_to_owner(own, gradients, hop)  # in flight while the next hop computes
+            gradients = None
+            if block is not None:
+                gradients = compute(block)
+            # Of the hop before: they travelled while this one computed. Adding hop by hop fixes the order of the sum.
+            returning.add_to(own_gradients)
+            # Also without gradients of its own a rank takes part: it may receive those of its rows.
+            returning = self._return_to_owner(own, gradients, hop)
         returning.add_to(own_gradients)
         return own_gradients
 
     def _fetch(self, own: KeysAndValues, hop: int) -> PendingExchange:
         """Start the exchange of a hop: rows of its owner come here, this rank's rows go to the rank that needs them."""
-        if hop == self.degree:
+        if hop == self.degree:  # nothing follows the last hop
             return PendingExchange()
         owner, receiver = self._owner(hop), self._receiver(hop)
         outgoing = take_rows(own, self.schedule.rows_needed(receiver, self.rank))

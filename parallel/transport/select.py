@@ -39,7 +39,10 @@ def resolve_transport(name: str, mesh: Mesh) -> str:
         raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
     ring, in_node = mesh.ring_degree, mesh.ring_ranks_in_node
     if name == "auto":
-        return "two_level" if 1 < in_node < ring else "p2p"
+        # Worth it only where several ranks of a node need the same rows of another node.
+        if 1 < in_node < ring:
+            return "two_level"
+        return "p2p"
     if name == "two_level" and in_node == 1 and mesh.ranks_per_node > 1 and ring > 1:
         raise ConfigError(
             f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "

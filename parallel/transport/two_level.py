@@ -103,10 +103,12 @@ class TwoLevel:
                 if block is None:
                     continue
                 part = compute(block)
-                if result is None:  # the rank's own keys: every query
+                if result is None:
+                    # The rank's own keys come first: every query sees at least itself.
                     result = part
                 else:
-                    merge_block_(*result, block, part)
+                    out, lse = result
+                    merge_block_(out, lse, block, part)
         assert result is not None
         return result
 
@@ -117,10 +119,11 @@ class TwoLevel:
         for step, held in self._steps(own):
             gradients = self._gradients_of_step(step, held, compute)
             if step == 0:
+                # Rows of this node: the sum is the start of what this rank's own rows get.
                 own_gradients = gradients
                 continue
-            returning.add_to(own_gradients)  # of the step before
-            returning = self._return_to_owner(own, gradients, step)  # in flight while the next step computes
+            returning.add_to(own_gradients)  # of the step before, which crossed while this one computed
+            returning = self._return_to_owner(own, gradients, step)
         returning.add_to(own_gradients)
         assert own_gradients is not None
         return own_gradients
@@ -132,7 +135,8 @@ class TwoLevel:
         for step in range(1, self.ring.num_nodes):
             owner = self.ring.owner(step, 0)
             arrived = crossing.wait()
-            if arrived is None:  # nobody in the node needs a row of that owner
+            if arrived is None:
+                # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
             crossing = self._fetch_across(own, step + 1)
@@ -154,9 +158,12 @@ class TwoLevel:
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
-            gradients = None if block is None else compute(block)
+            gradients = None
+            if block is not None:
+                gradients = compute(block)
             if hop == 0:
-                total = self._spread(held, gradients)
+                # Held for the node: neighbours may need rows that this rank does not, and their gradients come here.
+                total = self._as_held_rows(held, gradients)
                 continue
             returning.add_to(total)  # of the hop before
             returning = self._return_to_holder(held, gradients, hop)
@@ -194,32 +201,39 @@ class TwoLevel:
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
         rows = self._rows_to_node(self.rank, self.ring.node + step)
         if gradients is not None and gradients[0].shape[1] == 0:
-            gradients = None
+            gradients = None  # the owner expects no message for no rows
         return self.exchange.gradients(
             gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS_BETWEEN_NODES
         )
 
     def _block(self, owner: int, arrived: KeysAndValues | None) -> KVBlock | None:
-        return None if arrived is None else KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
+        if arrived is None:
+            return None
+        return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
 
     def _needed_by(self, receiver: int, held: HeldRows) -> RowRanges:
         """Which of the held rows a query of a ring rank sees."""
         return self.schedule.rows_needed(receiver, held.owner).located_in(held.rows)
 
-    def _spread(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
+    def _as_held_rows(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
         """Gradients of the rows that this rank needed as gradients of all rows that it holds."""
         rows = self.schedule.hop(self.rank, held.owner).rows
         if rows == held.rows:
             return gradients
-        k, v = held.tensors
-        total = (
-            k.new_zeros(k.shape, dtype=accumulate_dtype(k.dtype)),
-            v.new_zeros(v.shape, dtype=accumulate_dtype(v.dtype)),
-        )
-        if gradients is not None:
-            add_rows_(total, gradients, rows.located_in(held.rows))
-        return total
+        return _spread(gradients, rows.located_in(held.rows), like=held.tensors)
 
     def _rows_to_node(self, owner: int, node: int) -> RowRanges:
         """The owner's rows that somebody in a node needs."""
         return self.schedule.rows_to_node(owner, self.ring.ranks_in_node(node))
+
+
+def _spread(gradients: KeysAndValues | None, rows: RowRanges, *, like: KeysAndValues) -> KeysAndValues:
+    """Gradients of some ``rows`` as gradients of all rows of ``like``: zeros for the others."""
+    k, v = like
+    total = (
+        k.new_zeros(k.shape, dtype=accumulate_dtype(k.dtype)),
+        v.new_zeros(v.shape, dtype=accumulate_dtype(v.dtype)),
+    )
+    if gradients is not None:
+        add_rows_(total, gradients, rows)
+    return total

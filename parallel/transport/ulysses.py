@@ -1,6 +1,6 @@
 """Ulysses: the ranks of a ring rank trade rows for heads, so that each holds all its rows for a part of the heads.
 
-DeepSpeed-Ulysses, arXiv 2309.14509; here with any number of heads. Query heads that do not divide are dealt as evenly
+DeepSpeed-Ulysses, arXiv 2309.14509; here with any number of heads. Query heads that do not divide are spread as evenly
 as they can be, and a key head goes to every rank that has a query head of its group.
 
 Axes: B batch, t rows of a rank, T rows of its ring rank, s key rows, H heads of all ranks, h heads of this one, K key
@@ -38,17 +38,21 @@ class HeadExchange:
     @property
     def query_heads(self) -> slice:
         """This rank's query heads."""
-        return slice(*self.split.queries[self.mesh.ulysses_rank])
+        start, stop = self.split.queries[self.mesh.ulysses_rank]
+        return slice(start, stop)
 
     @property
     def key_heads(self) -> slice:
         """The key heads that these use."""
-        return slice(*self.split.keys[self.mesh.ulysses_rank])
+        start, stop = self.split.keys[self.mesh.ulysses_rank]
+        return slice(start, stop)
 
     @property
     def num_kernel_key_heads(self) -> int:
         """Key heads that the kernel is given, see ``expand``."""
-        heads = self.key_heads if self._key_of_query is None else self.query_heads
+        heads = self.query_heads
+        if self._key_of_query is None:
+            heads = self.key_heads
         return heads.stop - heads.start
 
     def to_heads(self, x: Tensor, *, keys: bool = False) -> Tensor:
@@ -56,7 +60,9 @@ class HeadExchange:
         group = self.mesh.ulysses_group
         if group is None:
             return x
-        ranges = self.split.keys if keys else self.split.queries
+        ranges = self.split.queries
+        if keys:
+            ranges = self.split.keys
         return rows_to_heads(x, ranges, self.mesh.ulysses_rank, group)
 
     def to_rows(self, x: Tensor, *, keys: bool = False) -> Tensor:
@@ -71,7 +77,9 @@ class HeadExchange:
     def expand(self, x_BsKD: Tensor) -> Tensor:
         """Key heads as the kernel wants them: one for each query head where the rank's groups are uneven."""
         key_of_query = self._key_of_query
-        return x_BsKD if key_of_query is None else x_BsKD[:, :, key_of_query]
+        if key_of_query is None:
+            return x_BsKD
+        return x_BsKD[:, :, key_of_query]
 
     def fold(self, grad_BshD: Tensor) -> Tensor:
         """Gradients of expanded key heads, summed into the heads they came from."""
@@ -93,6 +101,7 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], rank: int, group:
     B, t, _, D = x_BtHD.shape
     start, stop = ranges[rank]
     u, h = len(ranges), stop - start
+    # Flat parts of unequal size, for ranks may hold unequal numbers of heads; ranks are in the order of the rows.
     outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
     received = x_BtHD.new_empty(u * B * t * h * D)
     _all_to_all(received, outgoing, [B * t * h * D] * u, group)
@@ -107,6 +116,7 @@ def heads_to_rows(x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, g
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
     received = x_BThD.new_empty(sum(sizes))
     _all_to_all(received, outgoing, sizes, group)
+    # A key head that several ranks hold gets several gradients; they are added rank by rank.
     out = x_BThD.new_zeros(B, t, num_heads, D)
     for (start, stop), part in zip(ranges, received.split(sizes), strict=True):
         out[:, :, start:stop] += part.view(B, t, stop - start, D)

@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported; parallel/runtime/device.py may have said
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported; choose_device may have set it

@@ -2,8 +2,8 @@
 
 DeepSpeed is given no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
 scaled once by their number. Every other set-up of this version is wrong in some stage (see
-docs/decisions/2026-11-deepspeed-grouping.md). Where ranks share out the experts it is told so by marks on
-their weights and by a module of a class that it looks for (docs/decisions/2026-11-expert-parallel.md).
+docs/decisions/2026-11-deepspeed-grouping.md). Where experts are spread over ranks, marks on their
+weights and a module of a class that it looks for say so (docs/decisions/2026-11-expert-parallel.md).
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""
         engine = self.partition.engine
+        # The loss has the step's global count below it already, and DeepSpeed averages over all ranks: undo the mean.
         engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; updates nothing
@@ -93,7 +94,8 @@ class ZeroEngine:
         """
         for group in self.partition.engine.optimizer.param_groups:
             group["lr"] = lr
-        broken = self._broken_gradients()  # before the update, which lets go of them; a small tensor that stays here
+        # Before the update, which frees the gradients. A small tensor, and no wait: it is read only if the norm is bad.
+        broken = self._broken_gradients()
         norm = self.partition.update()
         if not math.isfinite(norm):
             raise GradientError(norm, named_on_any_rank(broken, self.shapes))
@@ -101,6 +103,7 @@ class ZeroEngine:
 
     def broken_weights(self) -> list[str]:
         """Names of the parameters and buffers that hold a value that is not finite. Collective."""
+        # Each rank looks at what it holds; the reduction inside makes the answer the same everywhere.
         held = dict(self.model.decoder.named_buffers())
         for name, p in self.model.decoder.named_parameters():
             held[name] = self.partition.working_part(name, p)

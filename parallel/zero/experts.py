@@ -1,4 +1,4 @@
-"""What DeepSpeed is told of experts."""
+"""How DeepSpeed learns of experts that are spread over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
     """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
 
     DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
-    hold the same ones (a rank's place among its neighbours) average and partition them.
+    hold the same ones (ranks of the same number among their neighbours) average and partition them.
     """
 
     def __init__(self, num_experts: int, degree: int) -> None:
@@ -26,6 +26,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
     def mark(self, weight: nn.Parameter) -> None:
         """Have DeepSpeed treat this weight as one of the experts."""
+        # The names that DeepSpeed's ZeRO stages and gradient reduction read off a parameter.
         marks = {
             "allreduce": False,
             "group_name": self.ep_group_name,
@@ -37,7 +38,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
 
 def mark_experts(model: CausalLM) -> ExpertsAcrossRanks | None:
-    """Mark the experts' weights where ranks share them out; None where every rank holds them all."""
+    """Mark the experts' weights where they are spread over ranks; None where every rank holds them all."""
     num_experts = model.decoder.config.num_experts
     own = range(num_experts)[model.decoder.dispatcher.local_experts]
     if len(own) == num_experts:
@@ -47,5 +48,6 @@ def mark_experts(model: CausalLM) -> ExpertsAcrossRanks | None:
     for name, p in model.decoder.named_parameters():
         if is_expert_weight(name):
             experts.mark(p)
+    # DeepSpeed finds it among the modules of the one it wraps.
     model.add_module("experts_across_ranks", experts)
     return experts

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: masters and moments lie in flat buffers that ranks share out; in stage 2 gradients do too."""
+"""Stages 1 and 2: masters and moments lie in flat buffers spread over ranks; in stage 2 gradients do too."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Flat:
         return update_by_deepspeed(self.engine)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        # Both by group of parameters, in the order in which the group lists them.
         zero = self.engine.optimizer
         if self._keeps_whole_gradients:
             groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients

@@ -15,6 +15,7 @@ def named_gradients(
     gradients: Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
     """DeepSpeed's gradients by name: for each of its groups of parameters a list of as many, and padding."""
+    # By identity: DeepSpeed keeps our parameters, and knows them by no name.
     names = {id(p): name for name, p in decoder.named_parameters()}
     for number, parameters in enumerate(groups):
         parts = [part for part in gradients[number] if not getattr(part, "_zero_padding", False)]
@@ -24,8 +25,13 @@ def named_gradients(
 
 def not_finite(tensors: Iterable[Tensor]) -> Tensor:
     """1 for each tensor that holds a value that is not finite, else 0. No host sync."""
-    filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]
-    largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)  # exact, and without a mask of each
+    filled = []
+    for x in tensors:
+        if not x.numel():
+            x = x.new_zeros(1)  # the largest of nothing is an error
+        filled.append(x.detach())
+    # The largest absolute value is exact, NaN where there is one, and needs no mask of each tensor.
+    largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)
     return (~torch.stack(largest).isfinite()).to(torch.int32)
 
 

@@ -38,14 +38,18 @@ def check_zero(stage: int, dtype: torch.dtype) -> None:
 
 
 def optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not. Experts that ranks share out are groups apart, as DeepSpeed wants."""
+    """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart."""
     groups = []
+    # DeepSpeed reduces a group in one process group: marked experts in that of the ranks that hold the same ones.
     for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
-        of_experts = {} if name is None else {"moe": True, "name": name}
+        of_experts = {}
+        if name is not None:
+            of_experts = {"moe": True, "name": name}
         parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
         matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
         for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
-            groups += [{"params": params, "weight_decay": decay, **of_experts}] if params else []
+            if params:  # DeepSpeed refuses an empty group
+                groups.append({"params": params, "weight_decay": decay, **of_experts})
     return groups
 
 

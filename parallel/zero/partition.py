@@ -57,7 +57,7 @@ class Wrapping:
         )
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
         with redirect_stdout(io.StringIO()):  # memory figures that no option silences
-            # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes we lean on.
+            # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
             return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
 
 
@@ -131,4 +131,6 @@ def update_by_deepspeed(engine: Any) -> float:
     """
     engine.step()
     norm = float(engine.get_global_grad_norm())
-    return math.inf if engine.optimizer.overflow else norm
+    if engine.optimizer.overflow:
+        return math.inf
+    return norm

@@ -37,6 +37,7 @@ class Sharded:
         return named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
 
     def part(self, name: str, p: nn.Parameter) -> Part:
+        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
         master = safe_get_local_fp32_param(p)
         values = {moment: safe_get_local_optimizer_state(p, moment) for moment in MOMENTS}
         start = p.ds_zero_partition_rank * master.numel()  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ class OwnedRange(NamedTuple):
 def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> Iterator[OwnedRange]:
     """Masters, moments and buffers as fp32 ranges of the whole model's tensors: over all ranks each value once."""
     partition.prime_moments()
+    # Buffers are whole on every rank: one rank answers for each, so that no rank writes them all.
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
         if tensors.answers_for(index, name):
             yield OwnedRange(name, MASTER, 0, buffer.detach().float().flatten().cpu())
@@ -52,7 +53,9 @@ def write_state(
     partition.prime_moments()
     for name, buffer in decoder.named_buffers():
         buffer.copy_(read(name, MASTER, 0, buffer.numel()).view_as(buffer))
-    roles = ROLES if moments else (MASTER,)
+    roles, steps_taken = (MASTER,), 0
+    if moments:
+        roles, steps_taken = ROLES, step
     for name, p in decoder.named_parameters():
         first, part = tensors.first_value(name), partition.part(name, p)
         if part.numel:
@@ -64,4 +67,5 @@ def write_state(
             partition.set_weight(p, lambda name=name, first=first, n=num_local: read(name, MASTER, first, n))
     for state in partition.inner.state.values():
         if "step" in state:
-            state["step"] = torch.tensor(float(step if moments else 0))  # one each: a shared one counts many times
+            # One tensor each: AdamW counts up in place, and a common one would count once a parameter.
+            state["step"] = torch.tensor(float(steps_taken))

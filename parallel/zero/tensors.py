@@ -22,7 +22,7 @@ class ModelTensors:
     """The same as this rank holds them before ZeRO: of the experts its own alone."""
     buffers: dict[str, torch.Size]
     experts: ExpertsAcrossRanks | None
-    """How ranks share out the experts; None where each holds them all."""
+    """How experts are spread over ranks; None where each holds them all."""
 
     @classmethod
     def of(cls, decoder: Decoder, experts: ExpertsAcrossRanks | None) -> ModelTensors:
@@ -48,6 +48,7 @@ class ModelTensors:
 
     def answers_for(self, index: int, name: str) -> bool:
         """Whether this rank is the one, of those that hold the same values, that gives the ``index``-th tensor."""
+        # Neighbouring ranks hold different experts, so only every degree-th rank has the same values.
         degree = 1
         if self.experts is not None and is_expert_weight(name):
             degree = self.experts.ep_size

@@ -34,6 +34,7 @@ class Whole:
 
     def update(self) -> float:
         """Look at the norm first: DeepSpeed would update also by a gradient that is not finite."""
+        # The same norm on every rank, from averaged gradients: all of them update, or none does.
         norm = self._gradient_norm()
         if math.isfinite(norm):
             if self._clip_norm > 0 and norm + 1e-6 > self._clip_norm:

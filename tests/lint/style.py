@@ -41,7 +41,7 @@ LIMITS = {
     "longctx/generation": Limits(ternaries=15, stars=6, comments=40),
     "longctx/objectives": Limits(ternaries=15, stars=6, comments=40),
     "longctx/model": Limits(ternaries=50, stars=30, comments=10),
-    "parallel": Limits(ternaries=40, stars=20, comments=10),
+    "parallel": Limits(ternaries=15, stars=6, comments=45),
     "data_pipeline": Limits(ternaries=15, stars=6, comments=40),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)

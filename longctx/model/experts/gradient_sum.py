@@ -18,7 +18,7 @@ class GradientSum:
     """The gradient of one weight of all experts, summed in float32 (float64 for float64).
 
     With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
-    once, and one float32 buffer serves all experts.
+    once, and one float32 buffer serves all experts. A product that stays an expert's only one needs no sum at all.
     """
 
     def __init__(self, weight: Tensor, *, tiles: int) -> None:
@@ -28,9 +28,16 @@ class GradientSum:
         self._has_begun = [False] * len(weight)
         self._open: tuple[int, Tensor] | None = None
         """The expert whose sum is not rounded yet, and its buffer."""
+        self._alone: int | None = None
+        """The expert whose first product was written to its gradient, in the weight's dtype."""
 
     def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dyᵀ · x to an expert's gradient."""
+        if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._has_begun[expert]:
+            # the product is rounded already: converting it to float32 and back would take as long as forming it
+            torch.mm(dy_nO.T, x_nI, out=self._whole()[expert])
+            self._has_begun[expert], self._alone = True, expert
+            return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
             _put(sum_OI, dy_nO.T @ x_nI, is_first)
@@ -77,10 +84,12 @@ class GradientSum:
         if not self._rounds_each:
             return self._whole()[expert], is_first
         if self._open is None or self._open[0] != expert:
-            assert is_first, "all blocks of an expert follow one another"
+            assert is_first or self._alone == expert, "all blocks of an expert follow one another"
             buffer = self._round_open()
             if buffer is None:
                 buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)
+            if not is_first:
+                buffer.copy_(self._whole()[expert])
             self._open = expert, buffer
         return self._open[1], is_first
 

@@ -26,6 +26,19 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: nn.functional.relu(x).square(),
 }
 
+_ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": nn.functional.silu,
+    "geglu": nn.functional.gelu,
+    "geglu_tanh": _gelu_tanh,
+}
+"""Of kinds that multiply up by a function of gate alone."""
+
+_ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": torch.ops.aten.silu_backward,
+    "geglu": torch.ops.aten.gelu_backward,
+    "geglu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 """GPT-OSS's steepness of the sigmoid and bound on both inputs."""
 
@@ -70,37 +83,34 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        inner = gated(ctx.kind, gate, up)
+        # the function of gate serves the product and up's gradient: it costs as much as three products
+        activated = _ACTIVATION[ctx.kind](gate) if ctx.kind in _ACTIVATION else None
+        inner = gated(ctx.kind, gate, up) if activated is None else activated * up
         dinner, dweight = multiply_backward(
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
-        dgate, dup, _ = gated_backward(ctx.kind, dinner, gate, up)
+        dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
         return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
-    if kind == "swiglu":
-        return nn.functional.silu(gate).mul_(up)
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
-    return nn.functional.gelu(gate, approximate=_approximation(kind)).mul_(up)
+    return _ACTIVATION[kind](gate).mul_(up)
 
 
-def _product_gradient(kind: str, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if kind == "swiglu":
-        return torch.ops.aten.silu_backward(dout * up, gate), nn.functional.silu(gate).mul_(dout)
+def _product_gradient(
+    kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; ``activated``, the function of gate where the caller has it, is overwritten."""
     if kind == "swiglu_oai":
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
             product = bounded * torch.sigmoid(_OAI_ALPHA * bounded) * (other + 1)
         return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
-    approximate = _approximation(kind)
-    dup = nn.functional.gelu(gate, approximate=approximate).mul_(dout)
-    return torch.ops.aten.gelu_backward(dout * up, gate, approximate=approximate), dup
-
-
-def _approximation(kind: str) -> str:
-    return "tanh" if kind == "geglu_tanh" else "none"
+    if activated is None:
+        activated = _ACTIVATION[kind](gate)
+    return _ACTIVATION_GRADIENT[kind](dout * up, gate), activated.mul_(dout)

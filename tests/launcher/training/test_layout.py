@@ -1,0 +1,49 @@
+"""A run's ``parallel.layout = "auto"``: settled once, said in the log, and the same when the run goes on."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launcher.run_folder import CONFIG_FILE
+from tests.launcher.workers import rows, run, train, train_each
+
+pytestmark = pytest.mark.timeout(240)
+
+AUTO = {
+    "parallel.layout": "auto",
+    "parallel.context": 2,
+    "train.steps": 4,
+    "checkpoint.every_steps": 2,
+    "validation.rows": 0,
+    "validation.every_steps": 0,
+}
+SAID = "parallel.layout=auto is balanced: of packed documents"
+
+
+def settled(folder: Path) -> str:
+    return tomllib.loads((folder / CONFIG_FILE).read_text())["parallel"]["layout"]
+
+
+def stop_and_go_on(shards: Path, whole: Path, named: Path, stopped: Path) -> None:
+    """A run with auto, the same with its layout named, and one that stops half way and goes on."""
+    half = {**AUTO, "train.stop_after": 2}
+    train_each(shards, {whole: AUTO, named: {**AUTO, "parallel.layout": "balanced"}, stopped: half})
+    train(shards, stopped, {**AUTO, "run.resume": "latest"})
+
+
+def test_auto_is_settled_and_stays_the_same_when_the_run_goes_on(shards, tmp_path):
+    whole, named, stopped = (tmp_path / name for name in ("whole", "named", "stopped"))
+    run(stop_and_go_on, 2, shards, whole, named, stopped)
+    assert [settled(folder) for folder in (whole, named, stopped)] == ["balanced"] * 3
+    assert rows(whole) == rows(named) == rows(stopped), "to the last bit"
+    logs = {folder: (folder / "logs" / "rank_0.log").read_text() for folder in (whole, named, stopped)}
+    assert [logs[folder].count(SAID) for folder in (whole, named, stopped)] == [1, 0, 2]
+
+
+def test_a_lone_process_says_that_layouts_are_the_same(shards, tmp_path):
+    run(train, 1, shards, tmp_path / "run", {**AUTO, "parallel.context": 1, "train.steps": 1})
+    assert settled(tmp_path / "run") == "zigzag"
+    assert "parallel.layout=auto is zigzag: every rank" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
