@@ -217,10 +217,13 @@ def _tokenizer_config(model: Any, max_positions: int) -> dict[str, Any]:
     roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
     controls = [i for i in range(model.vocab_size()) if model.is_control(i)]
     others = [model.id_to_piece(i) for i in controls if i not in roles.values()]
-    named: dict[str, Any] = dict.fromkeys(roles)
-    named |= {role: model.id_to_piece(i) for role, i in roles.items() if i >= 0}
-    return named | {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    tokenizer: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for role, token in roles.items():
+        # SentencePiece says −1 of a token that the model does not have.
+        tokenizer[role] = None
+        if token >= 0:
+            tokenizer[role] = model.id_to_piece(token)
+    return tokenizer | {
         "additional_special_tokens": others,
         # Control symbols in a text are text, as for SentencePiece; control tokens are given as ids.
         "split_special_tokens": True,

@@ -37,6 +37,7 @@ def balance_sum(
         if load_LE is None:
             return prob_sums_LE.sum()
         return (load_LE.to(prob_sums_LE) * prob_sums_LE).sum()
+    # loads are those of all ranks, probabilities this rank's own: one collective for all layers
     counts_LSE = torch.stack([layer.counts_SE for layer in stats])
     if scope == "micro_batch":
         counts_LSE, prob_sums_LSE = counts_LSE.sum(1, keepdim=True), prob_sums_LSE.sum(1, keepdim=True)

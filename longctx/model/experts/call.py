@@ -68,4 +68,6 @@ def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[
     if recompute == "activation":
         return (2 * F,)
     # blocks find all that the activation's pass reads in the cache: saving its result would gain nothing
-    return (2 * F, M) if in_blocks else (2 * F, F, M)
+    if in_blocks:
+        return (2 * F, M)
+    return (2 * F, F, M)

@@ -41,11 +41,14 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
     saved = chunks.allocate()
     out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     for expert, block in blocks:
+        # the first product, whose result backward begins with
         of_block = chunks.of(saved, block)
         x_nM = blocks.gather("x", x_SM, block)
         if len(of_block) == 2:
             of_block[1].copy_(x_nM)
         gate_up_nF = _gate_up(blocks, x_nM, weights, expert, block, of_block)
+
+        # the gate of the token enters before the second product, where it costs F factors a token and not M
         inner_nF = blocks.buffer("inner", block, F)
         _activate(call.activation, gate_up_nF, blocks.gates_R1[block], into=inner_nF)
         y_nM = blocks.buffer("y", block, M)
@@ -74,9 +77,12 @@ def backward_blocks(
     M, F = weights.down_eMF.shape[1:]
     blocks = _Blocks(tokens, weights, call.run.products)
     chunks = _SavedChunks(blocks, tokens, weights, call)
-    dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype)) if needs.x else None
+    dx_SM: Tensor | None = None
+    if needs.x:
+        dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
     for expert, block in blocks:
+        # what earlier blocks saved makes room for the weights' gradients
         chunks.free_before(saved, block)
         of_block = chunks.of(saved, block)
         gates_n1 = blocks.gates_R1[block]
@@ -108,6 +114,7 @@ def backward_blocks(
             dx_nM = blocks.buffer("dx", block, M)
             torch.mm(dgate_up_nF, blocks.weight("gate_up", weights.gate_up_eFM, expert), out=dx_nM)
             blocks.add_to_tokens(dx_SM, dx_nM, block)
+    # from the order of the experts to that of the tokens; exactly 0 where a gate has no expert here
     dgates_Sk = torch.zeros_like(tokens.gates_Sk, memory_format=torch.contiguous_format)
     dgates_Sk.view(-1)[blocks.order_R] = dgates_R
     return dx_SM, dgates_Sk
@@ -122,8 +129,10 @@ class _Blocks:
         self.order_R = order_R[: ends[-1]]  # what has no expert here comes last
         self.token_R = self.order_R // tokens.experts_Sk.shape[1]
         self.gates_R1 = tokens.gates_Sk.flatten().index_select(0, self.order_R).unsqueeze(-1)
-        self.dtype = torch.float32 if multiplies_in_float32(tokens.x_SM, products) else tokens.x_SM.dtype
+        self.dtype = tokens.x_SM.dtype
         """In which products are formed."""
+        if multiplies_in_float32(tokens.x_SM, products):
+            self.dtype = torch.float32
         self._blocks = list(_cut(ends))
         self._most = max((block.stop - block.start for _, block in self._blocks), default=0)
         self._buffers: dict[str, Tensor] = {}
@@ -145,6 +154,7 @@ class _Blocks:
         if source_SX.dtype == self.dtype:
             tokens_nX = self.buffer(name, block, width)
             return torch.index_select(source_SX, 0, self.token_R[block], out=tokens_nX)
+        # gathered first and converted then: to convert all tokens would need a tensor of them in float32
         narrow_nX = self.buffer(f"narrow {name}", block, width, source_SX.dtype)
         torch.index_select(source_SX, 0, self.token_R[block], out=narrow_nX)
         return self.buffer(name, block, width).copy_(narrow_nX)
@@ -192,10 +202,12 @@ class _SavedChunks:
         self.dtype = tokens.x_SM.dtype
         self.widths = saved_widths(call.run.recompute, weights, in_blocks=True)
         if call.fixed_sizes:
+            # one chunk for as many assignments as the tokens could have: a graph's sizes know nothing of the routing
             self.starts, num_saved = [0], tokens.experts_Sk.numel()
         else:
             self.starts, num_saved = self._cut(blocks), len(blocks.order_R)
-        self.stops = [*self.starts[1:], num_saved]
+        self.stops = self.starts[1:]
+        self.stops.append(num_saved)
 
     def _cut(self, blocks: _Blocks) -> list[int]:
         """First assignments of chunks that have ``CHUNK_BYTES`` or a little more."""
@@ -233,7 +245,9 @@ def _gate_up(
     blocks: _Blocks, x_nM: Tensor, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor] = ()
 ) -> Tensor:
     """Gate and up before the activation, [n, 2F]; also written to what is saved of the block."""
-    saved_nF = of_block[0] if of_block else None
+    saved_nF: Tensor | None = None
+    if of_block:
+        saved_nF = of_block[0]
     if saved_nF is not None and saved_nF.dtype == blocks.dtype:
         out_nF = saved_nF  # computed in place
     else:
@@ -306,8 +320,10 @@ def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *,
     """``_activate_backward`` of silu(gate) · up without a tensor of its own: every result has its buffer."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     dgate_nF, dup_nF = into.chunk(2, dim=-1)
+    # silu(gate), which is up's gradient but for the factors below
     torch.ops.aten.silu.out(gate_nF, out=dup_nF)
     torch.mul(dup_nF, up_nF, out=inner)
+    # the gate's gradient is taken before the gate enters; a sum of F terms, in float32 at least
     sum_dtype = accumulate_dtype(dinner_nF.dtype)
     if dinner_nF.dtype == sum_dtype:
         dgates_n = torch.linalg.vecdot(dinner_nF, inner)
@@ -315,6 +331,7 @@ def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *,
         dgates_n = (dinner_nF * inner).sum(-1, dtype=sum_dtype)
     inner.mul_(gates_n1)
     dinner_nF.mul_(gates_n1)
+    # dinner serves up first, then becomes the gradient of silu(gate)
     dup_nF.mul_(dinner_nF)
     dinner_nF.mul_(up_nF)
     torch.ops.aten.silu_backward.grad_input(dinner_nF, gate_nF, grad_input=dgate_nF)

@@ -26,6 +26,7 @@ def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tupl
     x_RM, gates_R = permuted.gather(tokens.x_SM), permuted.gather_gates(tokens.gates_Sk)
     gate_up_RF = _gate_up(permuted, x_RM, weights)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    # the gate enters before the second product, where it costs F factors a token and not M
     inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
     y_RM = permuted.multiply(inner_RF, weights.down_eMF.mT)
     if weights.down_bias_eM is not None:
@@ -101,8 +102,10 @@ def _saved_or_recomputed(
     if len(saved) == 3:
         return saved[0], saved[1], saved[2]
     if saved:
-        x_RM = permuted.gather(tokens.x_SM) if needs.gate_up else None
-        return saved[0], None, x_RM
+        if needs.gate_up:
+            return saved[0], None, permuted.gather(tokens.x_SM)
+        return saved[0], None, None
+    # nothing was saved: the first product once more
     x_RM = permuted.gather(tokens.x_SM)
     return _gate_up(permuted, x_RM, weights), None, x_RM
 
@@ -147,6 +150,7 @@ class _Permuted:
         assignments_RM, sum_dtype = y_RM.index_select(0, self.inverse_R), accumulate_dtype(y_RM.dtype)
         if self.num_assignments is None:
             return assignments_RM.unflatten(0, (-1, self.k)).sum(1, dtype=sum_dtype)
+        # tokens have unequal numbers of experts here; segments have a fixed order of additions on every device
         ends_S = self.is_here_R.view(-1, self.k).sum(1).cumsum(0)
         offsets = torch.cat((ends_S.new_zeros(1), ends_S))
         return torch.segment_reduce(assignments_RM.to(sum_dtype), "sum", offsets=offsets, axis=0, initial=0)

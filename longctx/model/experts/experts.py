@@ -61,7 +61,9 @@ class Experts(nn.Module):
         if recompute_cache is not None or not self._is_trained(x_NM, gates_Nk):
             run = replace(run, recompute="all")  # nothing is saved but what was given
         call = ExpertsCall(self.activation, run, recompute_cache)
-        apply = _apply_outside_graphs if run.dispatcher.is_distributed else _Experts.apply
+        apply = _Experts.apply
+        if run.dispatcher.is_distributed:
+            apply = _apply_outside_graphs
         return apply(
             x_NM,
             gates_Nk,
@@ -103,8 +105,9 @@ class _Experts(torch.autograd.Function):
         routed = Routed(x_NM, gates_Nk, experts_Nk)
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
-        cache, saved = call.recompute_cache, []
-        known = None if cache is None else cache.load(of="experts")
+        cache, saved, known = call.recompute_cache, [], None
+        if cache is not None:
+            known = cache.load(of="experts")
         if known is not None:
             out_NM = known[0]  # of the first run; backward will agree on sizes again
         elif torch.compiler.is_compiling():
@@ -122,7 +125,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors  # by now, ZeRO-3 has gathered the weights again
         routed, weights, saved = Routed._make(tensors[:3]), Weights._make(tensors[3:7]), list(tensors[7:])
         del tensors
         x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
@@ -133,13 +136,17 @@ class _Experts(torch.autograd.Function):
             # what is saved is now ours to free, unless the graph is kept for another backward pass
             ctx.maybe_clear_saved_tensors()
             of_tiles = []
+            # moved, not copied: a second list would keep every tensor alive to the end
             for count in ctx.num_saved:
                 of_tiles.append(saved[:count])
                 del saved[:count]
             grads = backward_tiles(dout_NM, routed, weights, of_tiles, ctx.sizes, ctx.call, needs)
-        dx, dgates, dgate_up, ddown, dgate_up_bias, ddown_bias = (
-            grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)
-        )
+        # the gates' gradients are made in any case; PyTorch wants none for what needs none
+        wanted = list(grads)
+        for index, is_needed in enumerate(needs):
+            if not is_needed:
+                wanted[index] = None
+        dx, dgates, dgate_up, ddown, dgate_up_bias, ddown_bias = wanted
         return dx, dgates, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 
 

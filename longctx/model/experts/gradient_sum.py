@@ -40,6 +40,7 @@ class GradientSum:
             return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
+            # a product in bfloat16 is added up in float32 all the same
             _put(sum_OI, dy_nO.T @ x_nI, is_first)
         elif is_first:
             torch.mm(dy_nO.T, x_nI, out=sum_OI)
@@ -63,6 +64,7 @@ class GradientSum:
         """The sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
         self._round_open()
         total = self._whole()
+        # memory to which nothing was written holds garbage
         for expert, has_begun in enumerate(self._has_begun):
             if not has_begun:
                 total[expert].zero_()
@@ -70,9 +72,12 @@ class GradientSum:
 
     @property
     def _total_dtype(self) -> torch.dtype:
-        return self._weight.dtype if self._rounds_each else self._sum_dtype
+        if self._rounds_each:
+            return self._weight.dtype
+        return self._sum_dtype
 
     def _whole(self) -> Tensor:
+        """The gradients of all experts, whatever was written of them so far."""
         if self._total is None:
             self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
         return self._total
@@ -104,6 +109,7 @@ class GradientSum:
 
 
 def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
+    """Add a part to a sum, or begin the sum with it."""
     if is_first:
         total.copy_(part)
     else:
@@ -123,7 +129,9 @@ class WeightGradients(NamedTuple):
         """Sums to which nothing has been added, over that many tiles."""
 
         def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
-            return GradientSum(weight, tiles=tiles) if weight is not None and needed else None
+            if weight is None or not needed:
+                return None
+            return GradientSum(weight, tiles=tiles)
 
         return cls(
             gate_up=of(weights.gate_up_eFM, needs.gate_up),
@@ -134,4 +142,10 @@ class WeightGradients(NamedTuple):
 
     def results(self) -> list[Tensor | None]:
         """The gradients in the order of ``Weights``."""
-        return [None if total is None else total.result() for total in self]
+        gradients: list[Tensor | None] = []
+        for total in self:
+            if total is None:
+                gradients.append(None)
+            else:
+                gradients.append(total.result())
+        return gradients

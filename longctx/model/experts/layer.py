@@ -61,14 +61,21 @@ class MixtureOfExperts(nn.Module):
         anew, chooses nothing and counts nothing.
         """
         call = call or MoECall()
-        x_NM = router_input_NM = x_BtM.flatten(0, 1)
+        x_NM = x_BtM.flatten(0, 1)
+
+        # route: jitter reaches the router alone, experts see the tokens as they are
+        router_input_NM = x_NM
         if call.jitter is not None:
             router_input_NM = call.jitter(x_BtM, self.layer).flatten(0, 1)
         logits_NE = self.gate(router_input_NM)
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
+
+        # dispatch, compute, combine
         out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache)
         if self.has_shared_expert:
             out_NM = out_NM + self._shared(x_NM)
+
+        # the first run has counted already what is computed a second time
         counting = recompute_cache is None or not recompute_cache.recomputing
         stats = self._stats(logits_NE, routing, chosen_Nk, call, counting)
         return out_NM.to(x_BtM.dtype).view_as(x_BtM), *stats.tensors()
@@ -77,14 +84,18 @@ class MixtureOfExperts(nn.Module):
         self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
         """Choose experts once. Returns the routing, and the choices of which a capacity may have dropped some."""
-        bias_E = self.gate.e_score_correction_bias
-        saved = None if recompute_cache is None else recompute_cache.load(of="routing")
+        saved: tuple[Tensor, ...] | None = None
+        if recompute_cache is not None:
+            saved = recompute_cache.load(of="routing")
         if saved is not None:
+            # weighed anew and not chosen anew: rounding could flip a choice, and backward would fit another forward
             chosen_Nk, experts_Nk = saved
-            routing = route(logits_NE, self.config, bias_E=bias_E, replay_Nk=chosen_Nk)
+            routing = self._weigh(logits_NE, chosen_Nk)
         else:
-            given_Nk = None if call.replay is None else call.replay.given(self.layer, logits_NE.device)
-            routing = route(logits_NE, self.config, bias_E=bias_E, replay_Nk=given_Nk)
+            replay_Nk: Tensor | None = None
+            if call.replay is not None:
+                replay_Nk = call.replay.given(self.layer, logits_NE.device)
+            routing = self._weigh(logits_NE, replay_Nk)
             chosen_Nk = experts_Nk = routing.experts_Nk
             if call.capacity is not None:
                 experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
@@ -98,6 +109,10 @@ class MixtureOfExperts(nn.Module):
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
 
+    def _weigh(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
+        """The routing of these logits, with new choices or those of ``replay_Nk``."""
+        return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
+
     def _shared(self, x_NM: Tensor) -> Tensor:
         """The output of the expert that all tokens share."""
         shared_NM = self.shared_expert(x_NM)
@@ -108,6 +123,7 @@ class MixtureOfExperts(nn.Module):
     def _stats(
         self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: MoECall, counting: bool
     ) -> RouterStats:
+        """What the router did with the tokens of each document."""
         if call.documents_Bt is None:
             return no_stats(logits_NE)
         return router_stats(

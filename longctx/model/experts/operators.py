@@ -66,6 +66,8 @@ def backward_in_graph(
 
 
 def _call(activation: str, tile_tokens: int, recompute: str, products: Products) -> ExpertsCall:
+    """The call that these options describe."""
+    # sizes that do not depend on the routing, so that the fake implementations know them
     return ExpertsCall(activation, ExpertRun(LocalDispatcher(), tile_tokens, recompute, products), fixed_sizes=True)
 
 
@@ -106,11 +108,19 @@ def _backward(
 ) -> list[Tensor]:
     weights = Weights(gate_up, down, gate_up_bias, down_bias)
     call = _call(activation, tile_tokens, recompute, products)
+    # the list of all tiles' tensors back to one list a tile
     num_saved = len(saved_widths(recompute, weights, in_blocks=computes_in_blocks(x)))
     num_tiles = len(tiles_of(len(x), tile_tokens))
     of_tiles = [list(saved[n * num_saved : (n + 1) * num_saved]) for n in range(num_tiles)]
     grads = backward_tiles(dout, Routed(x, gates, experts), weights, of_tiles, None, call, Needs._make(needs))
-    return [x.new_empty(0) if grad is None else grad for grad in grads]
+    # an operator returns tensors only: an empty one stands for none
+    made = []
+    for grad in grads:
+        if grad is None:
+            made.append(x.new_empty(0))
+        else:
+            made.append(grad)
+    return made
 
 
 def _fake_forward(

@@ -1,4 +1,4 @@
-"""Router replay: the choices of one run, kept to be made again by another.
+"""Router replay: the choices of one run, recorded and made again by another.
 
 Axes: L expert layers, N tokens of this process, k experts a token.
 """
@@ -32,7 +32,9 @@ class RoutingReplay:
 
     def __init__(self, experts_LNk: Tensor | Iterable[Tensor] | None = None) -> None:
         """Replay these ids, by expert layer; record when there are none."""
-        self._given = None if experts_LNk is None else tuple(experts_LNk)
+        self._given: tuple[Tensor, ...] | None = None
+        if experts_LNk is not None:
+            self._given = tuple(experts_LNk)
         self._chosen: dict[int, Tensor] = {}
 
     @property
@@ -40,6 +42,7 @@ class RoutingReplay:
         """The ids that were recorded, or given, int64; tokens in the order of the flattened [B, t]."""
         if self._given is not None:
             return torch.stack(self._given)
+        # by layer, whatever order they ran in
         return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)])
 
     def given(self, layer: int, device: torch.device) -> Tensor | None:
@@ -49,7 +52,7 @@ class RoutingReplay:
         return self._given[layer].to(device, torch.int64)
 
     def record(self, layer: int, experts_Nk: Tensor) -> None:
-        """Keep the layer's choices, when recording."""
+        """Record the layer's choices, unless choices were given."""
         if self._given is None:
             self._chosen[layer] = experts_Nk
 
@@ -59,15 +62,16 @@ class RoutingReplay:
             return
         layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
         wanted = [(num_tokens, config.experts_per_token)] * layers
-        if (shapes := [tuple(ids.shape) for ids in self._given]) != wanted:
+        shapes = [tuple(ids.shape) for ids in self._given]
+        if shapes != wanted:
             raise ConfigError(
                 f"the replayed routing has {len(shapes)} layers of {sorted(set(shapes))} ids (tokens × choices); "
                 f"this model and batch need {layers} of {wanted[:1]}. Record it with the same model and batches."
             )
         for layer, ids in enumerate(self._given):
-            low, high = 0, 0
-            if ids.numel():
-                low, high = int(ids.min()), int(ids.max())
+            if not ids.numel():
+                continue  # no tokens, and no smallest id
+            low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= config.num_experts:
                 raise ConfigError(
                     f"the replayed routing of expert layer {layer} has ids from {low} to {high}; experts are 0 to "

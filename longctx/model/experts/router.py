@@ -40,7 +40,11 @@ def route(
     are in range also where logits are not finite.
     """
     is_softmax = config.score_function == "softmax"
-    scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
+    if is_softmax:
+        scores_NE = logits_NE.softmax(-1)
+    else:
+        scores_NE = logits_NE.sigmoid()
+    # the choice itself has no gradient; the gates of what was chosen have
     experts_Nk = replay_Nk
     if experts_Nk is None:
         experts_Nk = _choose(scores_NE.detach(), config, bias_E)
@@ -50,6 +54,7 @@ def route(
         gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True).clamp(min=1e-20)
     if config.routed_scale != 1:
         gates_Nk = gates_Nk * config.routed_scale
+    # sigmoids do not add up to 1; the balance loss reads shares
     probs_NE = scores_NE
     if not is_softmax:
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -57,10 +62,14 @@ def route(
 
 
 def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Tensor:
+    """Ids of each token's k best experts, the best first."""
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
     if config.groups_per_token < config.expert_groups:
-        best_of = 2 if config.selection_bias else 1  # as DeepSeek-V3 and V2 rate their groups
+        # DeepSeek-V2 rates a group by its best expert, DeepSeek-V3, which has the bias, by its two best
+        best_of = 1
+        if config.selection_bias:
+            best_of = 2
         scores_NE = within_best_groups(scores_NE, config.expert_groups, config.groups_per_token, best_of=best_of)
     return scores_NE.topk(config.experts_per_token, dim=-1).indices
 
@@ -84,7 +93,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(E, config.hidden_size))
         if config.router_bias:
             self.bias = nn.Parameter(torch.empty(E))
-        selection_bias_E = torch.zeros(E) if config.selection_bias else None
+        selection_bias_E: Tensor | None = None
+        if config.selection_bias:
+            selection_bias_E = torch.zeros(E)
+        # a buffer and no parameter: it moves by the loads (``move_selection_bias_``), not by a gradient
         self.register_buffer("e_score_correction_bias", selection_bias_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
@@ -92,6 +104,7 @@ class Router(nn.Module):
         before = self._buffers["e_score_correction_bias"]
         super()._apply(fn, recurse)
         after = self._buffers["e_score_correction_bias"]
+        # what ``fn`` made of it is rounded: take the value from before to the device of after
         if before is not None and after is not None and after.dtype not in (torch.float32, torch.float64):
             self._buffers["e_score_correction_bias"] = before.to(after.device)
         return self
@@ -111,11 +124,11 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NM, weight_EM)
-        ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         wide = accumulate_dtype(x_NM.dtype)
         weight, bias = weight_EM.to(wide), bias_E
+        ctx.bias_dtype = None
         if bias is not None:
-            bias = bias.to(wide)
+            ctx.bias_dtype, bias = bias.dtype, bias.to(wide)
         return _cat([nn.functional.linear(chunk.to(wide), weight, bias) for chunk in _chunks(x_NM, wide)])
 
     @staticmethod
@@ -127,6 +140,7 @@ class _Logits(torch.autograd.Function):
         chunks = _chunks(x_NM, wide)
         dlogits = dlogits_NE.split([len(chunk) for chunk in chunks])
         dx_NM = _cat([(d @ weight).to(x_NM.dtype) for d in dlogits])
+        # one sum over all tokens: chunk after chunk is added in float32
         dweight_EM = dlogits[0].T @ chunks[0].to(wide)
         for d, chunk in zip(dlogits[1:], chunks[1:], strict=True):
             dweight_EM.addmm_(d.T, chunk.to(wide))
@@ -144,7 +158,10 @@ def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _cat(chunks: list[Tensor]) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    """The chunks as one tensor; no copy where there is only one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(chunks)
 
 
 class RouterDiagnostics(NamedTuple):
@@ -227,6 +244,7 @@ def router_stats(
     with torch.set_grad_enabled(z_gradient and torch.is_grad_enabled()):
         z_sum = logits_NE.logsumexp(-1).square().masked_fill(~is_real_N, 0).sum()
 
+    # integers, so the order of additions is free; a choice of no expert lands in padding's document
     counts_SE = chosen_Nk.new_zeros(num_documents + 1, E)
     diagnostics = RouterDiagnostics.none(logits_NE)
     if counting:
@@ -238,6 +256,8 @@ def router_stats(
 
 
 def _diagnostics(logits_NE: Tensor, probs_NE: Tensor, is_dropped_Nk: Tensor, is_real_N: Tensor) -> RouterDiagnostics:
+    """The diagnostics of these tokens."""
+
     def total(values_N: Tensor) -> Tensor:
         return values_N.where(is_real_N, 0).sum(dtype=torch.float64)
 

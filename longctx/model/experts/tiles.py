@@ -92,6 +92,7 @@ def backward_tiles(
     if computes_in_blocks(x_NM):
         compute = backward_blocks
     tiles = tiles_of(len(x_NM), call.run.tile_tokens)
+    # forward agreed on them, unless recomputation spared it the dispatch
     if sizes is None:
         sizes = dispatcher.plan(experts_Nk, tiles)
 
@@ -110,14 +111,16 @@ def backward_tiles(
     for number in range(len(tiles)):
         handle, tokens, dout_SM = pending.handle, pending.wait(), pending_dout.wait()
         if number + 1 < len(tiles):
-            pending, pending_dout = dispatch(number + 1)
+            pending, pending_dout = dispatch(number + 1)  # on its way while this tile computes
         dx_SM, dgates_Sk = compute(dout_SM, tokens, weights, saved[number], call, gradients=gradients, needs=needs)
         saved[number].clear()
         if dx_SM is not None:  # needed on all ranks or on none
             dx.expect(number, handle.combine(dx_SM, x_NM.dtype))
         dgates.expect(number, handle.combine(dgates_Sk, gates_Nk.dtype))
-    of_inputs = [dx.all() if needs.x else None, dgates.all()]
-    return of_inputs + gradients.results()
+    dx_NM: Tensor | None = None
+    if needs.x:
+        dx_NM = dx.all()
+    return [dx_NM, dgates.all(), *gradients.results()]
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:
@@ -171,6 +174,7 @@ class TileOutputs:
         return self._whole
 
     def _settle(self) -> None:
+        """Wait for the tile whose results are on their way."""
         if self._pending is None:
             return
         number, pending = self._pending
@@ -180,5 +184,7 @@ class TileOutputs:
             self._whole = values_nX.to(self._dtype)  # without a copy where the dtype is right
             return
         if self._whole is None:
-            self._whole = values_nX.new_empty((self._num_tokens, *values_nX.shape[1:]), dtype=self._dtype)
+            shape = list(values_nX.shape)
+            shape[0] = self._num_tokens
+            self._whole = values_nX.new_empty(shape, dtype=self._dtype)
         self._whole[self._tiles[number]] = values_nX

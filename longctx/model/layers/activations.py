@@ -46,7 +46,10 @@ _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
     product = _product(kind, gate_NF, up_NF)
-    return product if scale_N is None else (product * scale_N.unsqueeze(-1)).to(product.dtype)
+    if scale_N is None:
+        return product
+    # float32 scales make the product float32: rounded back once, after the factor
+    return (product * scale_N.unsqueeze(-1)).to(product.dtype)
 
 
 def gated_backward(
@@ -55,10 +58,12 @@ def gated_backward(
     """Gradients of ``gated`` for gate, up and scale."""
     dscale = None
     if scale_N is not None:
+        # one number from F channels: summed in float32
         product = _product(kind, gate_NF, up_NF)
         dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
         dout_NF = (dout_NF * scale_N.unsqueeze(-1)).to(dout_NF.dtype)
-    return *_product_gradient(kind, dout_NF, gate_NF, up_NF), dscale
+    dgate_NF, dup_NF = _product_gradient(kind, dout_NF, gate_NF, up_NF)
+    return dgate_NF, dup_NF, dscale
 
 
 def gated_linear(
@@ -84,17 +89,25 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
         # the function of gate serves the product and up's gradient: it costs as much as three products
-        activated = _ACTIVATION[ctx.kind](gate) if ctx.kind in _ACTIVATION else None
-        inner = gated(ctx.kind, gate, up) if activated is None else activated * up
+        activated: Tensor | None = None
+        if ctx.kind in _ACTIVATION:
+            activated = _ACTIVATION[ctx.kind](gate)
+            inner = activated * up
+        else:
+            inner = gated(ctx.kind, gate, up)
         dinner, dweight = multiply_backward(
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
         dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
-        return dgate, dup, dweight, sum_rows(dout) if ctx.needs_input_grad[3] else None, None, None
+        dbias: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            dbias = sum_rows(dout)
+        return dgate, dup, dweight, dbias, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) · up, in new memory."""
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
@@ -106,6 +119,7 @@ def _product_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; ``activated``, the function of gate where the caller has it, is overwritten."""
     if kind == "swiglu_oai":
+        # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)

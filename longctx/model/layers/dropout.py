@@ -1,5 +1,5 @@
-"""Dropout and jitter as functions of a seed and of where a value stands: the same on any number of ranks, and when
-recomputed.
+"""Dropout and jitter as functions of a seed and of a value's token and channel: the same on any number of ranks, and
+when recomputed.
 
 Axes: B rows, t tokens of this rank, N = B·t, M model width.
 """
@@ -30,10 +30,10 @@ class Dropout:
     seed: int
     """Of this micro-batch, any 64 bits."""
     token_Bt: Tensor
-    """Each token's place in the whole micro-batch, on whatever rank; places 2^32 apart drop alike."""
+    """Each token's index in the whole micro-batch, on whatever rank; tokens 2^32 apart drop alike."""
 
     def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
-        """x with values dropped; ``site``, at least −1, tells apart the places of the network that drop.
+        """x with values dropped; ``site``, at least −1, tells apart the layers of the network that drop.
 
         Backward forms the same bits again: all it keeps is one number a token.
         """
@@ -92,8 +92,10 @@ class _Jittered(torch.autograd.Function):
 
 
 def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+    """x / (1 − rate), and 0 where the bits say so."""
     out_BtM = torch.empty_like(x_BtM, memory_format=torch.contiguous_format)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
+    # bits are evenly spread int32: this share of them lies below
     dropped_below = int(rate * 2**32) - 2**31
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
         torch.mul(x_NM[rows], 1 / (1 - rate), out=out_NM[rows]).masked_fill_(bits < dropped_below, 0)
@@ -101,6 +103,7 @@ def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
 
 
 def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -> Tensor:
+    """x times factors between 1 − width and 1 + width, in ``dtype``."""
     out_BtM = torch.empty(x_BtM.shape, dtype=dtype, device=x_BtM.device)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
@@ -111,7 +114,7 @@ def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -
 
 def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
     """32 bits for each token, int32."""
-    # One half of the key before the token is mixed and one after it: with the first alone, two places of the
+    # One half of the key before the token is mixed and one after it: with the first alone, two layers of the
     # network would draw the same values for tokens some distance apart.
     key = mix64(mix64(seed) + site)
     return _mix32((token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
@@ -120,6 +123,7 @@ def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
 def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """32 random bits for each of a token's values, int32, some rows at a time."""
     token_N = token_Bt.flatten()
+    # an odd factor (2^32 / golden ratio, Knuth) spreads neighbouring channels over all 32 bits
     channel_M = torch.arange(width, device=token_N.device, dtype=torch.int32) * _signed(0x9E3779B1)
     step = max(_CHUNK_VALUES // max(width, 1), 1)
     for start in range(0, len(token_N), step):
@@ -136,4 +140,6 @@ def _mix32(x: Tensor) -> Tensor:
 
 def _signed(word: int) -> int:
     """32 bits read as an int32."""
-    return word - (1 << 32) if word >= 1 << 31 else word
+    if word >= 1 << 31:
+        return word - (1 << 32)
+    return word

@@ -27,10 +27,14 @@ class FeedForward(nn.Module):
         super().__init__()
         M, self.activation = config.hidden_size, config.activation
         self.is_gated = config.activation in GATED
+        # in this order, which state dicts and ZeRO's flat buffers follow
         if self.is_gated:
             self.gate_proj = Linear(M, ffn_size, bias=bias)
         self.up_proj = Linear(M, ffn_size, bias=bias)
-        self.down_proj = GatedLinear(ffn_size, M, bias=bias) if self.is_gated else Linear(ffn_size, M, bias=bias)
+        if self.is_gated:
+            self.down_proj = GatedLinear(ffn_size, M, bias=bias)
+        else:
+            self.down_proj = Linear(ffn_size, M, bias=bias)
 
     def forward(self, x_NM: Tensor) -> Tensor:
         if self.is_gated:
