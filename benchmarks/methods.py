@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from benchmarks.blocks import blocks_alone
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
-from parallel.attention.softmax import attend
+from longctx.model.attention.core import AttentionShapes
+from parallel.attention.plan import AttentionOptions, ContextParallelPlan
+from parallel.attention.softmax import attend_planned
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
@@ -69,14 +71,29 @@ class Method:
 def prepare_ours(
     asked: Problem, degree: int, kind: str, transport: str, ulysses: int = 1
 ) -> tuple[SequenceLayout, Solve]:
-    """``attend`` with a layout and a transport, heads split over ``ulysses`` of the ranks."""
+    """``attend`` with a layout and a transport, heads split over ``ulysses`` of the ranks.
+
+    It is planned here, as a model plans it once for all layers of a batch.
+    """
     layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens, ulysses)
     schedule = Schedule.build(layout, asked.cu_seqlens)
     mesh = Mesh.build(context=degree, ulysses=ulysses)
+    shapes = AttentionShapes(
+        batch=1,
+        tokens=layout.num_local(mesh.context_rank),
+        num_heads=HEADS,
+        num_kv_heads=asked.num_kv_heads,
+        head_dim=HEAD_DIM,
+        value_dim=HEAD_DIM,
+        dtype=asked.dtype,
+        device_type="cpu",
+        scale=HEAD_DIM**-0.5,
+    )
+    plan = ContextParallelPlan.build(schedule, mesh, shapes, AttentionOptions(transport=transport))
 
     def solve(mine: list[Tensor]) -> list[Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in mine[:3])
-        out = attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+        out = attend_planned(q, k, v, plan)
         out.backward(mine[3])
         return [out.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
 

@@ -6,6 +6,7 @@ Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ class Batch:
     multiple of T is one. Padding at a row's end is a document of its own."""
     row_tokens: int = 0
     """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
+    placement: Any = None
+    """Where the tokens of all ranks live (``parallel.layout.SequenceLayout``), of a batch that was split between them;
+    None of a whole one."""
 
     @property
     def cu_seqlens(self) -> Tensor:

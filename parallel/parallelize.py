@@ -16,6 +16,7 @@ from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.attention.core import ContextParallelAttention
 from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
+from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
 
@@ -43,12 +44,10 @@ def build_parallel_model(
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
-    core = ContextParallelAttention(
-        mesh, layout, kernel, transport, communication_dtype, deterministic, execution.products
-    )
+    options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
     decoder = Decoder(
         config,
-        core,
+        ContextParallelAttention(mesh, layout, options),
         linear_core=ContextParallelLinearAttention(mesh, layout),
         dispatcher=_dispatcher(config, mesh),
         execution=execution,

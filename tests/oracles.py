@@ -17,12 +17,15 @@ from longctx.model.decoder import Decoder
 class MaskedAttention:
     """A core that forms every score of the flattened rows and masks what lies in another document or ahead."""
 
-    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, cache=None, scores=None, sinks_H=None):
+    def plan(self, mask, shapes, placement=None):
+        return mask
+
+    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, plan, cache=None, scores=None, sinks_H=None, recompute_cache=None):
         assert cache is sinks_H is None
         assert scores is None or not scores.rules
         B, T, H, D = q_BtHD.shape
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
-        lengths = torch.tensor(mask.documents.bounds).diff()
+        lengths = torch.tensor(plan.documents.bounds).diff()
         document = torch.arange(len(lengths)).repeat_interleave(lengths)
         seen = (document[:, None] == document) & torch.ones(B * T, B * T, dtype=torch.bool).tril()
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from longctx.errors import ConfigError
 from longctx.files import hash_file
 from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
-from parallel.layout.cached import cached_layout
 from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -79,14 +78,15 @@ class Run:
         """The layers that have experts: the rows of every tensor with an L axis."""
         return expert_layers(self.model)
 
-    def layout(self, batch: Batch) -> SequenceLayout:
-        """Which token of a micro-batch, its rows laid end to end, lives on which context rank."""
-        return cached_layout(self.config.parallel.layout, self.mesh.context, self.mesh.ulysses, batch.documents)
-
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
-        layout = self.layout(batch)
-        return batch.flatten_rows().map_tokens(lambda x: layout.split(x, self.mesh.context_rank, 1))
+        mesh, documents = self.mesh, batch.documents
+        layout = SequenceLayout.build(
+            self.config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses
+        )
+        # The plans of attention start from the same layout: it travels with the batch.
+        shard = batch.flatten_rows().map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+        return replace(shard, placement=layout)
 
     def first_token(self, micro_batch: int) -> int:
         """The index, among all tokens of a step, of the first one of this rank's micro-batch."""
@@ -94,10 +94,10 @@ class Run:
         row = (micro_batch * self.mesh.data + self.mesh.data_rank) * self.config.train.micro_batch_rows
         return row * self.config.data.seq_len
 
-    def token_indices(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def token_indices(self, shards: Sequence[Batch]) -> list[Tensor]:
         """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank."""
         rank = self.mesh.context_rank
-        return [self.first_token(number) + self.layout(b).indices(rank) for number, b in enumerate(batches)]
+        return [self.first_token(number) + shard.placement.indices(rank) for number, shard in enumerate(shards)]
 
 
 def build_run(config: RunConfig, device: torch.device) -> Run:

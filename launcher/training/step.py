@@ -47,7 +47,7 @@ class TrainStep:
         shards = [run.shard_batch(batch) for batch in batches]
         waited = time.perf_counter() - started
         if run.routing.active:
-            run.routing.begin(step, order, run.token_indices(batches))
+            run.routing.begin(step, order, run.token_indices(shards))
 
         # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
         # the step's loss is one sum over one count whatever the degrees and the accumulation.

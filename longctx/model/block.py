@@ -5,18 +5,14 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, KVCache
-from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.core import AttentionCore, KVCache, Plan
 from longctx.model.attention.projections import Table, build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Dropout
@@ -29,8 +25,9 @@ from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_gr
 class Call:
     """What a forward pass tells all layers of one kind."""
 
-    mask: AttentionMask
     core: AttentionCore
+    plan: Plan
+    """The core's own, for this forward pass; made before the first layer, so that recomputation reads the same."""
     scores: Scores
     cache: KVCache | None
     dropout: Dropout | None
@@ -66,21 +63,32 @@ class Block(nn.Module):
         layer of experts their ids and output. Recomputing sends nothing and computes no softmax attention (linear
         attention's own rows it does); the experts' own backward sends their tokens again.
         """
-        run = _once
-        if call.recompute and call.cache is None and torch.is_grad_enabled():
-            in_graph = torch.compiler.is_compiling() and getattr(call.core, "is_operator", False)
-            run = recomputed_in_graph if in_graph else recomputed
-        return run(self._run, x_BtM, table, call)
+        # A cache grows with every run, so a layer that fills one runs once.
+        if not call.recompute or call.cache is not None or not torch.is_grad_enabled():
+            return self._run(x_BtM, table, call, None)
+        if torch.compiler.is_compiling() and call.plan.in_graph:
+            return recomputed_in_graph(self._run, x_BtM, table, call)
+        return recomputed(self._run, x_BtM, table, call)
 
     def _run(
         self, x_BtM: Tensor, table: Table | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
-        core = call.core if recompute_cache is None else partial(call.core, recompute_cache=recompute_cache)
-        sinks_H = None if self.self_attn.sinks is None else self.self_attn.sinks()
+        sinks_H, cache = None, None
+        if self.self_attn.sinks is not None:
+            sinks_H = self.self_attn.sinks()
+        if call.cache is not None:
+            cache = call.cache.layer(self.layer)
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
-        heads_BtHV = core(
-            q, k, v, mask=call.mask, layer=self.layer, cache=call.cache, scores=call.scores, sinks_H=sinks_H
+        heads_BtHV = call.core(
+            q,
+            k,
+            v,
+            plan=call.plan,
+            cache=cache,
+            scores=call.scores,
+            sinks_H=sinks_H,
+            recompute_cache=recompute_cache,
         )
         return self._after_core(x_BtM, heads_BtHV, call, recompute_cache)
 
@@ -93,7 +101,10 @@ class Block(nn.Module):
         x_BtM = self._add(x_BtM, out_BtM, 0, call)
         if self.order == "post":
             x_BtM = self.post_attention_layernorm(x_BtM)
-        second = "pre_feedforward_layernorm" if self.order == "sandwich" else "post_attention_layernorm"
+        # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
+        second = "post_attention_layernorm"
+        if self.order == "sandwich":
+            second = "pre_feedforward_layernorm"
         out_BtM, *stats = self._feed(self._before(x_BtM, second), call, recompute_cache)
         if self.order == "sandwich":
             out_BtM = self.post_feedforward_layernorm(out_BtM)
@@ -103,7 +114,9 @@ class Block(nn.Module):
         return x_BtM, *stats
 
     def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
-        return x_BtM if self.order == "post" else getattr(self, norm)(x_BtM)
+        if self.order == "post":
+            return x_BtM
+        return getattr(self, norm)(x_BtM)
 
     def _add(self, x_BtM: Tensor, part_BtM: Tensor, site: int, call: Call) -> Tensor:
         """The residual stream with one part's output added."""
@@ -118,7 +131,3 @@ class Block(nn.Module):
         if isinstance(self.mlp, FeedForward):
             return (self.mlp(normed_BtM),)
         return self.mlp(normed_BtM, call.experts, recompute_cache)
-
-
-def _once(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    return function(*args, None)

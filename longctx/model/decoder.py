@@ -6,7 +6,6 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from longctx.config import ModelConfig
 from longctx.documents import PackedDocuments
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionCore, KVCache
+from longctx.model.attention.core import AttentionCore, KVCache, Plan
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
-from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.plans import plan_layers
 from longctx.model.block import Block, Call
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
@@ -66,9 +64,9 @@ class Backbone(nn.Module):
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
         *,
-        masks: dict[str, AttentionMask],
-        length: int,
         cores: dict[str, AttentionCore],
+        plans: dict[str, Plan],
+        length: int,
         cache: KVCache | None,
         dropout: Dropout | None,
         recompute: bool,
@@ -76,19 +74,22 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
-        ``masks`` and ``cores`` have one entry for each kind of layer; ``length`` is the longest document's.
+        ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
         config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
-        calls = {kind: Call(masks[kind], cores[kind], scores, cache, dropout, recompute, experts) for kind in masks}
-        turned_by = [config.rope_of(n) if config.has_rope(n) else None for n in range(config.num_layers)]
-        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(turned_by)}
+        calls = {kind: Call(cores[kind], plans[kind], scores, cache, dropout, recompute, experts) for kind in plans}
+        # Layers of one rope share their table; None stands for layers that turn no channels.
+        ropes = [self._rope(layer) for layer in range(config.num_layers)]
+        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(ropes)}
         stats = []
         for layer, block in enumerate(self.layers):
-            x_BtM, *of_router = block(x_BtM, tables[turned_by[layer]], call=calls[config.layer_kind(layer)])
+            x_BtM, *of_router = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
             if config.has_experts(layer):
                 stats.append(tuple(of_router))
-        return (x_BtM if config.norm_order == "post" else self.norm(x_BtM)), stats
+        if config.norm_order != "post":
+            x_BtM = self.norm(x_BtM)
+        return x_BtM, stats
 
     def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
         config, x_BtM = self.config, self.embed_tokens(tokens_Bt)
@@ -99,7 +100,14 @@ class Backbone(nn.Module):
             x_BtM = x_BtM + self.embed_positions(positions_Bt)
         if config.position == "sinusoidal":
             x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.hidden_size, x_BtM.dtype).to(x_BtM.dtype)
-        return x_BtM if dropout is None else dropout(x_BtM, -1)
+        if dropout is not None:
+            x_BtM = dropout(x_BtM, -1)
+        return x_BtM
+
+    def _rope(self, layer: int) -> Rope | None:
+        if self.config.has_rope(layer):
+            return self.config.rope_of(layer)
+        return None
 
     def _scores(self, x_BtM: Tensor) -> Scores:
         """How queries and keys become scores: the same in all layers."""
@@ -145,14 +153,19 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.execution = Execution() if execution is None else execution
-        products = self.execution.products
-        self.core: AttentionCore = LocalAttention(products=products) if core is None else core
-        self.linear_core: AttentionCore = LocalLinearAttention() if linear_core is None else linear_core
-        self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+        if execution is None:
+            execution = Execution()
+        if core is None:
+            core = LocalAttention(products=execution.products)
+        if linear_core is None:
+            linear_core = LocalLinearAttention()
+        if dispatcher is None:
+            dispatcher = LocalDispatcher()
+        self.execution = execution
+        self.core, self.linear_core, self.dispatcher = core, linear_core, dispatcher
         self.model = Backbone(config, self.dispatcher.local_experts)
-        self.lm_head = LMHead(config, products)
-        set_products(self, products)
+        self.lm_head = LMHead(config, execution.products)
+        set_products(self, execution.products)
         if seed is not None:
             self.initialize(seed)
 
@@ -164,13 +177,17 @@ class Decoder(nn.Module):
                 continue
             shape = self.logical_shape(name, parameter.shape)
             value = initial_value(name, shape, self.config, seed)
-            parameter.copy_(value if shape == tuple(parameter.shape) else value[self.dispatcher.local_experts])
+            if shape != tuple(parameter.shape):
+                value = value[self.dispatcher.local_experts]
+            parameter.copy_(value)
         for buffer in self.buffers():
             buffer.zero_()
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
-        return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
+        if is_expert_weight(name):
+            return (self.config.num_experts, *shape[1:])
+        return tuple(shape)
 
     def forward(
         self,
@@ -180,6 +197,7 @@ class Decoder(nn.Module):
         *,
         document_ids: Tensor | None = None,
         row_tokens: int = 0,
+        placement: Any = None,
         training_pass: TrainingPass | None = None,
         return_stats: bool = False,
         cache: KVCache | None = None,
@@ -189,11 +207,16 @@ class Decoder(nn.Module):
         ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
         tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
-        expert's capacity is one of a row); 0 if none were. Without a ``training_pass`` nothing is random, as in
-        evaluation. With a ``cache`` the tokens continue the sequence that filled it."""
-        training_pass = EVALUATION if training_pass is None else training_pass
-        execution, masks = self.execution, _masks(cu_seqlens, tokens_Bt, self.config, self.core)
-        documents = next(iter(masks.values())).documents
+        expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
+        (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
+        tokens continue the sequence that filled it."""
+        if training_pass is None:
+            training_pass = EVALUATION
+        execution, cores = self.execution, _cores_of(self)
+        dtype = self.model.embed_tokens.weight.dtype
+        documents, plans = plan_layers(
+            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
+        )
         if self.config.position == "learned":
             check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
         if training_pass.replay is not None:
@@ -201,15 +224,15 @@ class Decoder(nn.Module):
         needs_tokens = is_random(self.config, training_pass)
         if document_ids is None and (return_stats or needs_tokens):
             document_ids = document_ids_of(documents, tokens_Bt)
-        token_Bt = (
-            token_indices(documents, positions_Bt, document_ids) if needs_tokens and document_ids is not None else None
-        )
+        token_Bt = None
+        if needs_tokens and document_ids is not None:
+            token_Bt = token_indices(documents, positions_Bt, document_ids)
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
-            masks=masks,
-            length=self._length(documents, positions_Bt, cache),
-            cores={kind: self.linear_core if kind == "linear" else self.core for kind in masks},
+            cores=cores,
+            plans=plans,
+            length=_rope_length(self.config, documents, positions_Bt, cache),
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
             recompute=execution.recompute,
@@ -226,13 +249,9 @@ class Decoder(nn.Module):
                 replay=training_pass.replay,
             ),
         )
-        return (hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]) if return_stats else hidden_BtM
-
-    def _length(self, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
-        """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
-        if self.config.position != "rope" or not self.config.rope.depends_on_length:
-            return 0
-        return documents.longest if cache is None else int(positions_Bt.max()) + 1
+        if not return_stats:
+            return hidden_BtM
+        return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
 
     def selection_biases(self) -> list[Tensor]:
         """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
@@ -259,31 +278,23 @@ class Decoder(nn.Module):
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
         table: Any = self.model.embed_tokens.weight
-        return [(self.lm_head, table)] if self.config.tie_embeddings else []
+        if not self.config.tie_embeddings:
+            return []
+        return [(self.lm_head, table)]
 
 
-@outside_graphs("boundaries are data: a graph that read them would serve one batch")
-def _masks(
-    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
-    tokens_Bt: Tensor,
-    config: ModelConfig,
-    core: AttentionCore,
-) -> dict[str, AttentionMask]:
-    """What the layers of each kind see."""
-    if cu_seqlens is None:
-        documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
-    else:
-        documents = PackedDocuments.of(cu_seqlens)
-    mask = AttentionMask(documents)
-    masks = {kind: _mask_of(kind, mask, config) for kind in dict.fromkeys(config.layers)}
-    if "sparse" in masks and getattr(core, "is_operator", False):
-        _ = masks["sparse"].strided  # formed here, outside of the graph that reads it
-    return masks
+def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
+    """The core of each kind of layer."""
+    cores = dict.fromkeys(decoder.config.layers, decoder.core)
+    if "linear" in cores:
+        cores["linear"] = decoder.linear_core
+    return cores
 
 
-def _mask_of(kind: str, mask: AttentionMask, config: ModelConfig) -> AttentionMask:
-    if kind == "window":
-        return replace(mask, window=config.window)
-    if kind == "sparse":
-        return replace(mask, window=config.window, stride=config.sparse_stride)
-    return mask
+def _rope_length(config: ModelConfig, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
+    """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
+    if config.position != "rope" or not config.rope.depends_on_length:
+        return 0
+    if cache is None:
+        return documents.longest
+    return int(positions_Bt.max()) + 1  # documents know the newest tokens alone

@@ -78,6 +78,7 @@ class CausalLM(nn.Module):
             batch.documents,
             document_ids=batch.document_ids,
             row_tokens=batch.row_tokens,
+            placement=batch.placement,
             training_pass=training_pass,
             return_stats=return_stats,
         )

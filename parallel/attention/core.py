@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.kernels.processor import Products
-from longctx.model.attention.core import KVCache
+from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
-from parallel.attention.softmax import attend
-from parallel.layout.cached import cached_layout
+from parallel.attention.plan import AttentionOptions, ContextParallelPlan, build_layout
+from parallel.attention.softmax import attend_planned
+from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 
@@ -27,12 +25,25 @@ class ContextParallelAttention:
 
     mesh: Mesh
     layout: str
-    kernel: str = "auto"
-    transport: str = "auto"
-    communication_dtype: torch.dtype | None = None
-    deterministic: bool = False
-    products: Products | None = None
-    """How a CPU multiplies bfloat16; None takes what is faster on this one."""
+    """Kind of layout in which attention has the tokens."""
+    options: AttentionOptions = field(default_factory=AttentionOptions)
+
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: SequenceLayout | None = None
+    ) -> ContextParallelPlan:
+        """The schedule of the mask, and the ranks' agreement on it. Collective.
+
+        ``placement`` is the layout that the batch was split by; without one it is this core's.
+        """
+        if shapes.cached_tokens is not None:
+            raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
+        layout = placement
+        if layout is None or layout.kind != self.layout:
+            layout = build_layout(self.layout, self.mesh, mask.documents)
+        schedule = Schedule.build(
+            layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride
+        )
+        return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options, placement=placement)
 
     @outside_graphs("keys, values and states travel between ranks")
     def __call__(
@@ -41,35 +52,12 @@ class ContextParallelAttention:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
+        plan: ContextParallelPlan,
+        cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        if cache is not None:
-            raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
-        return attend(
-            q_BtHD,
-            k_BtKD,
-            v_BtKV,
-            schedule=build_schedule(self.layout, self.mesh.context, self.mesh.ulysses, mask),
-            mesh=self.mesh,
-            kernel=self.kernel,
-            scores=scores,
-            sinks_H=sinks_H,
-            transport=self.transport,
-            communication_dtype=self.communication_dtype,
-            deterministic=self.deterministic,
-            products=self.products,
-            recompute_cache=recompute_cache,
-            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
+        return attend_planned(
+            q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
-
-
-@lru_cache(maxsize=8)
-def build_schedule(kind: str, degree: int, ulysses: int, mask: AttentionMask) -> Schedule:
-    """The schedule of a mask, built once a batch and shared by all layers of that mask."""
-    layout = cached_layout(kind, degree, ulysses, mask.documents)
-    return Schedule.build(layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride)

@@ -21,16 +21,57 @@ from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.kernels.linear_attention import CHUNK, StateExchange, check_tensors, linear_attention
-from longctx.model.attention.core import KVCache
+from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
+from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
-from parallel.layout.cached import cached_layout
+from parallel.attention.plan import build_layout, flattened, tokens_problem
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.runtime.agreement import agree
+from parallel.runtime.agreement import agree, degree_problem
 from parallel.runtime.communicate import named_collective
 from parallel.schedule.states import Open, StatePlan
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelLinearPlan:
+    """Which states of a batch travel, and this rank's segments, in every linear layer of one forward pass."""
+
+    mesh: Mesh
+    """The ranks that share this batch's sequence."""
+    states: StatePlan
+    """Its layout is where the batch's tokens are: no row leaves its rank."""
+    shapes: AttentionShapes
+    """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
+    segments: Segments
+    in_graph: bool = False
+
+    @classmethod
+    def build(
+        cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, problem: str | None = None
+    ) -> ContextParallelLinearPlan:
+        """The plan for these shapes. Collective.
+
+        ``problem`` is what the caller found wrong on this rank. ConfigError on every rank where one has a problem,
+        ClusterError where ranks differ or one is too late.
+        """
+        problem = problem or degree_problem(states.layout, mesh)
+        if problem is None:
+            num_local = states.layout.num_local(mesh.context_rank)
+            shapes = flattened(shapes, num_local)
+            problem = tokens_problem(shapes, num_local, mesh)
+        heads = f"{shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values {shapes.value_dim})"
+        agree(states, mesh, f"linear attention, {shapes.batch} × {heads}, {shapes.dtype}", problem)
+        return cls(mesh, states, shapes, states.segments(mesh.context_rank))
+
+    def exchange(self, recompute_cache: RecomputeCache | None) -> StateExchange | None:
+        """How states travel in one layer; None where no document lies on several ranks."""
+        if not self.states.num_given:
+            return None
+        exchange = _AllGather(self.mesh, self.states)
+        if recompute_cache is None:
+            return exchange
+        return _Recomputed(exchange, recompute_cache)
 
 
 @outside_graphs("keys, values and states travel between ranks")
@@ -45,32 +86,50 @@ def linear_attend(
     causal: bool = True,
     chunk: int = CHUNK,
     recompute_cache: RecomputeCache | None = None,
-    agree_again: bool = False,
 ) -> Tensor:
     """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
 
-    Inputs are this rank's share under ``layout``: [1, t, …] of it, the same tokens in B rows when the layout is over
+    Inputs are this rank's shard under ``layout``: [1, t, …] of it, the same tokens in B rows when the layout is over
     flattened rows, or B stacked sequences of the same documents. ``cu_seqlens`` are global (default: one document).
     Returns [B, t, H, V] in q's dtype, equal to one process's result but for rounding, the same bits every time. Every
-    rank of the context group must call it alike; with the first use of a layout and documents (or ``agree_again``) they
-    compare what they were given. A ``recompute_cache`` keeps the states that entered this rank's segments: recomputing
-    the layer sends nothing. ConfigError when the layout deals single tokens (striped) or shapes do not fit it;
-    ClusterError when a rank differs, dies or is too late."""
+    rank of the context group must call it alike: in each call they compare what they were given. A
+    ``recompute_cache`` keeps the states that entered this rank's segments: recomputing the layer sends nothing.
+    ConfigError when the layout deals single tokens (striped) or shapes do not fit it; ClusterError when a rank
+    differs, dies or is too late."""
+    problem = None
+    try:
+        check_tensors(q_BtHD, k_BtKD, v_BtKV)
+    except ConfigError as error:
+        problem = str(error)
+    states = StatePlan.build(layout, cu_seqlens, causal=causal)
+    shapes = AttentionShapes.of(q_BtHD, k_BtKD, v_BtKV, Scores(scale=1.0))  # which linear attention has no use for
+    plan = ContextParallelLinearPlan.build(states, mesh, shapes, problem=problem)
+    return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, chunk=chunk, recompute_cache=recompute_cache)
+
+
+def linear_attend_planned(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: ContextParallelLinearPlan,
+    *,
+    chunk: int = CHUNK,
+    recompute_cache: RecomputeCache | None = None,
+) -> Tensor:
+    """``linear_attend`` by a plan on which the ranks have agreed."""
     B, t = q_BtHD.shape[:2]
-    share = layout.num_local(mesh.context_rank)
-    plan = StatePlan.build(layout, cu_seqlens, causal=causal)
-    if t != share and B * t == share:  # rows of a flattened micro-batch
-        q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, share, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-    if recompute_cache is None or not recompute_cache.recomputing:  # a layer that is computed again has agreed already
-        words = (
-            f"linear attention, {q_BtHD.shape[0]} × {tuple(k_BtKD.shape[2:])} and {v_BtKV.shape[-1]}, {q_BtHD.dtype}"
-        )
-        agree(plan, mesh, words, _problem(q_BtHD, k_BtKD, v_BtKV, share, mesh), again=agree_again)
-    exchange: StateExchange | None = _AllGather(mesh, plan) if plan.num_given else None
-    if exchange is not None and recompute_cache is not None:
-        exchange = _Stashed(exchange, recompute_cache)
-    segments = plan.segments(mesh.context_rank)
-    out, _ = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, causal=causal, exchange=exchange, chunk=chunk)
+    batch = plan.shapes.batch
+    q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+    plan.shapes.check_call(q, None)
+    out, _ = linear_attention(
+        q,
+        k,
+        v,
+        segments=plan.segments,
+        causal=plan.states.causal,
+        exchange=plan.exchange(recompute_cache),
+        chunk=chunk,
+    )
     return out.view(B, t, *out.shape[2:])
 
 
@@ -84,6 +143,18 @@ class ContextParallelLinearAttention:
 
     mesh: Mesh
     layout: str
+    """Kind of the layout where a batch names none."""
+
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: SequenceLayout | None = None
+    ) -> ContextParallelLinearPlan:
+        """The states of the mask's documents, and the ranks' agreement on them. Collective."""
+        if shapes.cached_tokens is not None:
+            raise ConfigError("decoding with a sequence spread over ranks is not built yet; generate in one process.")
+        if placement is None:
+            placement = build_layout(self.layout, self.mesh, mask.documents)
+        states = StatePlan.build(placement, mask.documents, causal=mask.causal)
+        return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 
     @outside_graphs("keys, values and states travel between ranks")
     def __call__(
@@ -92,27 +163,14 @@ class ContextParallelLinearAttention:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
+        plan: ContextParallelLinearPlan,
+        cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
-        if cache is not None:
-            raise ConfigError("decoding with a sequence spread over ranks is not built yet; generate in one process.")
-        return linear_attend(
-            q_BtHD,
-            k_BtKD,
-            v_BtKV,
-            layout=cached_layout(self.layout, self.mesh.context, self.mesh.ulysses, mask.documents),
-            cu_seqlens=mask.documents,
-            mesh=self.mesh,
-            causal=mask.causal,
-            recompute_cache=recompute_cache,
-            agree_again=layer == 0,  # once a micro-batch, whatever a rank has met before
-        )
+        return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
 
 
 def check_linear_layout(layout: str, ring_degree: int) -> None:
@@ -124,34 +182,24 @@ def check_linear_layout(layout: str, ring_degree: int) -> None:
         )
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, share: int, mesh: Mesh) -> str | None:
-    """What is wrong with this rank's tensors."""
-    if q.shape[1] != share:
-        return (
-            f"rank {mesh.rank} was given {q.shape[1]} queries; its share of the layout is {share} tokens. "
-            "Give it SequenceLayout.split of each."
-        )
-    try:
-        check_tensors(q, k, v)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 @dataclass(frozen=True)
 class _AllGather:
     """The exchange of states among a context group; each rank adds what it needs in the order of the sequence."""
 
     mesh: Mesh
-    plan: StatePlan
+    states: StatePlan
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
         """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
-        return self._exchange(given_sBKDW, self.plan.given, self.plan.taken, before=True, after=not self.plan.causal)
+        return self._exchange(
+            given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
+        )
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
         """A state that was given has the gradients of all segments that took it."""
-        return self._exchange(dtaken_sBKDW, self.plan.taken, self.plan.given, before=not self.plan.causal, after=True)
+        return self._exchange(
+            dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
+        )
 
     def _exchange(
         self,
@@ -186,7 +234,7 @@ class _AllGather:
 
 
 @dataclass(frozen=True)
-class _Stashed:
+class _Recomputed:
     """An exchange whose first result is kept, and is the result when the layer is computed again."""
 
     exchange: StateExchange

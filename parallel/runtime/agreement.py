@@ -1,54 +1,75 @@
 """Ranks that share a sequence agree on what they are about to do, before the first byte of it travels.
 
 A rank with another schedule or other shapes would make its peers wait for rows that never come, or add up rows that do
-not belong together.
+not belong together. So a plan of attention is agreed on when it is made, once a batch and kind of layer.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from parallel.schedule.states import StatePlan
 
 
-def agree(schedule: Schedule | StatePlan, mesh: Mesh, words: str, problem: str | None, *, again: bool = False) -> None:
-    """Compare schedule and ``words`` over the context group; once for each schedule, or ``again``. Collective.
+class Degrees(Protocol):
+    """How many ranks share a sequence."""
 
-    ConfigError on every rank where one has a ``problem`` or the mesh is not the schedule's, ClusterError where they
-    differ.
+    @property
+    def degree(self) -> int:
+        """Ranks that share the sequence, ring × Ulysses."""
+        ...
+
+    @property
+    def ulysses(self) -> int:
+        """How many of them split heads."""
+        ...
+
+
+class Agreed(Protocol):
+    """What ranks must have alike: a schedule of attention, or the states of linear attention."""
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of all that is agreed on."""
+        ...
+
+    def describe(self) -> str:
+        """The same on one line, for a message."""
+        ...
+
+
+def degree_problem(layout: Degrees, mesh: Mesh) -> str | None:
+    """What is wrong with a layout for this mesh; None where it is for as many ranks."""
+    if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
+        return None
+    return (
+        f"the schedule is for {layout.degree} ranks of which {layout.ulysses} split heads; the "
+        f"mesh has context {mesh.context} and ulysses {mesh.ulysses}."
+    )
+
+
+def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
+    """Compare the digest and the ``signature`` of the call over the context group. Collective.
+
+    ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
     """
-    if (mesh.context, mesh.ulysses) != (schedule.layout.degree, schedule.layout.ulysses):
-        raise ConfigError(
-            f"the schedule is for {schedule.layout.degree} ranks of which {schedule.layout.ulysses} split heads; the "
-            f"mesh has context {mesh.context} and ulysses {mesh.ulysses}."
-        )
     if mesh.control_group is None:
         if problem is not None:
             raise ConfigError(problem)
         return
-    agreed: set[str] = schedule.cached("agreed", set)
-    if agreed and not again and problem is not None:  # the others are past the comparison
-        raise ConfigError(problem)
-    if words in agreed and not again:
-        return
-    seen = _everyone(_digest(schedule, words, problem), mesh)
-    if problem is None and len(set(seen)) == 1:
-        agreed.add(words)
-        return
-    _raise_difference(schedule, words, problem, mesh)
+    # A rank with a problem takes part: the others would wait for it.
+    seen = _everyone(_digest(agreed, signature, problem), mesh)
+    if problem is not None or len(set(seen)) > 1:
+        _raise_difference(agreed, signature, problem, mesh)
 
 
-def _digest(schedule: Schedule | StatePlan, words: str, problem: str | None) -> bytes:
-    return blake2b(f"{schedule.digest} {words} {problem or ''}".encode(), digest_size=16).digest()
+def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
+    return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
 def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
@@ -65,15 +86,17 @@ def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
     return [x.numpy().tobytes() for x in seen]
 
 
-def _raise_difference(schedule: Schedule | StatePlan, words: str, problem: str | None, mesh: Mesh) -> None:
+def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh) -> None:
     """The first problem, or what differs, in the same words on every rank."""
     said: list = [None] * mesh.context
-    dist.all_gather_object(said, (problem, schedule.describe(), schedule.digest, words), group=mesh.control_group)
+    mine = (problem, agreed.describe(), agreed.digest, signature)
+    dist.all_gather_object(said, mine, group=mesh.control_group)
     for rank, (found, *_) in enumerate(said):
         if found is not None:
             raise ConfigError(f"context rank {rank}: {found}")
     lines = [
-        f"  context rank {rank}: {what}; {asked}; schedule {h[:8]}" for rank, (_, what, h, asked) in enumerate(said)
+        f"  context rank {rank}: {described}; {called}; schedule {digest[:8]}"
+        for rank, (_, described, digest, called) in enumerate(said)
     ]
     raise ClusterError(
         "the ranks of a sequence were given different attention:\n" + "\n".join(lines) + "\n"

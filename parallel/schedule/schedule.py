@@ -7,11 +7,10 @@ query there sees, nothing else) and what the receiver computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -25,8 +24,6 @@ from parallel.schedule.bands import area
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.work import Hop, Mask, RingWork
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class Schedule:
     stride: int = 0
     distances: bool = False
     """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
-    _known: dict = field(default_factory=dict, compare=False, repr=False)
-    """Segments by ring rank and work by (receiver, owner), computed when first asked for."""
 
     @classmethod
     def build(
@@ -75,15 +70,9 @@ class Schedule:
         """The same schedule with each slice's distances, for scores that depend on them."""
         if self.distances:
             return self
-        return self.cached("with distances", lambda: replace(self, distances=True, _known={}))
+        return replace(self, distances=True)
 
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What ``build`` returned when it was first asked for under this key."""
-        if key not in self._known:
-            self._known[key] = build()
-        return self._known[key]
-
-    @cached_property
+    @property
     def digest(self) -> str:
         """A fingerprint: ranks that share a sequence must have the same one."""
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +15,6 @@ from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments
 from parallel.layout.sequence import SequenceLayout
-
-T = TypeVar("T")
 
 
 def bytes_received(
@@ -37,7 +34,9 @@ def bytes_received(
     (``StatePlan.num_taken`` states a rank in place of ``num_given``).
     """
     plan = StatePlan.build(layout, cu_seqlens, causal=causal)
-    state = batch * num_kv_heads * head_dim * ((head_dim if value_dim is None else value_dim) + 1)
+    if value_dim is None:
+        value_dim = head_dim
+    state = batch * num_kv_heads * head_dim * (value_dim + 1)
     return (layout.degree - 1) * plan.num_given * state * bytes_per_value
 
 
@@ -65,8 +64,6 @@ class StatePlan:
     taken: tuple[tuple[Open, ...], ...]
     """For each rank the segments that need the state of others, in local (and global) order."""
 
-    _known: dict = field(default_factory=dict, compare=False, repr=False)
-
     @classmethod
     def build(
         cls,
@@ -82,23 +79,19 @@ class StatePlan:
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         return _build_plan(layout, documents.bounds, causal)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A fingerprint: ranks that share a sequence must have the same one."""
-        words = (self.layout.kind, self.layout.runs, self.layout.ulysses, self.cu_seqlens, self.causal)
-        return blake2b(repr(words).encode(), digest_size=16).hexdigest()
+        inputs = (self.layout.kind, self.layout.runs, self.layout.ulysses, self.cu_seqlens, self.causal)
+        return blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """Layout and mask on one line."""
-        x, kind = self.layout, "causal" if self.causal else "bidirectional"
+        x, kind = self.layout, "bidirectional"
+        if self.causal:
+            kind = "causal"
         documents = len(self.cu_seqlens) - 1
         return f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks, {documents} documents, {kind}"
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What ``build`` returned when it was first asked for under this key."""
-        if key not in self._known:
-            self._known[key] = build()
-        return self._known[key]
 
     @property
     def num_given(self) -> int:
@@ -111,12 +104,11 @@ class StatePlan:
         return max(map(len, self.taken))
 
     def segments(self, rank: int) -> Segments:
-        """The rank's segments, in the words of the one-device kernel."""
+        """The rank's segments, as the one-device kernel takes them."""
         takes, gives = (tuple(x.segment for x in side[rank]) for side in (self.taken, self.given))
         return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
 
 
-@lru_cache(maxsize=8)
 def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: bool) -> StatePlan:
     pieces = [_segments(layout, cu_seqlens, rank) for rank in range(layout.degree)]
     starts: dict[int, list[int]] = {}

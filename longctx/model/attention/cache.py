@@ -1,39 +1,62 @@
-"""LocalKVCache."""
+"""LocalKVCache: what one process keeps of a sequence that it continues."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-class LocalKVCache:
-    """All keys and values in this process's memory, in buffers that double when they are full."""
+class LocalLayerCache:
+    """One layer's keys and values, in buffers that double when they are full, or its state."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[int, int] = {}
-        self._states: dict[int, Tensor] = {}
+        self.num_tokens = 0
+        """Tokens that the layer has seen."""
+        self.state: Tensor | None = None
+        """What a linear layer knows of them."""
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        start = self._lengths.get(layer, 0)
+    def append(self, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
+        start = self.num_tokens
         stop = start + k_BtKD.shape[1]
-        if layer not in self._buffers or self._buffers[layer][0].shape[1] < stop:
-            self._grow(layer, (k_BtKD, v_BtKV), start, stop)
-        keys, values = self._buffers[layer]
+        if self._buffers is None or self._buffers[0].shape[1] < stop:
+            self._buffers = self._grown(k_BtKD, v_BtKV, stop)
+        keys, values = self._buffers
         keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKV
-        self._lengths[layer] = stop
+        self.num_tokens = stop
         return keys[:, :stop], values[:, :stop]
 
-    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
-        known = self._states.get(layer)
-        self._states[layer] = state_sBKDW if known is None else known + state_sBKDW
+    def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
+        if self.state is None:
+            self.state = state_sBKDW
+        else:
+            self.state = self.state + state_sBKDW
+        self.num_tokens += num_tokens
 
-    def state(self, layer: int) -> Tensor | None:
-        return self._states.get(layer)
+    def _grown(self, k_BtKD: Tensor, v_BtKV: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Buffers for at least so many tokens, with those of today."""
+        # Doubling copies each key about once, however many tokens come one by one.
+        rows = max(2 * self.num_tokens, num_tokens, 64)
+        keys = k_BtKD.new_zeros(k_BtKD.shape[0], rows, *k_BtKD.shape[2:])
+        values = v_BtKV.new_zeros(v_BtKV.shape[0], rows, *v_BtKV.shape[2:])
+        if self._buffers is not None:
+            keys[:, : self.num_tokens] = self._buffers[0][:, : self.num_tokens]
+            values[:, : self.num_tokens] = self._buffers[1][:, : self.num_tokens]
+        return keys, values
 
-    def _grow(self, layer: int, like: tuple[Tensor, Tensor], start: int, stop: int) -> None:
-        rows = max(2 * start, stop, 64)
-        keys, values = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in like)
-        if layer in self._buffers:
-            for new, old in zip((keys, values), self._buffers[layer], strict=True):
-                new[:, :start] = old[:, :start]
-        self._buffers[layer] = (keys, values)
+
+class LocalKVCache:
+    """All keys and values in this process's memory, layer by layer."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LocalLayerCache] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer has seen: between two forward passes all have seen as many."""
+        return self.layer(0).num_tokens
+
+    def layer(self, number: int) -> LocalLayerCache:
+        """The cache of one layer."""
+        if number not in self._layers:
+            self._layers[number] = LocalLayerCache()
+        return self._layers[number]

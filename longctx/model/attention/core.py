@@ -1,34 +1,134 @@
-"""AttentionCore: plan once a batch, attend in every layer; the KVCache protocol."""
+"""AttentionCore: plan once a forward pass and kind of layer, then attend in every layer; the caches of decoding."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from longctx.documents import PackedDocuments
+from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 
 
-class KVCache(Protocol):
-    """Keys and values of the tokens already seen, layer by layer, for one sequence that grows."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionShapes:
+    """What a plan depends on besides its mask: this process's tensors, and how queries and keys become scores."""
 
-    def append(self, layer: int, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new rows; return all rows of the layer so far, [B, s, K, D] and [B, s, K, V]."""
+    batch: int
+    tokens: int
+    """Query tokens of each row."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Head size of queries and keys."""
+    value_dim: int
+    dtype: torch.dtype
+    device_type: str
+    scale: float
+    softcap: float | None = None
+    rules: tuple[str, ...] = ()
+    """``Scores.rules``."""
+    cached_tokens: int | None = None
+    """Earlier tokens whose keys a cache holds; None where there is no cache."""
+
+    @classmethod
+    def of(
+        cls, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, scores: Scores, cached_tokens: int | None = None
+    ) -> AttentionShapes:
+        """The shapes of these tensors."""
+        batch, tokens, num_heads, head_dim = q_BtHD.shape
+        return cls(
+            batch=batch,
+            tokens=tokens,
+            num_heads=num_heads,
+            num_kv_heads=k_BtKD.shape[2],
+            head_dim=head_dim,
+            value_dim=v_BtKV.shape[3],
+            dtype=q_BtHD.dtype,
+            device_type=q_BtHD.device.type,
+            scale=scores.scale,
+            softcap=scores.softcap,
+            rules=scores.rules,
+            cached_tokens=cached_tokens,
+        )
+
+    def check_whole(self, documents: PackedDocuments) -> None:
+        """ValueError unless this process holds all tokens of the documents."""
+        if documents.num_tokens != self.batch * self.tokens:
+            raise ValueError(
+                f"{self.batch} rows of {self.tokens} tokens are not the {documents.num_tokens} tokens of cu_seqlens; "
+                "a shard of them needs `document_ids` and a core that spans its ranks"
+            )
+
+    def check_call(self, q_BtHD: Tensor, sinks_H: Tensor | None) -> None:
+        """ValueError for other queries than were planned for, ConfigError unless each of their heads has its sink."""
+        planned = (self.batch, self.tokens, self.num_heads, self.head_dim)
+        if q_BtHD.shape != planned or q_BtHD.dtype != self.dtype:
+            raise ValueError(
+                f"queries {tuple(q_BtHD.shape)} of {q_BtHD.dtype} came with a plan for {planned} of {self.dtype}; "
+                "plan again for each forward pass"
+            )
+        if sinks_H is not None and sinks_H.shape != (self.num_heads,):
+            raise ConfigError(
+                f"sinks_H has shape {tuple(sinks_H.shape)}; it needs one logit for each of {self.num_heads} query "
+                "heads."
+            )
+
+
+class LayerCache(Protocol):
+    """What one layer keeps of the tokens already seen, for one sequence that grows."""
+
+    def append(self, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return all of them so far, [B, s, K, D] and [B, s, K, V]."""
         ...
 
-    def add_state(self, layer: int, state_sBKDW: Tensor) -> None:
-        """Add to what a linear layer knows of the tokens so far."""
+    def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
+        """Add the state of new tokens to what a linear layer knows."""
         ...
 
-    def state(self, layer: int) -> Tensor | None:
+    @property
+    def state(self) -> Tensor | None:
         """The sum of what was added, None before anything was."""
         ...
 
 
+class KVCache(Protocol):
+    """Keys, values and states of the tokens already seen."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer has seen."""
+        ...
+
+    def layer(self, number: int) -> LayerCache:
+        """The cache of one layer."""
+        ...
+
+
+class Plan(Protocol):
+    """What a core does in every layer of one kind, for one forward pass; what is in it is the core's own."""
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether ``torch.compile`` may hold the core's work in a graph: nothing but the kernels' operators."""
+        ...
+
+
 class AttentionCore(Protocol):
-    """Exact softmax attention of this process's queries over every key of the sequence that the mask lets them see."""
+    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
+
+    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
+        """What every layer of one kind will do; made before the first layer, and read again by recomputation.
+
+        ``placement`` tells where the batch's tokens live, for a core that spreads them over processes
+        (``Batch.placement``); None leaves it to the core. Such a core's plan is collective.
+        """
+        ...
 
     def __call__(
         self,
@@ -36,16 +136,16 @@ class AttentionCore(Protocol):
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
+        plan: Any,
+        cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V] in q's dtype.
 
-        ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a
-        key without value that every query sees (GPT-OSS). A ``recompute_cache`` keeps the result of a layer that
-        backward will recompute, so that the core's work and communication are not done again."""
+        ``plan`` is this core's, for these shapes. ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are
+        learnable logits, one a query head, of a key without value that every query sees (GPT-OSS). A
+        ``recompute_cache`` keeps the result of a layer that backward will recompute, so that the core's work and
+        communication are not done again."""
         ...

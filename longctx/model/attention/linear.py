@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 
 from longctx.documents import PackedDocuments
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
-from longctx.model.attention.core import KVCache
+from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLinearPlan:
+    """The segments whose keys are summed, and whether a state enters the first or leaves it."""
+
+    segments: Segments
+    causal: bool
+    in_graph: bool = False
 
 
 class LocalLinearAttention:
@@ -18,7 +30,13 @@ class LocalLinearAttention:
     A cache holds one state a layer, [1, B, K, D, V + 1], however many tokens it has seen.
     """
 
-    is_operator = False
+    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalLinearPlan:
+        """The documents as segments; with a cache one segment, which continues what the cache has seen."""
+        if shapes.cached_tokens is None:
+            shapes.check_whole(mask.documents)
+            return LocalLinearPlan(Segments(mask.documents), mask.causal)
+        takes = (0,) if shapes.cached_tokens else ()
+        return LocalLinearPlan(Segments(PackedDocuments.of([0, shapes.tokens]), takes=takes, gives=(0,)), causal=True)
 
     def __call__(
         self,
@@ -26,24 +44,20 @@ class LocalLinearAttention:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        mask: AttentionMask,
-        layer: int,
-        cache: KVCache | None = None,
+        plan: LocalLinearPlan,
+        cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax, and there is nothing to
-        recompute_cache."""
+        """Output [B, t, H, V]. ``scores`` and ``sinks_H`` belong to softmax, and recomputation forms sums again."""
         B, T = q_BtHD.shape[:2]
         if cache is not None:
-            carried = cache.state(layer)
-            segments = Segments(PackedDocuments.of([0, T]), takes=() if carried is None else (0,), gives=(0,))
+            segments, carried = plan.segments, cache.state
             out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=carried)
-            cache.add_state(layer, state)
+            cache.add_state(state, T)
             return out
-        if mask.documents.num_tokens != B * T:
-            raise ValueError(f"{B} rows of {T} tokens are not the {mask.documents.num_tokens} tokens of cu_seqlens")
+        # Rows are laid end to end: documents are boundaries in the flattened tokens.
         q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-        out, _ = linear_attention(q, k, v, segments=Segments(mask.documents), causal=mask.causal)
+        out, _ = linear_attention(q, k, v, segments=plan.segments, causal=plan.causal)
         return out.view(B, T, *out.shape[2:])

@@ -115,7 +115,7 @@ def test_positions_are_read_and_not_counted():
     shuffled = torch.tensor([3, 0, 2, 1])
 
     class Unmasked(LocalAttention):
-        def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, mask, layer, **_):
+        def __call__(self, q_BtHD, k_BtKD, v_BtKD, **_):
             q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 

@@ -15,10 +15,11 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes, buckets
 from longctx.kernels.attention.contract import RelativeBias
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.projections import RelativePositions
 from longctx.model.decoder import Decoder
 from longctx.model.positions import check_learned, sinusoidal_embedding
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.model import plain_decoder
 from tests.longctx.model.plain_decoder import PlainDecoder
 from tests.longctx.samples import documents_of, gradients, one_document, packed_batch, randomize
@@ -75,7 +76,7 @@ POSITIONS = {
 }
 
 
-def build(name: str, core: LocalAttention | None = None) -> Decoder:
+def build(name: str, core: AttentionCore | None = None) -> Decoder:
     decoder = Decoder(odd_config(**POSITIONS[name]), core).double()
     randomize(decoder)
     return decoder
@@ -118,7 +119,7 @@ def test_packed_documents_equal_documents_alone(name):
     decoder, batch = build(name), packed_batch([[5, 11, 1], [16, 1]], vocab_size=31)
     whole = decoder(batch.tokens, batch.positions, batch.cu_seqlens).flatten(0, 1)
     if decoder.config.rope.depends_on_length:  # documents of a batch are stretched by the longest of them
-        with patch.object(Decoder, "_length", lambda *_: 16):
+        with patch("longctx.model.decoder._rope_length", lambda *_: 16):
             alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
     else:
         alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
@@ -140,12 +141,16 @@ def test_kinds_of_positions_differ():
     assert len(seen) == 16
 
 
-class Recorder(LocalAttention):
+class Recorder(MaskIsPlan):
     """Keeps the turned queries and keys of the first layer, and adds nothing to the residual stream."""
 
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, layer, **_):
-        if layer == 0:
-            self.seen = q_BtHD.detach(), k_BtKD.detach()
+    def plan(self, mask, shapes, placement=None):
+        self.first = True
+        return super().plan(mask, shapes)
+
+    def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):
+        if self.first:
+            self.seen, self.first = (q_BtHD.detach(), k_BtKD.detach()), False
         return torch.zeros(*q_BtHD.shape[:3], v_BtKV.shape[-1], dtype=q_BtHD.dtype)
 
 

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
+from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.processor import Products
-from parallel.attention.softmax import attend
+from longctx.model.attention.core import AttentionShapes
+from parallel.attention.plan import AttentionOptions, ContextParallelPlan
+from parallel.attention.softmax import attend, attend_planned
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
@@ -268,13 +271,14 @@ def check_dead_peer(transport):
     mesh = build_mesh(case)
     spread(case, mesh)  # all are there, and agree
     layout = SequenceLayout.build("zigzag", 48, 4)
-    schedule = Schedule.build(layout)
     q, k, v, _ = (layout.split(x, mesh.rank, 1) for x in case.inputs())
-    attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+    shapes = AttentionShapes.of(q, k, v, Scores(scale=case.head_dim**-0.5))
+    plan = ContextParallelPlan.build(Schedule.build(layout), mesh, shapes, AttentionOptions(transport=transport))
+    attend_planned(q, k, v, plan)
     if mesh.rank == 2:
         raise SystemExit("gone")
     with pytest.raises(ClusterError, match=r"rank \d (exchanging|gathering)[\s\S]*died or did not answer"):
-        attend(q, k, v, schedule=schedule, mesh=mesh, transport=transport)
+        attend_planned(q, k, v, plan)
     raise RuntimeError("told of the dead rank")
 
 

@@ -28,6 +28,7 @@ from parallel.parallelize import build_parallel_model
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 from tests.helpers import run_distributed
+from tests.longctx.attention_cores import attend_once
 from tests.oracles import packed_batch
 from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case
 from tests.parallel.attention.test_attention import EXACT, ways
@@ -218,8 +219,6 @@ def count_messages(layers: tuple[str, ...], *, recompute: bool) -> tuple[int, di
     model = build_parallel_model(config, mesh, layout="zigzag", kernel="blockwise", execution=Execution(recompute))
     layout = SequenceLayout.build("zigzag", 96, 4)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
-    run(model.decoder, mine)  # schedules are known and agreed from here on, but for the first layer's
-    model.zero_grad()
 
     def counted(function):
         def call(*args, **kwargs):
@@ -268,7 +267,8 @@ def test_striped_layouts_do_not_serve_linear_layers():
 
 def test_a_cache_is_refused():
     mesh = Mesh(rank=0, world_size=2, context=2)
-    core = build_parallel_model(MODEL, mesh, layout="zigzag").decoder.linear_core
+    decoder = build_parallel_model(MODEL, mesh, layout="zigzag").decoder
     q = torch.zeros(1, 2, 2, 4)
-    with pytest.raises(ConfigError, match="generate in one process"):
-        core(q, q, q, mask=AttentionMask((0, 4)), layer=0, cache=LocalKVCache())
+    for core in (decoder.core, decoder.linear_core):
+        with pytest.raises(ConfigError, match="generate in one process"):
+            attend_once(core, q, q, q, AttentionMask((0, 4)), cache=LocalKVCache())

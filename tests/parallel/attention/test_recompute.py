@@ -54,13 +54,13 @@ def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[
 
     def watched(*args, recompute_cache=None, **kwargs):
         before, recomputing = sent[0], recompute_cache is not None and recompute_cache.recomputing
-        out = attend(*args, recompute_cache=recompute_cache, **kwargs)
+        out = attend_planned(*args, recompute_cache=recompute_cache, **kwargs)
         if recomputing:
             replayed.append(sent[0] - before)
         return out
 
-    attend = parallel.attention.core.attend
-    with patch.object(parallel.attention.core, "attend", watched):
+    attend_planned = parallel.attention.core.attend_planned
+    with patch.object(parallel.attention.core, "attend_planned", watched):
         for name in SENDING:
             patcher = patch.object(dist, name, counted(getattr(dist, name)))
             patcher.start()

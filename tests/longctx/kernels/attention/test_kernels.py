@@ -21,6 +21,7 @@ from longctx.kernels.processor import PRODUCTS
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
+from tests.longctx.attention_cores import attend_once
 from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
 
 
@@ -137,29 +138,29 @@ def test_document_slices_skip_empty_segments():
 
 def test_local_attention_rows_and_documents_are_independent():
     core, (q, k, v) = LocalAttention(), tensors(12, 12, B=2)
-    whole = core(q, k, v, mask=AttentionMask((0, 5, 12, 24)), layer=0)
+    whole = attend_once(core, q, k, v, AttentionMask((0, 5, 12, 24)))
     parts = [
-        core(*(x[:1, a:b] for x in (q, k, v)), mask=AttentionMask((0, b - a)), layer=0) for a, b in [(0, 5), (5, 12)]
+        attend_once(core, *(x[:1, a:b] for x in (q, k, v)), AttentionMask((0, b - a))) for a, b in [(0, 5), (5, 12)]
     ]
-    parts.append(core(q[1:], k[1:], v[1:], mask=AttentionMask((0, 12)), layer=0))
+    parts.append(attend_once(core, q[1:], k[1:], v[1:], AttentionMask((0, 12))))
     torch.testing.assert_close(whole.view(1, 24, 4, 8), torch.cat(parts, 1))
     with pytest.raises(ValueError, match="cu_seqlens"):
-        core(q, k, v, mask=AttentionMask((0, 12)), layer=0)
+        attend_once(core, q, k, v, AttentionMask((0, 12)))
 
 
 @pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
 def test_local_attention_gradcheck(kernel):
     leaves = [x.requires_grad_() for x in tensors(6, 6, torch.float64, B=1)]
     core, mask = LocalAttention(kernel), AttentionMask((0, 2, 6))
-    assert torch.autograd.gradcheck(lambda *qkv: core(*qkv, mask=mask, layer=0), leaves)
+    assert torch.autograd.gradcheck(lambda *qkv: attend_once(core, *qkv, mask), leaves)
 
 
 def test_cache_continues_the_sequence():
     """Prefill, then chunks of one and of several tokens, past the buffer's first size."""
     core, (q, k, v) = LocalAttention(), tensors(150, 150)
-    whole = core(q, k, v, mask=AttentionMask((0, 150, 300)), layer=0)
+    whole = attend_once(core, q, k, v, AttentionMask((0, 150, 300)))
     cache, parts = LocalKVCache(), []
     for a, b in [(0, 60), (60, 61), (61, 70), (70, 150)]:
         step = [x[:, a:b] for x in (q, k, v)]
-        parts.append(core(*step, mask=AttentionMask((0, b - a)), layer=0, cache=cache))
+        parts.append(attend_once(core, *step, AttentionMask((0, b - a)), cache=cache))
     torch.testing.assert_close(torch.cat(parts, 1), whole)

@@ -12,6 +12,7 @@ from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
+from tests.longctx.attention_cores import MaskIsPlan, attend_once
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs
 from tests.longctx.model.attention.test_local import by_definition
 from tests.longctx.samples import (
@@ -27,16 +28,19 @@ from tests.longctx.samples import (
 LAYERS = ("linear", "full")
 
 
-def by_closed_form(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
-    """A core: every weight of the flattened rows written out."""
-    B, T = q_BtHD.shape[:2]
-    q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
-    return closed_form(q, k, v, mask.documents.bounds, mask.causal).view(B, T, *q.shape[2:3], -1)
+class ByClosedForm(MaskIsPlan):
+    """Every weight of the flattened rows written out."""
+
+    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, plan, **_):
+        B, T = q_BtHD.shape[:2]
+        q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        return closed_form(q, k, v, plan.documents.bounds, plan.causal).view(B, T, *q.shape[2:3], -1)
 
 
-def by_softmax(q_BtHD, k_BtKD, v_BtKV, *, mask, layer, cache=None, scores=None, sinks_H=None, recompute_cache=None):
-    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
-    return by_definition(q_BtHD, k_BtKD, v_BtKV, mask, scores, sinks_H)
+class BySoftmax(MaskIsPlan):
+    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, plan, scores=None, sinks_H=None, **_):
+        scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
+        return by_definition(q_BtHD, k_BtKD, v_BtKV, plan, scores, sinks_H)
 
 
 def exact_decoder(**given) -> Decoder:
@@ -58,7 +62,7 @@ def hidden_and_gradients(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
 def test_values_and_gradients_are_the_closed_form(lengths, recompute):
     batch = packed_batch(lengths)
     got = hidden_and_gradients(exact_decoder(execution=Execution(recompute)), batch)
-    wanted = hidden_and_gradients(exact_decoder(core=by_softmax, linear_core=by_closed_form), batch)
+    wanted = hidden_and_gradients(exact_decoder(core=BySoftmax(), linear_core=ByClosedForm()), batch)
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
@@ -80,7 +84,7 @@ def test_a_state_continues_what_rows_began():
         steps = [(0, 1), (1, 2), (2, 71), (71, 72), (72, 83)]
         parts = [decoder(batch.tokens[:, a:b], batch.positions[:, a:b], cache=cache) for a, b in steps]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
-    state = cache.state(0)
+    state = cache.layer(0).state
     assert state is not None
     assert state.shape == (1, 2, 2, 8, 9), "one state a row and key head, however many tokens"
 
@@ -96,4 +100,4 @@ def test_generation_is_the_same_with_a_cache(config):
 def test_a_share_of_the_tokens_is_refused():
     (q, k, v), _ = inputs(4, 2, 2, 3, 3, batch=1)
     with pytest.raises(ValueError, match="not the 9 tokens"):
-        LocalLinearAttention()(q, k, v, mask=AttentionMask((0, 9)), layer=0)
+        attend_once(LocalLinearAttention(), q, k, v, AttentionMask((0, 9)))

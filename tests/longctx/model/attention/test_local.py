@@ -6,6 +6,7 @@ Axes: B rows, T tokens, H query heads, K key/value heads, D query/key head size,
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,10 +19,12 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
+from tests.longctx.attention_cores import attend_once
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
 from tests.rounding import ATTENTION, both_ways
 
@@ -108,7 +111,7 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
     mask = AttentionMask((0, 1, 8, 8, 13, 26), **changes)
     x = leaves(2, 13)
     asked = rules(x, rich=rich, bidirectional=not mask.causal)
-    out = LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+    out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
     wanted = by_definition(x["q"], x["k"], x["v"], mask, scores, asked.get("sinks_H"))
     torch.testing.assert_close(out, wanted)
@@ -122,7 +125,7 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 1)])
 def test_sinks_on_the_preferred_kernel(dtype, H, K, products):
     x, mask = leaves(1, 23, H=H, K=K, V=8, dtype=dtype), AttentionMask((0, 7, 23))
-    out = LocalAttention(products=products)(x["q"], x["k"], x["v"], mask=mask, layer=0, sinks_H=x["sinks"])
+    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask, sinks_H=x["sinks"])
     exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
     wanted = by_definition(exact["q"], exact["k"], exact["v"], mask, Scores(scale=8**-0.5), exact["sinks"])
     inputs = ("q", "k", "v", "sinks")
@@ -178,12 +181,12 @@ def test_a_cache_continues_under_windows_sinks_and_scores(changes):
     core, x = LocalAttention("blockwise"), leaves(2, 17)
     asked = rules(x, rich=True)
     with torch.no_grad():
-        whole = core(x["q"], x["k"], x["v"], mask=AttentionMask((0, 17, 34), **changes), layer=0, **asked)
+        whole = attend_once(core, x["q"], x["k"], x["v"], AttentionMask((0, 17, 34), **changes), **asked)
         cache, parts = LocalKVCache(), []
         for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 17)]:
             mask = AttentionMask((0, b - a, 2 * (b - a)), **changes)
             step = [x[n][:, a:b] for n in "qkv"]
-            parts.append(core(*step, mask=mask, layer=0, cache=cache, **asked))
+            parts.append(attend_once(core, *step, mask, cache=cache, **asked))
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
@@ -196,7 +199,7 @@ def test_requests_that_make_no_sense_are_refused():
             AttentionMask(boundaries)
     x = leaves(1, 4)
     with pytest.raises(ConfigError, match="each of 4 query heads"):
-        LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=AttentionMask((0, 4)), layer=0, sinks_H=torch.zeros(2))
+        attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)), sinks_H=torch.zeros(2))
 
 
 BOUNDARIES = [[[5, 7]], [[3, 4, 5]], [[1, 1, 1, 9]], [[12]], [[6, 6]]]
@@ -211,16 +214,18 @@ def fresh_compiler():
 
 
 def test_compiled_attention_is_one_graph_whatever_the_documents(fresh_compiler):
-    def attention(x, mask):
-        core = LocalAttention("blockwise")
-        return core(x["q"], x["k"], x["v"], mask=mask, layer=0, **rules(x, rich=True))
+    core = LocalAttention("blockwise")
+
+    def attention(x, plan):
+        return core(x["q"], x["k"], x["v"], plan=plan, **rules(x, rich=True))
 
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
     for [lengths] in BOUNDARIES[:3]:
         cu_seqlens = (0, *torch.tensor(lengths).cumsum(0).tolist())
         mask, x = AttentionMask(cu_seqlens, window=4, sink_tokens=1), leaves(1, 12)
+        plan = core.plan(mask, AttentionShapes.of(x["q"], x["k"], x["v"], rules(x, rich=True)["scores"]))
         results = [
-            [out := f(x, mask), *torch.autograd.grad(out.sin().sum(), list(x.values()))] for f in (attention, compiled)
+            [out := f(x, plan), *torch.autograd.grad(out.sin().sum(), list(x.values()))] for f in (attention, compiled)
         ]
         torch.testing.assert_close(results[1], results[0])
     assert counters["stats"]["unique_graphs"] <= 2  # the first row's, and one for any number of documents
@@ -229,7 +234,8 @@ def test_compiled_attention_is_one_graph_whatever_the_documents(fresh_compiler):
 class OutsideOfGraphs(LocalAttention):
     """As a core must be that communicates."""
 
-    is_operator = False
+    def plan(self, *args, **kwargs):
+        return replace(super().plan(*args, **kwargs), in_graph=False)
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):

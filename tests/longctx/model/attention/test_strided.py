@@ -14,13 +14,14 @@ from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.attention.slices import table_slices
+from longctx.kernels.attention.slices import slice_table, table_slices
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
+from tests.longctx.attention_cores import attend_once
 from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
 from tests.longctx.model.attention.test_local import BUCKETS, FARTHEST, leaves, rules
 from tests.longctx.samples import dense_config, documents_of, gradients, packed_batch, randomize
@@ -88,7 +89,10 @@ documents = st.lists(st.integers(0, 14), min_size=1, max_size=4).map(lambda n: (
 @given(documents, st.integers(1, 16), st.integers(1, 16), st.integers(0, 40))
 def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
     mask, T = AttentionMask(cu_seqlens, window=window, stride=stride), cu_seqlens[-1]
-    band, nothing = (torch.arange(T), torch.arange(T), mask.slice_table), torch.zeros(T, T, dtype=torch.int64)
+    band, nothing = (
+        (torch.arange(T), torch.arange(T), slice_table(document_slices(mask))),
+        torch.zeros(T, T, dtype=torch.int64),
+    )
     strided = strided_work(whole_documents(cu_seqlens), window, stride)
     got = named(band, T, T) + (nothing if strided is None else named(strided, T, T))
     assert torch.equal(got, sees(cu_seqlens, window, stride).long())
@@ -105,7 +109,7 @@ def test_values_and_gradients_are_the_definitions(window, stride, rich):
     cu_seqlens = (0, 1, 8, 8, 13, 38)
     mask, x = AttentionMask(cu_seqlens, window=window, stride=stride), leaves(2, 19)
     asked = rules(x, rich=rich)
-    out = LocalAttention("blockwise")(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+    out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
     wanted = by_definition(x["q"], x["k"], x["v"], sees(cu_seqlens, window, stride), scores, asked.get("sinks_H"))
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
@@ -121,7 +125,7 @@ def test_the_preferred_kernel_on_long_documents(dtype, products):
     cu_seqlens = (0, 300, 301, 700)
     x = leaves(1, 700, V=8, dtype=dtype)
     mask = AttentionMask(cu_seqlens, window=30, stride=17)
-    out = LocalAttention(products=products)(x["q"], x["k"], x["v"], mask=mask, layer=0)
+    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask)
     exact = q, k, v = [x[n].detach().double().requires_grad_() for n in "qkv"]
     apart = torch.arange(700)[:, None] - torch.arange(700)
     document = torch.bucketize(torch.arange(700), torch.tensor(cu_seqlens[1:]), right=True)
@@ -146,7 +150,7 @@ def test_work_grows_with_what_is_seen(monkeypatch):
     monkeypatch.setattr(cpu_flash, "_forward", counting)
     T, window, stride = 8192, 128, 128
     q = torch.randn(1, T, 1, 4)
-    LocalAttention("cpu_flash")(q, q, q, mask=AttentionMask((0, T), window=window, stride=stride), layer=0)
+    attend_once(LocalAttention("cpu_flash"), q, q, q, AttentionMask((0, T), window=window, stride=stride))
     assert formed[0] < T * T / 10
 
 
@@ -157,11 +161,11 @@ def test_a_cache_continues(window, stride, rich):
     asked = rules(x, rich=rich)
     with torch.no_grad():
         mask = AttentionMask((0, 23, 46), window=window, stride=stride)
-        whole = core(x["q"], x["k"], x["v"], mask=mask, layer=0, **asked)
+        whole = attend_once(core, x["q"], x["k"], x["v"], mask, **asked)
         cache, parts = LocalKVCache(), []
         for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 11), (11, 23)]:
             mask = AttentionMask((0, b - a, 2 * (b - a)), window=window, stride=stride)
-            parts.append(core(*(x[n][:, a:b] for n in "qkv"), mask=mask, layer=0, cache=cache, **asked))
+            parts.append(attend_once(core, *(x[n][:, a:b] for n in "qkv"), mask, cache=cache, **asked))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
 
 

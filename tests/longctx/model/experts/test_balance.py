@@ -14,13 +14,13 @@ from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.documents import PackedDocuments
-from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
 from longctx.model.experts.router import RouterStats, Routing, router_stats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import documents_of, gradients, packed_batch, step_loss, tiny_config
 
 SCOPES = ("sequence", "micro_batch", "global_batch")
@@ -198,7 +198,7 @@ def test_load_shares():
 # A step's gradient, however its tokens are spread
 
 
-class Blind(LocalAttention):
+class Blind(MaskIsPlan):
     """Attention that sees nothing: a share of the tokens then gives a share of the results."""
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):

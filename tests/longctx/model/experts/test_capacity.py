@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from longctx.batch import Batch
-from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.capacity import Capacity, capacity_of
 from longctx.model.experts.dispatch import LocalDispatcher
@@ -21,6 +20,7 @@ from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 E, K = 5, 3
@@ -96,7 +96,7 @@ def test_capacity_is_the_mean_load_times_a_factor_rounded_up(factor):
 # In the decoder
 
 
-class Blind(LocalAttention):
+class Blind(MaskIsPlan):
     """Attention that sees nothing: a share of the tokens then gives a share of the results."""
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):

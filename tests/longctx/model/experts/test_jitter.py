@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.layers import dropout as module
@@ -16,6 +15,7 @@ from longctx.model.layers.dropout import Dropout, Jitter
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 from tests.rounding import UNIT
 
@@ -112,7 +112,7 @@ def test_values_and_gradients_are_multiplied(dtype, monkeypatch):
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
-class Blind(LocalAttention):
+class Blind(MaskIsPlan):
     """Attention that sees nothing: a share of the tokens then gives a share of the results."""
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):

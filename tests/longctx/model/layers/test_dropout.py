@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout
 from longctx.model.training_pass import Execution, TrainingPass
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
 
 M = 256
@@ -198,7 +198,7 @@ def test_recomputation_drops_the_same_values(experts):
         assert torch.equal(grad, found[1][1][name]), name
 
 
-class Blind(LocalAttention):
+class Blind(MaskIsPlan):
     """Attention that sees nothing: a share of the tokens then gives a share of the results."""
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):

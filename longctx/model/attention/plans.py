@@ -1,0 +1,88 @@
+"""``plan_layers``: what the layers of each kind see and do in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.documents import PackedDocuments
+from longctx.kernels.graphs import outside_graphs
+from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, Plan
+from longctx.model.attention.mask import AttentionMask
+
+
+@outside_graphs("boundaries are data: a graph that read them would serve one batch")
+def plan_layers(
+    config: ModelConfig,
+    cores: Mapping[str, AttentionCore],
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
+    tokens_Bt: Tensor,
+    dtype: torch.dtype,
+    *,
+    placement: Any = None,
+    cache: KVCache | None = None,
+) -> tuple[PackedDocuments, dict[str, Plan]]:
+    """The batch's documents, and a plan for each kind of layer, by the kind's core.
+
+    ``cu_seqlens`` None makes every row one document; ``dtype`` is that of queries and keys. Kinds are planned in the
+    order of the layers, so ranks that agree on their plans do so in one order.
+    """
+    if cu_seqlens is None:
+        documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
+    else:
+        documents = PackedDocuments.of(cu_seqlens)
+    cached_tokens = None
+    if cache is not None:
+        cached_tokens = cache.num_tokens
+    shapes = layer_shapes(config, tokens_Bt, dtype, cached_tokens)
+    plans = {}
+    for kind in dict.fromkeys(config.layers):
+        plans[kind] = cores[kind].plan(layer_mask(kind, documents, config), shapes, placement)
+    return documents, plans
+
+
+def layer_mask(kind: str, documents: PackedDocuments, config: ModelConfig) -> AttentionMask:
+    """What the layers of a kind see."""
+    mask = AttentionMask(documents)
+    if kind == "window":
+        return replace(mask, window=config.window)
+    if kind == "sparse":
+        return replace(mask, window=config.window, stride=config.sparse_stride)
+    return mask
+
+
+def layer_shapes(
+    config: ModelConfig, tokens_Bt: Tensor, dtype: torch.dtype, cached_tokens: int | None = None
+) -> AttentionShapes:
+    """The shapes of the tensors that ``project`` makes of these tokens: the same in all layers."""
+    num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
+    if config.is_latent:  # each head unfolds a key and a value of its own
+        num_kv_heads = config.num_heads
+    if config.position == "relative":  # channels of the distance stand beside those of the content
+        head_dim += config.hidden_size
+    rules = []
+    if config.attention_softcap:
+        rules.append("softcap")
+    if config.position == "alibi":
+        rules.append("alibi")
+    if config.position == "t5":
+        rules.append("relative_bias")
+    return AttentionShapes(
+        batch=tokens_Bt.shape[0],
+        tokens=tokens_Bt.shape[1],
+        num_heads=config.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=config.value_dim,
+        dtype=dtype,
+        device_type=tokens_Bt.device.type,
+        scale=config.scale,
+        softcap=config.attention_softcap or None,
+        rules=tuple(rules),
+        cached_tokens=cached_tokens,
+    )

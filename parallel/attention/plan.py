@@ -1,0 +1,194 @@
+"""ContextParallelPlan: what every layer of one kind does in one forward pass; the ranks agree when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longctx.documents import PackedDocuments
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.processor import Products
+from longctx.model.attention.core import AttentionShapes
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.runtime.agreement import agree, degree_problem
+from parallel.schedule.schedule import Schedule
+from parallel.transport.block import Transport
+from parallel.transport.select import build_transport
+from parallel.transport.ulysses import HeadExchange
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed, whatever the layer."""
+
+    kernel: str = "auto"
+    transport: str = "auto"
+    """p2p, two_level, all_gather or auto."""
+    communication_dtype: torch.dtype | None = None
+    """Dtype of gradients under way; None: float32, float64 for float64 inputs."""
+    deterministic: bool = False
+    """Whether the kernel's backward must repeat to the bit."""
+    products: Products | None = None
+    """How a CPU multiplies bfloat16; None: the way that is faster on this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelPlan:
+    """A batch's schedule, and what carries it out on this rank.
+
+    Each batch has a plan of its own, with its own mesh and layouts: their degree may be another one in the next batch.
+    """
+
+    mesh: Mesh
+    """The ranks that share this batch's sequence."""
+    placement: SequenceLayout
+    """Where the rest of the layer has the batch's tokens."""
+    schedule: Schedule
+    """Its layout is where attention has them."""
+    shapes: AttentionShapes
+    """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
+    heads: HeadExchange
+    transport: Transport
+    kernel: AttentionKernel
+    in_graph: bool = False
+
+    @classmethod
+    def build(
+        cls,
+        schedule: Schedule,
+        mesh: Mesh,
+        shapes: AttentionShapes,
+        options: AttentionOptions,
+        *,
+        placement: SequenceLayout | None = None,
+        problem: str | None = None,
+    ) -> ContextParallelPlan:
+        """The plan of a schedule for these shapes. Collective.
+
+        ``placement`` is the schedule's layout by default. ``problem`` is what the caller found wrong on this rank.
+        ConfigError on every rank where one has a problem, ClusterError where ranks differ or one is too late.
+        """
+        if placement is None:
+            placement = schedule.layout
+        if {"alibi", "relative_bias"} & set(shapes.rules):
+            schedule = schedule.with_distances()
+        plan = None
+        problem = problem or degree_problem(schedule.layout, mesh) or _placement_problem(placement, schedule.layout)
+        if problem is None:
+            num_local = schedule.layout.num_local(mesh.context_rank)
+            shapes = flattened(shapes, num_local)
+            problem = tokens_problem(shapes, num_local, mesh)
+        if problem is None:
+            # What this rank refuses is told to the others first: they would wait for it.
+            try:
+                plan = _assemble(placement, schedule, mesh, shapes, options)
+            except ConfigError as error:
+                problem = str(error)
+        agree(schedule, mesh, call_signature(shapes, options), problem)
+        assert plan is not None, "a problem that the ranks did not tell each other"
+        return plan
+
+    def as_shard(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's rows as the sequences that the layout is over. ValueError for queries of other shapes."""
+        B = self.shapes.batch
+        q, k, v = (x.reshape(B, -1, *x.shape[2:]) for x in (q, k, v))
+        self.shapes.check_call(q, None)
+        return q, k, v
+
+
+def flattened(shapes: AttentionShapes, num_local: int) -> AttentionShapes:
+    """The rows of a flattened micro-batch as the one sequence that a layout is over; others as they are."""
+    if shapes.tokens == num_local or shapes.batch * shapes.tokens != num_local:
+        return shapes
+    return replace(shapes, batch=1, tokens=num_local)
+
+
+def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str | None:
+    """What is wrong with this rank's number of tokens; None when it is its shard's."""
+    if shapes.tokens == num_local:
+        return None
+    return (
+        f"rank {mesh.rank} was given {shapes.tokens} queries; its shard of the layout is {num_local} tokens. "
+        "Give it SequenceLayout.split of each."
+    )
+
+
+def build_layout(kind: str, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
+    """The layout of this kind of a micro-batch's documents over the mesh."""
+    return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+
+
+def call_signature(shapes: AttentionShapes, options: AttentionOptions) -> str:
+    """What every rank must have been given alike, besides the schedule."""
+    communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
+    return (
+        f"{shapes.batch} × {shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values "
+        f"{shapes.value_dim}), {shapes.dtype}, scale {shapes.scale:.6g}, soft cap {shapes.softcap}, transport "
+        f"{options.transport}, gradients as {communication_dtype}"
+    )
+
+
+def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh) -> str | None:
+    """What is wrong with this rank's tensors; None when nothing is, or the layout is not the mesh's anyway."""
+    if degree_problem(schedule.layout, mesh) is not None:
+        return None
+    num_queries = schedule.layout.num_local(mesh.context_rank)
+    num_keys = schedule.key_layout.num_local(mesh.context_rank)
+    if q.shape[1] != num_queries and q.shape[0] * q.shape[1] == num_queries:  # rows of a flattened micro-batch
+        q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+    if (q.shape[1], k.shape[1], v.shape[1]) != (num_queries, num_keys, num_keys):
+        return (
+            f"rank {mesh.rank} was given {q.shape[1]} queries, {k.shape[1]} keys and {v.shape[1]} values; its shard of "
+            f"the layout is {num_queries} tokens. Give it SequenceLayout.split of each."
+        )
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0] or k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
+        return (
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit each other: batch "
+            "sizes must agree, keys and values have the same heads, queries and keys the same head size."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}; all must have one dtype."
+    if q.shape[2] % k.shape[2]:
+        return f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads."
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        return f"sinks_H has shape {tuple(sinks.shape)}; it needs one logit for each of {q.shape[2]} query heads."
+    return None
+
+
+def _placement_problem(placement: SequenceLayout, layout: SequenceLayout) -> str | None:
+    """Why attention cannot have tokens elsewhere than the rest of the layer has them."""
+    if placement == layout:
+        return None
+    return (
+        f"the batch is placed {placement.kind} over {placement.degree} ranks (ulysses {placement.ulysses}), its "
+        f"attention {layout.kind} over {layout.degree} (ulysses {layout.ulysses}): moving queries, keys and values "
+        f"between two layouts is not built yet. Give attention the batch's own (parallel.layout={placement.kind!r})."
+    )
+
+
+def _assemble(
+    placement: SequenceLayout, schedule: Schedule, mesh: Mesh, shapes: AttentionShapes, options: AttentionOptions
+) -> ContextParallelPlan:
+    """What carries out the schedule on this rank. ConfigError for what a kernel, a transport or the heads cannot do."""
+    heads = HeadExchange.build(mesh, shapes.num_heads, shapes.num_kv_heads)
+    transport = build_transport(options.transport, schedule, mesh, communication_dtype=options.communication_dtype)
+    request = KernelRequest(
+        shapes.device_type,
+        shapes.dtype,
+        shapes.head_dim,
+        heads.query_heads.stop - heads.query_heads.start,
+        heads.num_kernel_key_heads,
+        value_dim=shapes.value_dim,
+        window=schedule.window is not None,
+        rules=shapes.rules,
+        deterministic=options.deterministic,
+        products=options.products,
+    )
+    kernel = choose_kernel(options.kernel, request)
+    return ContextParallelPlan(mesh, placement, schedule, shapes, heads, transport, kernel)

@@ -1,0 +1,128 @@
+"""Plans of attention over ranks: one agreement each, the same refusal on every rank, a degree for each batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel.attention.linear
+import parallel.attention.plan
+from longctx.config import ModelConfig
+from longctx.errors import ClusterError, ConfigError
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import AttentionShapes
+from longctx.model.training_pass import Execution
+from parallel.attention.plan import AttentionOptions, ContextParallelPlan
+from parallel.attention.softmax import attend_planned
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from parallel.schedule.schedule import Schedule
+from tests.helpers import run_distributed
+from tests.oracles import packed_batch
+from tests.parallel.attention.attention_cases import Case, by_definition
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    layers=("full", "window", "linear", "sparse"),
+    window=5,
+    sparse_stride=7,
+)
+
+
+def shard_of(mesh: Mesh, layout: SequenceLayout, seed: int = 3):
+    batch = packed_batch(rows=2, seq_len=48, vocab_size=64, seed=seed).flatten_rows()
+    return replace(batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1)), placement=layout)
+
+
+def test_ranks_agree_once_a_forward_pass_and_kind_of_layer():
+    run_distributed(check_agreements, 2)
+
+
+def check_agreements():
+    mesh, layout = Mesh.build(context=2), SequenceLayout.build("zigzag", 96, 2)
+    lm = build_parallel_model(MODEL, mesh, layout="zigzag", execution=Execution(True))
+    mine, agreed = shard_of(mesh, layout), []
+    agree = parallel.attention.plan.agree
+
+    def counted(schedule, *arguments):
+        agreed.append(schedule)
+        return agree(schedule, *arguments)
+
+    modules = (parallel.attention.plan, parallel.attention.linear)
+    with patch.object(modules[0], "agree", counted), patch.object(modules[1], "agree", counted):
+        for passes in (1, 2):
+            lm(mine)[0].backward()
+            assert len(agreed) == len(MODEL.layers) * passes
+    assert all(schedule.layout is layout for schedule in agreed), "plans start from the layout of the batch"
+
+
+def test_ranks_that_plan_otherwise_are_all_refused_alike():
+    run_distributed(check_refusals, 3)
+
+
+def check_refusals():
+    mesh, layout = Mesh.build(context=3), SequenceLayout.build("contiguous", 96, 3)
+    odd = mesh.rank == 1
+    full = replace(MODEL, layers=("full",), window=0, sparse_stride=0, num_layers=2)
+
+    def refusal(error, *, config=full, placement=None, kind="contiguous", seed=3, **options) -> str:
+        lm = build_parallel_model(config, mesh, layout=kind, **options)
+        mine = replace(shard_of(mesh, layout, seed), placement=placement)
+        with pytest.raises(error) as refused:
+            lm(mine)
+        messages: list = [None] * 3
+        dist.all_gather_object(messages, str(refused.value), group=mesh.control_group)
+        assert len(set(messages)) == 1, messages
+        return messages[0]
+
+    linear = replace(full, layers=("linear",))
+    assert "given different attention" in refusal(ClusterError, seed=3 + odd)
+    assert "given different attention" in refusal(ClusterError, seed=3 + odd, config=linear)
+    assert "transport all_gather" in refusal(ClusterError, transport="all_gather" if odd else "p2p")
+    assert "given different attention" in refusal(ClusterError, config=replace(full, num_heads=2) if odd else full)
+    # One rank alone cannot do it: the others hear why instead of waiting.
+    assert "context rank 1: parallel.kernel='fast' is unknown" in refusal(ConfigError, kernel="fast" if odd else "auto")
+    lies = SequenceLayout.build("contiguous", 96, 6)
+    assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies)
+    assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies, config=linear)
+    # Another layout for attention than for the rest of the layer: a plan can say it, nothing moves rows yet.
+    said = refusal(ConfigError, placement=layout, kind="zigzag")
+    assert "placed contiguous over 3 ranks" in said
+    assert "attention zigzag over 3" in said
+    assert "not built yet" in said
+
+
+def test_each_batch_may_have_a_degree_of_its_own():
+    run_distributed(check_degrees, 4)
+
+
+def check_degrees():
+    """The same ranks as one ring of four, as two of two and each alone, in turns."""
+    case = Case(dtype=torch.float64)
+    q, k, v, dout = case.inputs()
+    wanted = by_definition(case)
+    shapes = AttentionShapes.of(q, k, v, Scores(scale=case.head_dim**-0.5))
+    plans = []
+    for degree in (4, 2, 1):
+        mesh, layout = Mesh.build(context=degree), SequenceLayout.build("zigzag", case.tokens, degree)
+        shard = replace(shapes, tokens=layout.num_local(mesh.context_rank))
+        schedule = Schedule.build(layout, case.cu_seqlens)
+        plans.append(ContextParallelPlan.build(schedule, mesh, shard, AttentionOptions("reference")))
+    for plan in (*plans, *plans[::-1]):
+        layout, rank = plan.placement, plan.mesh.context_rank
+        leaves = [layout.split(x, rank, 1).requires_grad_() for x in (q, k, v)]
+        out = attend_planned(*leaves, plan)
+        out.backward(layout.split(dout, rank, 1))
+        for name, found in zip(("out", "dq", "dk", "dv"), (out, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(found, layout.split(wanted[name], rank, 1), rtol=1e-12, atol=1e-12)
