@@ -42,10 +42,14 @@ class Block(nn.Module):
         """``experts`` are the layer's experts whose weights are here."""
         super().__init__()
         M = config.hidden_size
-        self.layer, self.order, self.residual_scale = layer, config.norm_order, config.residual_scale
+        self.layer = layer
+        self.order = config.norm_order
+        self.residual_scale = config.residual_scale
         self.self_attn = build_attention(config, layer)
         if config.has_experts(layer):
-            self.mlp = MixtureOfExperts(config, experts, layer=sum(map(config.has_experts, range(layer))))
+            # Statistics and replays count layers of experts, not all layers.
+            earlier_expert_layers = sum(map(config.has_experts, range(layer)))
+            self.mlp = MixtureOfExperts(config, experts, layer=earlier_expert_layers)
         else:
             self.mlp = FeedForward(config, config.ffn_size, bias=config.ffn_bias)
         if self.order != "post":
@@ -120,6 +124,7 @@ class Block(nn.Module):
 
     def _add(self, x_BtM: Tensor, part_BtM: Tensor, site: int, call: Call) -> Tensor:
         """The residual stream with one part's output added."""
+        # Two sites a layer: each draws other random numbers for the same token.
         if call.dropout is not None:
             part_BtM = call.dropout(part_BtM, 2 * self.layer + site)
         if self.residual_scale != 1:

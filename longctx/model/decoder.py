@@ -76,23 +76,37 @@ class Backbone(nn.Module):
 
         ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
-        config, x_BtM = self.config, self._embed(tokens_Bt, positions_Bt, dropout)
+        config = self.config
+        x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
-        calls = {kind: Call(cores[kind], plans[kind], scores, cache, dropout, recompute, experts) for kind in plans}
-        # Layers of one rope share their table; None stands for layers that turn no channels.
+        calls: dict[str, Call] = {}
+        for kind, plan in plans.items():
+            calls[kind] = Call(
+                core=cores[kind],
+                plan=plan,
+                scores=scores,
+                cache=cache,
+                dropout=dropout,
+                recompute=recompute,
+                experts=experts,
+            )
+        # Layers of one rope share their table; None stands for layers without rotary channels.
         ropes = [self._rope(layer) for layer in range(config.num_layers)]
         tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(ropes)}
-        stats = []
+        stats: list[tuple[Tensor, ...]] = []
         for layer, block in enumerate(self.layers):
-            x_BtM, *of_router = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
+            results = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
+            x_BtM = results[0]
             if config.has_experts(layer):
-                stats.append(tuple(of_router))
+                stats.append(results[1:])
+        # A post-norm block ends in a norm of its own, so the stream needs no last one.
         if config.norm_order != "post":
             x_BtM = self.norm(x_BtM)
         return x_BtM, stats
 
     def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
-        config, x_BtM = self.config, self.embed_tokens(tokens_Bt)
+        config = self.config
+        x_BtM = self.embed_tokens(tokens_Bt)
         if config.embedding_scale != 1:
             # rounded to the model's dtype first, as Gemma was trained
             x_BtM = x_BtM * torch.tensor(config.embedding_scale, dtype=x_BtM.dtype, device=x_BtM.device)
@@ -111,7 +125,8 @@ class Backbone(nn.Module):
 
     def _scores(self, x_BtM: Tensor) -> Scores:
         """How queries and keys become scores: the same in all layers."""
-        config, slopes, bias = self.config, None, None
+        config = self.config
+        slopes, bias = None, None
         if config.position == "alibi":
             slopes = alibi_slopes(config.num_heads).to(x_BtM.device)
         if config.position == "t5":
@@ -162,8 +177,10 @@ class Decoder(nn.Module):
         if dispatcher is None:
             dispatcher = LocalDispatcher()
         self.execution = execution
-        self.core, self.linear_core, self.dispatcher = core, linear_core, dispatcher
-        self.model = Backbone(config, self.dispatcher.local_experts)
+        self.core = core
+        self.linear_core = linear_core
+        self.dispatcher = dispatcher
+        self.model = Backbone(config, dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products)
         set_products(self, execution.products)
         if seed is not None:
@@ -175,11 +192,13 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
+            # Drawn whole and then cut: a weight has the same values on any number of expert ranks.
             shape = self.logical_shape(name, parameter.shape)
             value = initial_value(name, shape, self.config, seed)
             if shape != tuple(parameter.shape):
                 value = value[self.dispatcher.local_experts]
             parameter.copy_(value)
+        # The only buffers are the routers' selection biases, which start even.
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -209,10 +228,12 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue the sequence that filled it."""
+        tokens continue the sequence that filled it.
+        """
         if training_pass is None:
             training_pass = EVALUATION
-        execution, cores = self.execution, _cores_of(self)
+        cores = _cores_of(self)
+        # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
@@ -221,12 +242,17 @@ class Decoder(nn.Module):
             check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
         if training_pass.replay is not None:
             training_pass.replay.check(self.config, tokens_Bt.numel())
-        needs_tokens = is_random(self.config, training_pass)
-        if document_ids is None and (return_stats or needs_tokens):
+        # Both break a compiled graph, so they are made only for what reads them.
+        needs_indices = is_random(self.config, training_pass)
+        if document_ids is None and (return_stats or needs_indices):
             document_ids = document_ids_of(documents, tokens_Bt)
         token_Bt = None
-        if needs_tokens and document_ids is not None:
+        if needs_indices and document_ids is not None:
             token_Bt = token_indices(documents, positions_Bt, document_ids)
+        # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+        stats_documents_Bt = None
+        if return_stats:
+            stats_documents_Bt = document_ids
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
@@ -235,18 +261,9 @@ class Decoder(nn.Module):
             length=_rope_length(self.config, documents, positions_Bt, cache),
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
-            recompute=execution.recompute,
-            experts=MoECall(
-                ExpertRun(
-                    self.dispatcher, execution.expert_tile_tokens, execution.recompute_experts, execution.products
-                ),
-                document_ids if return_stats else None,
-                documents.num_documents,
-                jitter=build_jitter(self.config, training_pass, token_Bt),
-                capacity=build_capacity(
-                    self.config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens
-                ),
-                replay=training_pass.replay,
+            recompute=self.execution.recompute,
+            experts=_build_moe_call(
+                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens
             ),
         )
         if not return_stats:
@@ -277,9 +294,9 @@ class Decoder(nn.Module):
 
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
-        table: Any = self.model.embed_tokens.weight
         if not self.config.tie_embeddings:
             return []
+        table: Any = self.model.embed_tokens.weight
         return [(self.lm_head, table)]
 
 
@@ -289,6 +306,34 @@ def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
     return cores
+
+
+def _build_moe_call(
+    decoder: Decoder,
+    training_pass: TrainingPass,
+    documents: PackedDocuments,
+    token_Bt: Tensor | None,
+    stats_documents_Bt: Tensor | None,
+    *,
+    row_tokens: int,
+) -> MoECall:
+    """What the pass tells all layers of experts; the two tensors are None where nothing reads them."""
+    config, execution = decoder.config, decoder.execution
+    run = ExpertRun(
+        decoder.dispatcher,
+        tile_tokens=execution.expert_tile_tokens,
+        recompute=execution.recompute_experts,
+        products=execution.products,
+    )
+    capacity = build_capacity(config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens)
+    return MoECall(
+        run,
+        documents_Bt=stats_documents_Bt,
+        num_documents=documents.num_documents,
+        jitter=build_jitter(config, training_pass, token_Bt),
+        capacity=capacity,
+        replay=training_pass.replay,
+    )
 
 
 def _rope_length(config: ModelConfig, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:

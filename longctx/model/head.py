@@ -27,7 +27,10 @@ class LMHead(nn.Module):
         self.products: Products = products
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
         self.weight: nn.Parameter | None
-        weight = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        weight = None
+        if not config.tie_embeddings:
+            weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        # Registered also as None, so that forward reads one name and a state dict has the key only where it is owned.
         self.register_parameter("weight", weight)
 
     def forward(
@@ -41,20 +44,25 @@ class LMHead(nn.Module):
         label_smoothing: float = 0.0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t]."""
-        weight_VM: Tensor = table.weight if self.weight is None else self.weight
+        weight_VM: Tensor = table.weight
+        if self.weight is not None:
+            weight_VM = self.weight
         if targets_Bt is None:
             return self._logits(hidden_BtM, weight_VM)
         hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         options = LossOptions(
             logit_scale=self.scale, softcap=self.softcap, z_loss=z_loss, label_smoothing=label_smoothing
         )
-        given = (hidden_NM, weight_VM, targets_N)
         if per_token:
-            return token_nll(*given, options=options, products=self.products).view_as(targets_Bt)
-        return loss_sums(*given, options=options, products=self.products)
+            nll_N = token_nll(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
+            return nll_N.view_as(targets_Bt)
+        return loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
+        # The narrow side is scaled: hidden states have M channels, logits V.
         if self.scale != 1:
             hidden_BtM = hidden_BtM * self.scale
         logits_BtV = linear(hidden_BtM, weight_VM, products=self.products)
-        return self.softcap * torch.tanh(logits_BtV / self.softcap) if self.softcap else logits_BtV
+        if not self.softcap:
+            return logits_BtV
+        return self.softcap * torch.tanh(logits_BtV / self.softcap)

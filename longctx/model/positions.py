@@ -29,6 +29,7 @@ def rotary_table(
     ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
     """
     cos, sin = _angles(positions_Bt, rope.frequencies(rotary_size, length))
+    # YaRN's scale of the scores is in the table, so that kernels know nothing of it.
     scale, partial = rope.scale(), accumulate_dtype(dtype)
     return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
 
@@ -65,9 +66,9 @@ def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wai
 
 
 def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """x with its first 2·C channels turned by the table's angles, computed in the table's dtype, returned in x's.
+    """x with its first 2·C channels rotated by the table's angles, computed in the table's dtype, returned in x's.
 
-    Channel c turns together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
+    Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
     """
     return _Rotary.apply(x_BtHD, cos, sin, interleaved)
 
@@ -79,23 +80,25 @@ def _angles(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor,
 
 
 class _Rotary(torch.autograd.Function):
-    """Keeps the table alone: the gradient is the turn back, which needs nothing of x."""
+    """Saves the table alone: the gradient is the rotation back, which needs nothing of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved)
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, -sin, ctx.interleaved), None, None, None
+        # The transpose of a rotation is the rotation by the opposite angle.
+        return _rotate(dy, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
+    # Written straight into one result: no pair is concatenated, and channels without positions are copied once.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # converted once: a product of two dtypes would convert its input each time
     first, second = (half.to(cos.dtype) for half in _halves(x, pairs, interleaved))

@@ -1,4 +1,4 @@
-"""``RecomputeCache``: what a layer computed once, kept through recomputation."""
+"""``RecomputeCache``: what a layer computed once, saved for its recomputation."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from longctx.kernels.graphs import outside_graphs
 
 
 class RecomputeCache:
-    """What one layer computed or received, from its first run to its second: attention's output and log-sum-exp,
-    tokens' experts and what these gave.
+    """What one layer computed or received, from its first run to its second.
 
+    That is attention's output and log-sum-exp, tokens' experts and what these gave.
     Activation checkpointing runs a layer's forward a second time. Each part asks ``load`` first: in the second run it
-    returns what the first run kept, and neither kernel nor communication is needed again.
+    returns what the first run saved, and neither kernel nor communication is needed again.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Tensor, ...]] = {}
+        self._saved: dict[str, tuple[Tensor, ...]] = {}
         self.recomputing = False
         """Whether the layer is being recomputed."""
 
     def load(self, of: str = "attention") -> tuple[Tensor, ...] | None:
-        """What the first run kept of a part of the layer, then the caller's alone; None in the first run itself.
+        """What the first run saved of a part of the layer, then the caller's alone; None in the first run itself.
 
         ConfigError when it was recalled before: the graph is differentiated a second time.
         """
         if not self.recomputing:
             return None
-        if of not in self._kept:
+        if of not in self._saved:
             raise ConfigError(
                 f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
                 "same graph. Run forward again, or set recompute=False to use retain_graph=True."
             )
-        return self._kept.pop(of)
+        # Handed over and not held: the graph of the second run frees the tensors as backward passes them.
+        return self._saved.pop(of)
 
     def save(self, *tensors: Tensor, of: str = "attention") -> None:
         """Keep these of a part of the layer for the second run, without their history."""
-        self._kept[of] = tuple(x.detach() for x in tensors)
+        self._saved[of] = tuple(x.detach() for x in tensors)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
@@ -88,6 +89,8 @@ def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any)
 
     For cores whose work is that operator and nothing that a graph cannot hold.
     """
-    kept = [torch.ops.longctx.attention_forward.default, torch.ops.aten.topk.default]
-    contexts = partial(create_selective_checkpoint_contexts, kept)
+    # Ids are saved so that a token has the same experts in both runs, however its scores are rounded.
+    saved_operators = [torch.ops.longctx.attention_forward.default, torch.ops.aten.topk.default]
+    contexts = partial(create_selective_checkpoint_contexts, saved_operators)
+    # None: a graph has no recompute cache, the operators' results stand in for it.
     return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -23,7 +23,8 @@ from longctx.model.layers.dropout import Dropout, Jitter
 class Execution:
     """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies.
 
-    Changes no result but for the rounding of bfloat16 products."""
+    Changes no result but for the rounding of bfloat16 products.
+    """
 
     recompute: bool = False
     """Activation checkpointing: a block keeps its input, the attention core's result and its tokens' experts, and
@@ -61,6 +62,7 @@ def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
         return False
     if config.residual_dropout:
         return True
+    # A capacity draws nothing, but which assignments it drops depends on the order of the tokens.
     return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
 
 
@@ -68,6 +70,7 @@ def build_dropout(config: ModelConfig, training_pass: TrainingPass, token_Bt: Te
     """The residual dropout of the pass, whose tokens have these indices in the micro-batch."""
     if token_Bt is None or training_pass.seed is None or not config.residual_dropout:
         return None
+    # Indices among all tokens of the seed: a token's mask is the same however the batch is split over ranks.
     return Dropout(config.residual_dropout, training_pass.seed, token_Bt + training_pass.first_token)
 
 
@@ -87,7 +90,8 @@ def build_capacity(
     """
     if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.capacity_factor):
         return None
-    row_tokens = row_tokens or num_tokens // len(token_Bt)
+    if row_tokens == 0:
+        row_tokens = num_tokens // len(token_Bt)
     return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
 
 
@@ -99,6 +103,7 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
             f"{tokens_Bt.numel()} tokens are not the {documents.num_tokens} of cu_seqlens; a shard of them needs "
             "`document_ids`"
         )
+    # Rows are laid end to end, so the documents' lengths alone say which token is whose.
     lengths = torch.tensor(documents.lengths, device=tokens_Bt.device)
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
@@ -106,5 +111,6 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
 @outside_graphs("boundaries are data: a graph that read them would serve one batch")
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
+    # The index does not depend on the rank or the layout that the token came by.
     starts = torch.tensor(documents.bounds, device=positions_Bt.device)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

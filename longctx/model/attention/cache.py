@@ -26,6 +26,7 @@ class LocalLayerCache:
         return keys[:, :stop], values[:, :stop]
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
+        # Not in place: the forward pass was given the old state, and a backward may still read it.
         if self.state is None:
             self.state = state_sBKDW
         else:
@@ -36,8 +37,9 @@ class LocalLayerCache:
         """Buffers for at least so many tokens, with those of today."""
         # Doubling copies each key about once, however many tokens come one by one.
         rows = max(2 * self.num_tokens, num_tokens, 64)
-        keys = k_BtKD.new_zeros(k_BtKD.shape[0], rows, *k_BtKD.shape[2:])
-        values = v_BtKV.new_zeros(v_BtKV.shape[0], rows, *v_BtKV.shape[2:])
+        B, _, K, D = k_BtKD.shape
+        keys = k_BtKD.new_zeros(B, rows, K, D)
+        values = v_BtKV.new_zeros(B, rows, K, v_BtKV.shape[3])
         if self._buffers is not None:
             keys[:, : self.num_tokens] = self._buffers[0][:, : self.num_tokens]
             values[:, : self.num_tokens] = self._buffers[1][:, : self.num_tokens]

@@ -67,6 +67,7 @@ class AttentionShapes:
 
     def check_call(self, q_BtHD: Tensor, sinks_H: Tensor | None) -> None:
         """ValueError for other queries than were planned for, ConfigError unless each of their heads has its sink."""
+        # A plan of another batch would not fail in the kernel: its slices would just be of other rows.
         planned = (self.batch, self.tokens, self.num_heads, self.head_dim)
         if q_BtHD.shape != planned or q_BtHD.dtype != self.dtype:
             raise ValueError(

@@ -35,8 +35,12 @@ class LocalLinearAttention:
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             return LocalLinearPlan(Segments(mask.documents), mask.causal)
-        takes = (0,) if shapes.cached_tokens else ()
-        return LocalLinearPlan(Segments(PackedDocuments.of([0, shapes.tokens]), takes=takes, gives=(0,)), causal=True)
+        # The new tokens are one segment. A state enters it unless they are the sequence's first; one always leaves.
+        takes: tuple[int, ...] = ()
+        if shapes.cached_tokens:
+            takes = (0,)
+        segments = Segments(PackedDocuments.of([0, shapes.tokens]), takes=takes, gives=(0,))
+        return LocalLinearPlan(segments, causal=True)
 
     def __call__(
         self,
@@ -51,13 +55,13 @@ class LocalLinearAttention:
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]. ``scores`` and ``sinks_H`` belong to softmax, and recomputation forms sums again."""
-        B, T = q_BtHD.shape[:2]
+        B, T, H, _ = q_BtHD.shape
         if cache is not None:
             segments, carried = plan.segments, cache.state
             out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=carried)
             cache.add_state(state, T)
             return out
         # Rows are laid end to end: documents are boundaries in the flattened tokens.
-        q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        q, k, v = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         out, _ = linear_attention(q, k, v, segments=plan.segments, causal=plan.causal)
-        return out.view(B, T, *out.shape[2:])
+        return out.view(B, T, H, v_BtKV.shape[3])

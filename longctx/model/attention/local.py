@@ -88,7 +88,8 @@ class LocalAttention:
             k_BtKD, v_BtKV = cache.append(k_BtKD, v_BtKV)
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
-            q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+            q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        # Autograd sees tensors among a function's arguments alone, so the table is named beside the scores.
         bias_table = None
         if scores.relative_bias is not None:
             bias_table = scores.relative_bias.table_NH
@@ -136,11 +137,16 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
         return
     window = mask.window
     if window is None or window >= stop - start:  # the window is wider than the document
-        lo = 0 if mask.causal else None
-        yield AttentionSlice(start, stop, start, stop, lo=lo)
+        if mask.causal:
+            yield AttentionSlice(start, stop, start, stop, lo=0)
+        else:
+            yield AttentionSlice(start, stop, start, stop)
         return
-    lo = 0 if mask.causal else 1 - window
+    lo = 1 - window
+    if mask.causal:
+        lo = 0
     yield AttentionSlice(start, stop, start, stop, lo=lo, hi=window - 1)
+    # Sink tokens that the window reaches are in its band already: each key must be met once.
     sinks = min(start + mask.sink_tokens, stop)
     if mask.sink_tokens:
         yield AttentionSlice(start + window, stop, start, sinks, lo=window)
@@ -166,6 +172,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         """``bias_table`` is the one in ``scores``, named here for autograd."""
         ctx.work, ctx.kernel, ctx.scores = work, kernel, scores
+        # In a layer's second run the first one's result is at hand: backward needs it, and no kernel runs again.
         known = None
         if recompute_cache is not None:
             known = recompute_cache.load()
@@ -175,6 +182,7 @@ class _Attention(torch.autograd.Function):
             out, lse = attend_work(q, k, v, work, partial(ops.forward, kernel, scores=scores))
             if sinks is not None:
                 out, lse = apply_sinks(out, lse, sinks)
+            # Backward reads the rounded output, the one that later layers have seen too.
             out = out.to(q.dtype)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)

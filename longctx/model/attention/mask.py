@@ -36,6 +36,7 @@ class AttentionMask:
     def _check_stride(self) -> None:
         if self.stride < 0:
             raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
+        # Sink tokens are in a class of the stride too: their keys would be met twice.
         if self.stride and (self.window is None or self.sink_tokens or not self.causal):
             raise ConfigError(
                 f"stride={self.stride} needs a window and goes with neither sink tokens nor bidirectional attention; "

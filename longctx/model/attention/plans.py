@@ -40,6 +40,7 @@ def plan_layers(
     if cache is not None:
         cached_tokens = cache.num_tokens
     shapes = layer_shapes(config, tokens_Bt, dtype, cached_tokens)
+    # Once a kind and not once a layer: a plan is work on the CPU, and collective where ranks have to agree on it.
     plans = {}
     for kind in dict.fromkeys(config.layers):
         plans[kind] = cores[kind].plan(layer_mask(kind, documents, config), shapes, placement)
@@ -65,6 +66,7 @@ def layer_shapes(
         num_kv_heads = config.num_heads
     if config.position == "relative":  # channels of the distance stand beside those of the content
         head_dim += config.hidden_size
+    # The scores themselves are made later, on the device; a kernel is chosen by the names of their rules alone.
     rules = []
     if config.attention_softcap:
         rules.append("softcap")

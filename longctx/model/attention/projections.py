@@ -3,7 +3,7 @@
 Both kinds have ``project``, ``sinks`` and ``output``; the block calls the core, which it is handed, in between.
 
 Axes: B rows, t tokens of this rank, M model width, H query heads, K key/value heads, D query/key head size, V value
-head size, R rotated channels, P channels of relative positions.
+head size, R rotary channels, N channels without positions, P channels of relative positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _LATENT_EPS = 1e-6
 
 def build_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | LatentAttention:
     """The layer's projections."""
-    return LatentAttention(config, layer) if config.is_latent else GroupedQueryAttention(config, layer)
+    if config.is_latent:
+        return LatentAttention(config, layer)
+    return GroupedQueryAttention(config, layer)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -37,18 +39,27 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         M, D, H, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
-        self.head_dim, self.qk_norm = D, config.qk_norm
+        self.head_dim = D
+        self.qk_norm = config.qk_norm
         self.interleaved = config.rope_of(layer).interleaved
         self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.k_proj = Linear(M, K * D, bias=config.qkv_bias)
         self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
         self.o_proj = Linear(H * D, M, bias=config.o_bias)
-        if config.qk_norm != "none":
-            whole = config.qk_norm == "full"
-            self.q_norm = build_norm(config, H * D if whole else D)
-            self.k_norm = build_norm(config, K * D if whole else D)
-        self.relative = RelativePositions(config) if config.position == "relative" else None
-        self.sinks = Weight(H) if config.sinks and config.layer_kind(layer) != "linear" else None
+        # A full norm is one over the channels of all heads (OLMoE), the other one over those of each head (Qwen 3).
+        if config.qk_norm == "full":
+            self.q_norm = build_norm(config, H * D)
+            self.k_norm = build_norm(config, K * D)
+        elif config.qk_norm != "none":
+            self.q_norm = build_norm(config, D)
+            self.k_norm = build_norm(config, D)
+        self.relative = None
+        if config.position == "relative":
+            self.relative = RelativePositions(config)
+        # A sink is a logit of the softmax, which linear layers do not have.
+        self.sinks = None
+        if config.sinks and config.layer_kind(layer) != "linear":
+            self.sinks = Weight(H)
 
     def project(self, x_BtM: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], positions in the first two.
@@ -61,10 +72,15 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.relative is not None and table is not None:
-            return *self.relative(q, k, *table), v
-        if table is not None:
-            q, k = (apply_rotary(x, *table, interleaved=self.interleaved) for x in (q, k))
+        if table is None:
+            return q, k, v
+        # Positions come after the norm: rotation keeps a normed head's length.
+        cos, sin = table
+        if self.relative is not None:
+            q, k = self.relative(q, k, cos, sin)
+        else:
+            q = apply_rotary(q, cos, sin, interleaved=self.interleaved)
+            k = apply_rotary(k, cos, sin, interleaved=self.interleaved)
         return q, k, v
 
     def output(self, heads_BtHV: Tensor) -> Tensor:
@@ -81,8 +97,13 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         M, H, D, V = config.hidden_size, config.num_heads, config.head_dim, config.value_dim
-        self.num_heads, self.turned, self.value_dim = H, config.rope_head_dim, V
+        R = config.rope_head_dim
+        self.num_heads = H
+        self.rope_head_dim = R
+        self.value_dim = V
         self.interleaved = config.rope_of(layer).interleaved
+        # The smaller models of the family project queries directly, without a latent (DeepSeek-V2-Lite).
+        self.q_lora_rank = config.q_lora_rank
         if config.q_lora_rank:
             self.q_a_proj = Linear(M, config.q_lora_rank, bias=config.qkv_bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=_LATENT_EPS, offset=config.norm_offset)
@@ -90,24 +111,29 @@ class LatentAttention(nn.Module):
         else:
             self.q_proj = Linear(M, H * D, bias=False)
         self.kv_lora_rank = config.kv_lora_rank
-        self.kv_a_proj_with_mqa = Linear(M, config.kv_lora_rank + self.turned, bias=config.qkv_bias)
+        # One product gives the latent and the rotary channels of the keys, which all heads share.
+        self.kv_a_proj_with_mqa = Linear(M, config.kv_lora_rank + R, bias=config.qkv_bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=_LATENT_EPS, offset=config.norm_offset)
-        self.kv_b_proj = Linear(config.kv_lora_rank, H * (D - self.turned + V), bias=False)
+        self.kv_b_proj = Linear(config.kv_lora_rank, H * (D - R + V), bias=False)
         self.o_proj = Linear(H * V, M, bias=config.o_bias)
-        self.sinks = Weight(H) if config.sinks else None
+        self.sinks = None
+        if config.sinks:
+            self.sinks = Weight(H)
 
     def project(self, x_BtM: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels turn."""
-        unfolded = self.q_proj(x_BtM) if hasattr(self, "q_proj") else self.q_b_proj(self._query_latent(x_BtM))
-        q_BtHD = unfolded.unflatten(-1, (self.num_heads, -1))
-        kept = q_BtHD.shape[-1] - self.turned
-        latent, shared = self.kv_a_proj_with_mqa(x_BtM).split((self.kv_lora_rank, self.turned), dim=-1)
+        """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary."""
+        q_BtHD = self._queries(x_BtM).unflatten(-1, (self.num_heads, -1))
+        N, R = q_BtHD.shape[-1] - self.rope_head_dim, self.rope_head_dim
+        latent, k_BtR = self.kv_a_proj_with_mqa(x_BtM).split((self.kv_lora_rank, R), dim=-1)
         unfolded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        k_BtHN, v_BtHV = unfolded.split((kept, self.value_dim), dim=-1)
-        q_BtHN, q_BtHR = q_BtHD.split((kept, self.turned), dim=-1)
-        k_Bt1R = shared.unsqueeze(-2)
+        k_BtHN, v_BtHV = unfolded.split((N, self.value_dim), dim=-1)
+        q_BtHN, q_BtHR = q_BtHD.split((N, R), dim=-1)
+        k_Bt1R = k_BtR.unsqueeze(-2)
+        # Keys are rotated before they are repeated for the heads: once a token, not once a head.
         if table is not None:
-            q_BtHR, k_Bt1R = (apply_rotary(x, *table, interleaved=self.interleaved) for x in (q_BtHR, k_Bt1R))
+            cos, sin = table
+            q_BtHR = apply_rotary(q_BtHR, cos, sin, interleaved=self.interleaved)
+            k_Bt1R = apply_rotary(k_Bt1R, cos, sin, interleaved=self.interleaved)
         q = torch.cat((q_BtHN, q_BtHR), dim=-1)
         k = torch.cat((k_BtHN, k_Bt1R.expand_as(q_BtHR)), dim=-1)
         return q, k, v_BtHV
@@ -116,8 +142,10 @@ class LatentAttention(nn.Module):
         """The heads' outputs mixed back to the model width [B, t, M]."""
         return self.o_proj(heads_BtHV.flatten(-2))
 
-    def _query_latent(self, x_BtM: Tensor) -> Tensor:
-        return self.q_a_layernorm(self.q_a_proj(x_BtM))
+    def _queries(self, x_BtM: Tensor) -> Tensor:
+        if not self.q_lora_rank:
+            return self.q_proj(x_BtM)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BtM)))
 
 
 class RelativePositions(nn.Module):
@@ -136,18 +164,26 @@ class RelativePositions(nn.Module):
 
     def forward(self, q_BtHD: Tensor, k_BtKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
-        wanted_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
-        of_sin, of_cos = wanted_BtHP.to(cos.dtype).chunk(2, dim=-1)
+        factors_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
+        # The factors a of sin(i − j) and b of cos(i − j) are formed in the table's dtype, as the angles are.
+        a, b = factors_BtHP.to(cos.dtype).chunk(2, dim=-1)
         cos_i, sin_i = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        meets_cos, meets_sin = of_sin * sin_i + of_cos * cos_i, of_cos * sin_i - of_sin * cos_i
-        q = torch.cat((q_BtHD + self.content_bias, meets_cos.to(q_BtHD.dtype), meets_sin.to(q_BtHD.dtype)), dim=-1)
-        places = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
-        return q, torch.cat((k_BtKD, places.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
+        # a·sin(i − j) + b·cos(i − j) = (a·sin i + b·cos i)·cos j + (b·sin i − a·cos i)·sin j
+        of_cos_j = a * sin_i + b * cos_i
+        of_sin_j = b * sin_i - a * cos_i
+        q = torch.cat((q_BtHD + self.content_bias, of_cos_j.to(q_BtHD.dtype), of_sin_j.to(q_BtHD.dtype)), dim=-1)
+        # What a key has of its position is the same in all heads.
+        position_Bt1P = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
+        k = torch.cat((k_BtKD, position_Bt1P.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
+        return q, k
 
 
 class _HeadProduct(torch.autograd.Function):
-    """[B, t, H, D] times each head's [D, P]. Saves the parameter itself and no view of it, as einsum would: ZeRO-3
-    frees a gathered weight by emptying the parameter, and a view would hold it until backward."""
+    """[B, t, H, D] times each head's [D, P].
+
+    Saves the parameter itself and no view of it, as einsum would: ZeRO-3 frees a gathered weight by emptying the
+    parameter, and a view would hold it until backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BtHD: Tensor, weight_HDP: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sparse attention (Child et al., arXiv 1904.10509): a window, and before it every ``stride``-th token, in one softmax.
 
-Tokens whose places in the document are equal modulo the stride are a *class*. What a query sees before its window is
+Tokens whose indices in their document are equal modulo the stride are a *class*. What a query sees before its window is
 the part of its class that lies at least ``reach`` tokens back, the first multiple of the stride that is no less than
 the window. With rows sorted by class that is causal attention within runs of neighbours: any kernel computes it, on
 gathered rows, in proportion to what is seen. Its result joins the window's by their log-sum-exps.
@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.model.attention.work import Work
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
     """Row of its first token among the keys."""
     tokens: int
     first_query: int
-    """Place in the document of the first query."""
+    """Index in the document of the first query."""
 
 
 def reach(window: int, stride: int) -> int:
@@ -40,13 +41,14 @@ def reach(window: int, stride: int) -> int:
 
 def whole_documents(cu_seqlens: tuple[int, ...]) -> list[Piece]:
     """All documents of a sequence that lies in one process."""
-    return [Piece(a, a, b - a, 0) for a, b in pairwise(cu_seqlens)]
+    return [Piece(query_row=a, key_row=a, tokens=b - a, first_query=0) for a, b in pairwise(cu_seqlens)]
 
 
 def continuation(num_queries: int, num_keys: int) -> list[Piece]:
     """The newest ``num_queries`` tokens of one document."""
     before = num_keys - num_queries
-    return [Piece(-before, 0, num_keys, before)]
+    # The document's first token would stand so many rows before the first query that is here.
+    return [Piece(query_row=-before, key_row=0, tokens=num_keys, first_query=before)]
 
 
 def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
@@ -55,21 +57,33 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
     Only rows with work are named. A class whose queries are all there has as many queries as keys: plain causal.
     """
     back = reach(window, stride)
-    queries, keys, slices = [], [], []
-    q, k = 0, 0
-    for query_row, key_row, tokens, first_query in pieces:
-        first = max(first_query, back)
-        for place in range(first, min(first + stride, tokens)):  # the first query of each class
-            mine = range(place, tokens, stride)
-            theirs = range(place % stride, mine[-1] - back + 1, stride)
-            queries.append(torch.arange(query_row + place, query_row + tokens, stride))
-            keys.append(torch.arange(key_row + theirs.start, key_row + theirs.stop, stride))
-            slices.append(_newest(q, q + len(mine), k, k + len(theirs), back, stride))
-            q, k = q + len(mine), k + len(theirs)
-    return Work(torch.cat(queries), torch.cat(keys), slice_table(slices)) if slices else None
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    slices: list[AttentionSlice] = []
+    q, k = 0, 0  # gathered rows so far
+    for piece in pieces:
+        # Earlier queries see all of their class within the window already.
+        first = max(piece.first_query, back)
+        # The first query of each class; a class is one run of gathered rows.
+        for index in range(first, min(first + stride, piece.tokens)):
+            query_indices = range(index, piece.tokens, stride)
+            key_indices = range(index % stride, query_indices[-1] - back + 1, stride)
+            queries.append(piece.query_row + _arange(query_indices))
+            keys.append(piece.key_row + _arange(key_indices))
+            q_stop, k_stop = q + len(query_indices), k + len(key_indices)
+            slices.append(_newest(q, q_stop, k, k_stop, back, stride))
+            q, k = q_stop, k_stop
+    if not slices:
+        return None
+    return Work(torch.cat(queries), torch.cat(keys), slice_table(slices))
+
+
+def _arange(indices: range) -> Tensor:
+    return torch.arange(indices.start, indices.stop, indices.step)
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
     """The newest queries of a class and its keys; the last of each are ``back`` tokens apart."""
+    # The offset solves stride·(i − j) + offset = back for the last rows, where i − j = apart.
     apart = q_stop - k_stop
     return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)

@@ -41,11 +41,11 @@ def attend_work(
 
     ``forward(q, k, v, slices)`` is a kernel's, its scores given.
     """
-    first, *others = work
-    out, lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, first, forward)
-    for entry in others:
-        part = _forward_entry(q_BtHD, k_BsKD, v_BsKV, entry, forward)
-        _merge_rows_(out, lse, entry.query_rows, part)
+    # The first entry covers every row, so its result is the one that the others are merged into.
+    out, lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, work[0], forward)
+    for entry in work[1:]:
+        entry_out, entry_lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, entry, forward)
+        _merge_rows_(out, lse, entry.query_rows, entry_out, entry_lse)
     return out, lse
 
 
@@ -68,6 +68,7 @@ def attend_work_backward(
     for query_rows, key_rows, slices in work:
         dout, q, out, lse = (_take(x, query_rows) for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH))
         k, v = _take(k_BsKD, key_rows), _take(v_BsKV, key_rows)
+        # With the global log-sum-exp each entry's softmax weights are final: gradients of entries just add up.
         part = backward(dout, q, k, v, out, lse, slices)
         if total is None:  # the first entry covers every row
             total = part
@@ -95,14 +96,15 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
     return x.index_select(1, rows.to(x.device))
 
 
-def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part: tuple[Tensor, Tensor]) -> None:
+def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the result of some rows into that of all, in place."""
     if isinstance(rows, slice):
-        merge_(out[:, rows], lse[:, rows], *part)
+        merge_(out[:, rows], lse[:, rows], part_out, part_lse)
         return
+    # Gathered rows are copies: they are merged there and written back. No row occurs twice, so the copy has one order.
     index = rows.to(out.device)
     row_out, row_lse = out.index_select(1, index), lse.index_select(1, index)
-    merge_(row_out, row_lse, *part)
+    merge_(row_out, row_lse, part_out, part_lse)
     out.index_copy_(1, index, row_out)
     lse.index_copy_(1, index, row_lse)
 

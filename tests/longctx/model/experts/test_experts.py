@@ -240,7 +240,7 @@ def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
     out.sum().backward()
     assert runs == ["forward_tiles", "backward_tiles"]
     assert kept[0] is kept[1]
-    assert not kept[0]._kept  # handed over, not held
+    assert not kept[0]._saved  # handed over, not held
     gradients(module)
 
 
