@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,7 @@ def linear_attend(
     ``recompute_cache`` keeps the states that entered this rank's segments: recomputing the layer sends nothing.
     ConfigError when the layout deals single tokens (striped) or shapes do not fit it; ClusterError when a rank
     differs, dies or is too late."""
+    # What this rank refuses is told to the others first: they would wait for it.
     problem = None
     try:
         check_tensors(q_BtHD, k_BtKD, v_BtKV)
@@ -118,8 +120,9 @@ def linear_attend_planned(
 ) -> Tensor:
     """``linear_attend`` by a plan on which the ranks have agreed."""
     B, t = q_BtHD.shape[:2]
+    # The layout is over one sequence, so rows of a micro-batch that it was flattened from are laid end to end.
     batch = plan.shapes.batch
-    q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtHD, k_BtKD, v_BtKV))
+    q, k, v = (x.reshape(batch, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
     plan.shapes.check_call(q, None)
     out, _ = linear_attention(
         q,
@@ -130,7 +133,7 @@ def linear_attend_planned(
         exchange=plan.exchange(recompute_cache),
         chunk=chunk,
     )
-    return out.view(B, t, *out.shape[2:])
+    return out.view(B, t, out.shape[2], out.shape[3])
 
 
 @dataclass(frozen=True)
@@ -211,19 +214,24 @@ class _AllGather:
         after: bool,
     ) -> Callable[[], Tensor]:
         """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
-        slots, state = max(map(len, sent)), mine_sBKDW.shape[1:]
-        padded = torch.cat((mine_sBKDW, mine_sBKDW.new_zeros(slots - len(mine_sBKDW), *state)))
-        everything = padded.new_empty(self.mesh.context * slots, *state)
+        ranks = self.mesh.context
+        num_mine, B, K, D, W = mine_sBKDW.shape
+        # All ranks send as many states as the one with most of them: the collective has one size for all.
+        slots = max(map(len, sent))
+        padding = mine_sBKDW.new_zeros(slots - num_mine, B, K, D, W)
+        outgoing = torch.cat((mine_sBKDW, padding))
+        gathered = outgoing.new_empty(ranks * slots, B, K, D, W)
         group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
         work = named_collective(
-            lambda: dist.all_gather_into_tensor(everything, padded, group=group, async_op=True), described
+            lambda: dist.all_gather_into_tensor(gathered, outgoing, group=group, async_op=True), described
         )
         own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
             named_collective(work.wait, described)
-            by_rank = everything.view(self.mesh.context, slots, *state)
-            sums = padded.new_zeros(len(own), *state)  # which also kept the outgoing states alive until here
+            by_rank = gathered.view(ranks, slots, B, K, D, W)
+            # Naming `outgoing` here also holds it in memory for as long as it is being sent.
+            sums = outgoing.new_zeros(len(own), B, K, D, W)
             if before:
                 _add_running(sums, own, sent, by_rank, backwards=False)
             if after:
@@ -235,7 +243,7 @@ class _AllGather:
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """An exchange whose first result is kept, and is the result when the layer is computed again."""
+    """An exchange whose first result is saved, and is the result when the layer is computed again."""
 
     exchange: StateExchange
     recompute_cache: RecomputeCache
@@ -257,6 +265,15 @@ class _Recomputed:
         return self.exchange.carry_back(dtaken_sBKDW)
 
 
+class _Source(NamedTuple):
+    """A state that some rank sent."""
+
+    order: int
+    """Its segment's first token, negative when sums run backwards."""
+    rank: int
+    slot: int
+
+
 def _add_running(
     sums_sBKDW: Tensor,
     wanted: Sequence[Open],
@@ -266,19 +283,23 @@ def _add_running(
     backwards: bool,
 ) -> None:
     """Add to each wanted segment's sum the states of its document before it (after it), nearest last."""
-    sign = -1 if backwards else 1
-    sources: dict[int, list[tuple[int, int, int]]] = {x.document: [] for x in wanted}
+    sign = 1
+    if backwards:
+        sign = -1
+    sources: dict[int, list[_Source]] = {x.document: [] for x in wanted}
     for rank, of_rank in enumerate(sent):
         for slot, x in enumerate(of_rank):
             if x.document in sources:
-                sources[x.document].append((sign * x.start, rank, slot))
+                sources[x.document].append(_Source(sign * x.start, rank, slot))
     totals: dict[int, Tensor] = {}
     for document, found in sources.items():
         found.sort(reverse=True)  # popped from the end
         totals[document] = torch.zeros_like(sums_sBKDW[0])
+    # In the order of the sequence, whichever rank a state is from: sums repeat to the bit.
     for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
         document, start = wanted[n].document, sign * wanted[n].start
-        while sources[document] and sources[document][-1][0] < start:
-            _, rank, slot = sources[document].pop()
-            totals[document] += states_PsBKDW[rank, slot]
+        # Each state is added to its document's running total once, so the work is linear in the number of states.
+        while sources[document] and sources[document][-1].order < start:
+            source = sources[document].pop()
+            totals[document] += states_PsBKDW[source.rank, source.slot]
         sums_sBKDW[n] += totals[document]

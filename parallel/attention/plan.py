@@ -76,9 +76,11 @@ class ContextParallelPlan:
         """
         if placement is None:
             placement = schedule.layout
+        # Pieces that are neighbours on a rank may be far apart in their document: biases need each one's distance.
         if {"alibi", "relative_bias"} & set(shapes.rules):
             schedule = schedule.with_distances()
         plan = None
+        # In this order: shards can be counted only in a layout that is the mesh's.
         problem = problem or degree_problem(schedule.layout, mesh) or _placement_problem(placement, schedule.layout)
         if problem is None:
             num_local = schedule.layout.num_local(mesh.context_rank)
@@ -97,7 +99,7 @@ class ContextParallelPlan:
     def as_shard(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's rows as the sequences that the layout is over. ValueError for queries of other shapes."""
         B = self.shapes.batch
-        q, k, v = (x.reshape(B, -1, *x.shape[2:]) for x in (q, k, v))
+        q, k, v = (x.reshape(B, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
         self.shapes.check_call(q, None)
         return q, k, v
 
@@ -126,6 +128,7 @@ def build_layout(kind: str, mesh: Mesh, documents: PackedDocuments) -> SequenceL
 
 def call_signature(shapes: AttentionShapes, options: AttentionOptions) -> str:
     """What every rank must have been given alike, besides the schedule."""
+    # Not the kernel: ranks may compute with other kernels, and what travels between them is the same.
     communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
     return (
         f"{shapes.batch} × {shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values "
@@ -141,7 +144,7 @@ def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedu
     num_queries = schedule.layout.num_local(mesh.context_rank)
     num_keys = schedule.key_layout.num_local(mesh.context_rank)
     if q.shape[1] != num_queries and q.shape[0] * q.shape[1] == num_queries:  # rows of a flattened micro-batch
-        q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        q, k, v = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
     if (q.shape[1], k.shape[1], v.shape[1]) != (num_queries, num_keys, num_keys):
         return (
             f"rank {mesh.rank} was given {q.shape[1]} queries, {k.shape[1]} keys and {v.shape[1]} values; its shard of "
@@ -163,6 +166,7 @@ def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedu
 
 def _placement_problem(placement: SequenceLayout, layout: SequenceLayout) -> str | None:
     """Why attention cannot have tokens elsewhere than the rest of the layer has them."""
+    # In another layout a token may lie on another rank than its residual, which attention's output is added to.
     if placement == layout:
         return None
     return (
@@ -178,6 +182,7 @@ def _assemble(
     """What carries out the schedule on this rank. ConfigError for what a kernel, a transport or the heads cannot do."""
     heads = HeadExchange.build(mesh, shapes.num_heads, shapes.num_kv_heads)
     transport = build_transport(options.transport, schedule, mesh, communication_dtype=options.communication_dtype)
+    # The kernel sees this rank's heads only, after Ulysses has traded rows for them.
     request = KernelRequest(
         shapes.device_type,
         shapes.dtype,

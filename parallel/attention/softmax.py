@@ -58,10 +58,12 @@ def attend(
     are learnable logits of a key without value. The other options are ``AttentionOptions``'. ConfigError for what a
     kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late."""
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, products)
-    if scores is None:
-        scores = Scores(scale=q_BtHD.shape[-1] ** -0.5 if scale is None else scale)
-    elif scale is not None:
+    if scores is not None and scale is not None:
         raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
+    if scale is None:
+        scale = q_BtHD.shape[-1] ** -0.5
+    if scores is None:
+        scores = Scores(scale=scale)
     problem = tensor_problem(q_BtHD, k_BtKD, v_BtKV, sinks_H, schedule, mesh)
     shapes = AttentionShapes.of(q_BtHD, k_BtKD, v_BtKV, scores)
     plan = ContextParallelPlan.build(schedule, mesh, shapes, options, problem=problem)
@@ -86,11 +88,12 @@ def attend_planned(
     plan.shapes.check_call(q, sinks_H)
     mine = plan.heads.query_heads
     call = _Call(plan, scores.of_heads(mine.start, mine.stop), recompute_cache)
+    # The whole table is the function's input: autograd sees tensors among a function's arguments alone.
     table_NH = None
     if scores.relative_bias is not None:
         table_NH = scores.relative_bias.table_NH
     out = _Attention.apply(q, k, v, table_NH, sinks_H, call)
-    return out.view(B, t, *out.shape[2:])
+    return out.view(B, t, out.shape[2], out.shape[3])
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class _Attention(torch.autograd.Function):
             out_heads, lse = apply_sinks(out_heads, lse, sinks[heads.query_heads])
         out_heads = out_heads.to(q.dtype)
         out = heads.to_rows(out_heads)
+        # With a cache q, k and v are rows that recomputation makes anyway; saved heads would be memory on top.
         if cache is None:
             ctx.save_for_backward(q_heads, k_heads, v_heads, out_heads, lse, sinks)
         else:
@@ -141,7 +145,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
         heads = call.plan.heads
-        dtypes = (q.dtype, k.dtype, v.dtype)
+        q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
         if call.recompute_cache is not None:
             q, k, v = heads.to_heads(q), heads.to_heads(k, keys=True), heads.to_heads(v, keys=True)
             out = heads.to_heads(out)
@@ -154,17 +158,20 @@ class _Attention(torch.autograd.Function):
         dtable = grads.dtable_NH
         if dtable is not None:
             dtable = _whole_heads(dtable, heads)
-        dq = heads.to_rows(grads.dq_BtHD.to(dtypes[0]))
+        dq = heads.to_rows(grads.dq_BtHD.to(q_dtype))
         dk = heads.to_rows(grads.dk_BsKD, keys=True)  # summed over ranks before it is rounded
         dv = heads.to_rows(grads.dv_BsKV, keys=True)
-        return dq, dk.to(dtypes[1]), dv.to(dtypes[2]), dtable, dsinks, None
+        return dq, dk.to(k_dtype), dv.to(v_dtype), dtable, dsinks, None
 
 
 def _whole_heads(mine: Tensor, heads: HeadExchange) -> Tensor:
     """This rank's heads [..., h] among all heads [..., H], the others 0."""
     if heads.mesh.ulysses == 1:
         return mine
-    whole = mine.new_zeros(*mine.shape[:-1], heads.num_heads)
+    # Zeros for the others: gradients of parameters are summed over ranks, and each head has one rank that knows it.
+    shape = list(mine.shape)
+    shape[-1] = heads.num_heads
+    whole = mine.new_zeros(shape)
     whole[..., heads.query_heads] = mine
     return whole
 

@@ -62,6 +62,7 @@ def choose_layout(
     ring = degree // ulysses
     if ring == 1:
         return "zigzag", "every rank attends over whole sequences, so all layouts are the same"
+    # Where contiguous work is even there is nothing to balance, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, layers, window)
     if local is not None:
         return "contiguous", local

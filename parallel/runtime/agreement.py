@@ -7,7 +7,7 @@ not belong together. So a plan of attention is agreed on when it is made, once a
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,17 @@ def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> No
         _raise_difference(agreed, signature, problem, mesh)
 
 
+class _Statement(NamedTuple):
+    """What one rank was given, for a message."""
+
+    problem: str | None
+    description: str
+    digest: str
+    signature: str
+
+
 def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
+    # A fixed number of bytes, whatever is described: one small collective a plan.
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
@@ -88,15 +98,16 @@ def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
 
 def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh) -> None:
     """The first problem, or what differs, in the same words on every rank."""
-    said: list = [None] * mesh.context
-    mine = (problem, agreed.describe(), agreed.digest, signature)
-    dist.all_gather_object(said, mine, group=mesh.control_group)
-    for rank, (found, *_) in enumerate(said):
-        if found is not None:
-            raise ConfigError(f"context rank {rank}: {found}")
+    # Descriptions are long, so they travel only once digests have shown that something differs.
+    statements: list = [None] * mesh.context
+    mine = _Statement(problem, agreed.describe(), agreed.digest, signature)
+    dist.all_gather_object(statements, mine, group=mesh.control_group)
+    for rank, statement in enumerate(statements):
+        if statement.problem is not None:
+            raise ConfigError(f"context rank {rank}: {statement.problem}")
     lines = [
-        f"  context rank {rank}: {described}; {called}; schedule {digest[:8]}"
-        for rank, (_, described, digest, called) in enumerate(said)
+        f"  context rank {rank}: {x.description}; {x.signature}; schedule {x.digest[:8]}"
+        for rank, x in enumerate(statements)
     ]
     raise ClusterError(
         "the ranks of a sequence were given different attention:\n" + "\n".join(lines) + "\n"

@@ -62,9 +62,10 @@ class Schedule:
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         check_window(window, sink_tokens)
         check_stride(stride, window, sink_tokens, causal)
-        keys = layout if key_layout is None else key_layout
-        check_key_layout(layout, keys, stride)
-        return cls(layout, keys, documents.bounds, causal, window, sink_tokens, stride)
+        if key_layout is None:
+            key_layout = layout
+        check_key_layout(layout, key_layout, stride)
+        return cls(layout, key_layout, documents.bounds, causal, window, sink_tokens, stride)
 
     def with_distances(self) -> Schedule:
         """The same schedule with each slice's distances, for scores that depend on them."""
@@ -75,24 +76,32 @@ class Schedule:
     @property
     def digest(self) -> str:
         """A fingerprint: ranks that share a sequence must have the same one."""
+        # `distances` is left out: it changes what a rank computes, not what travels.
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
         mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens, self.stride)
         return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """Layout and mask on one line."""
-        x, documents = self.layout, len(self.cu_seqlens) - 1
-        said = f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks (ulysses {x.ulysses}), "
-        said += f"{documents} documents, {'causal' if self.causal else 'bidirectional'}"
+        layout = self.layout
+        kind = "bidirectional"
+        if self.causal:
+            kind = "causal"
+        described = (
+            f"{layout.kind} layout of {layout.num_tokens} tokens over {layout.degree} ranks "
+            f"(ulysses {layout.ulysses}), {len(self.cu_seqlens) - 1} documents, {kind}"
+        )
         if self.window is not None:
-            said += f", window {self.window}, {self.sink_tokens} sink tokens"
+            described += f", window {self.window}, {self.sink_tokens} sink tokens"
         if self.stride:
-            said += f", stride {self.stride}"
-        return said
+            described += f", stride {self.stride}"
+        return described
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         """A rank's work; entry h meets the keys of the ring rank h before its own (entry 0: its own)."""
-        degree, receiver = self.layout.ring_degree, rank // self.layout.ulysses
+        degree = self.layout.ring_degree
+        receiver = rank // self.layout.ulysses
+        # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
     def hop(self, receiver: int, owner: int) -> Hop:
@@ -108,8 +117,15 @@ class Schedule:
 
         A stride's work is not in them: it counts rows in another order, see ``Hop.work``.
         """
-        tables = [(hop.queries[0], hop.work[0].slices if hop.work else None) for hop in self.hops(rank)]
-        return tuple(() if t is None else table_slices(shifted(t, queries=first)) for first, t in tables)
+        pairs: list[tuple[AttentionSlice, ...]] = []
+        for hop in self.hops(rank):
+            if not hop.work:
+                pairs.append(())
+                continue
+            # A hop's slices count from the first query row that has work in it.
+            table = shifted(hop.work[0].slices, queries=hop.queries[0])
+            pairs.append(table_slices(table))
+        return tuple(pairs)
 
     def rows_needed(self, receiver: int, owner: int) -> RowRanges:
         """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
@@ -129,6 +145,7 @@ class Schedule:
 
     def imbalance(self) -> float:
         """Most work on a ring rank over the mean: 1.0 when attention is even."""
+        # One rank of each ring rank: the others split its heads and have the same pairs.
         work = [self.work(rank) for rank in range(0, self.layout.degree, self.layout.ulysses)]
         return max(work) * len(work) / sum(work)
 
@@ -152,6 +169,7 @@ class Schedule:
 
     @cached_property
     def _ring(self) -> RingWork:
+        # Made on demand: a schedule that is only compared or described plans nothing.
         mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
         return RingWork(self.layout, self.key_layout, self.cu_seqlens, mask, self.distances)
 

@@ -36,6 +36,7 @@ def bytes_received(
     plan = StatePlan.build(layout, cu_seqlens, causal=causal)
     if value_dim is None:
         value_dim = head_dim
+    # One column more than values: the sum of the keys alone, which normalises.
     state = batch * num_kv_heads * head_dim * (value_dim + 1)
     return (layout.degree - 1) * plan.num_given * state * bytes_per_value
 
@@ -87,11 +88,14 @@ class StatePlan:
 
     def describe(self) -> str:
         """Layout and mask on one line."""
-        x, kind = self.layout, "bidirectional"
+        layout = self.layout
+        kind = "bidirectional"
         if self.causal:
             kind = "causal"
-        documents = len(self.cu_seqlens) - 1
-        return f"{x.kind} layout of {x.num_tokens} tokens over {x.degree} ranks, {documents} documents, {kind}"
+        return (
+            f"{layout.kind} layout of {layout.num_tokens} tokens over {layout.degree} ranks, "
+            f"{len(self.cu_seqlens) - 1} documents, {kind}"
+        )
 
     @property
     def num_given(self) -> int:
@@ -105,40 +109,57 @@ class StatePlan:
 
     def segments(self, rank: int) -> Segments:
         """The rank's segments, as the one-device kernel takes them."""
-        takes, gives = (tuple(x.segment for x in side[rank]) for side in (self.taken, self.given))
+        takes = tuple(x.segment for x in self.taken[rank])
+        gives = tuple(x.segment for x in self.given[rank])
         return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
 
 
+class _Segment(NamedTuple):
+    """Neighbouring tokens of one document on one rank."""
+
+    document: int
+    start: int
+    """Its first global token."""
+    stop: int
+
+
 def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: bool) -> StatePlan:
-    pieces = [_segments(layout, cu_seqlens, rank) for rank in range(layout.degree)]
+    by_rank = [_segments(layout, cu_seqlens, rank) for rank in range(layout.degree)]
     starts: dict[int, list[int]] = {}
-    for document, start, _ in itertools.chain.from_iterable(pieces):
-        starts.setdefault(document, []).append(start)
-    reach = {document: (min(of), max(of)) for document, of in starts.items() if len(of) > 1}
-    opened = [[Open(d, start, n) for n, (d, start, _) in enumerate(own) if d in reach] for own in pieces]
-    given, taken = (
-        tuple(tuple(x for x in own if not causal or x.start != reach[x.document][end]) for own in opened)
-        for end in (1, 0)  # a document's last segment has no one to give to, its first no one to take from
-    )
-    ends = tuple(tuple(itertools.accumulate((stop - a for _, a, stop in own), initial=0)) for own in pieces)
-    return StatePlan(layout, cu_seqlens, causal, ends, given, taken)
+    for segment in itertools.chain.from_iterable(by_rank):
+        starts.setdefault(segment.document, []).append(segment.start)
+    first = {document: min(of) for document, of in starts.items()}
+    last = {document: max(of) for document, of in starts.items()}
+
+    given: list[tuple[Open, ...]] = []
+    taken: list[tuple[Open, ...]] = []
+    ends: list[tuple[int, ...]] = []
+    for own in by_rank:
+        # A document that lies whole in one segment needs no one's state.
+        opened = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
+        # If causal, a document's last segment has no one to give to, its first no one to take from.
+        given.append(tuple(x for x in opened if not causal or x.start != last[x.document]))
+        taken.append(tuple(x for x in opened if not causal or x.start != first[x.document]))
+        ends.append(tuple(itertools.accumulate((x.stop - x.start for x in own), initial=0)))
+    return StatePlan(layout, cu_seqlens, causal, ends=tuple(ends), given=tuple(given), taken=tuple(taken))
 
 
-def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) -> list[tuple[int, int, int]]:
-    """The rank's rows as (document, start, stop) in global tokens; neighbouring runs of a document are one segment."""
-    found: list[tuple[int, int, int]] = []
+def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) -> list[_Segment]:
+    """The rank's rows as segments; neighbouring runs of a document are one."""
+    found: list[_Segment] = []
     for run in layout.rank_runs(rank):
         if run.step > 1 and run.count > 1:
             raise ConfigError(
                 f"parallel.layout={layout.kind!r} deals single tokens; linear attention sums over runs of neighbours. "
                 f"Use parallel.layout='contiguous' (or zigzag or balanced)."
             )
-        at, document = run.start, bisect_right(cu_seqlens, run.start) - 1
-        while at < run.stop:
+        # The run is cut at the boundaries of documents; empty documents on the way give no segment.
+        start, document = run.start, bisect_right(cu_seqlens, run.start) - 1
+        while start < run.stop:
             stop = min(run.stop, cu_seqlens[document + 1])
-            if found and found[-1][0] == document and found[-1][2] == at:
-                found[-1] = (document, found[-1][1], stop)
-            elif at < stop:
-                found.append((document, at, stop))
-            at, document = stop, document + 1
+            if found and found[-1].document == document and found[-1].stop == start:
+                found[-1] = found[-1]._replace(stop=stop)
+            elif start < stop:
+                found.append(_Segment(document, start, stop))
+            start, document = stop, document + 1
     return found
