@@ -1,6 +1,6 @@
 """Packing: which pieces of which documents share a row, planned from lengths alone, before a token is read.
 
-Documents longer than a row are cut into contiguous rows. Their remainders and short documents are placed by online
+Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online
 best fit. Nothing is dropped. The plan is a pure function of lengths, row length, seed and epoch.
 """
 
@@ -70,19 +70,19 @@ class RowPlan:
 
     def report(self, lengths: np.ndarray) -> PackReport:
         """Padding, cuts and truncation for the lengths the plan was made from."""
-        placed = int((self.stops - self.starts).sum())
+        packed = int((self.stops - self.starts).sum())
         capacity = self.num_rows * self.seq_len
         padding_share = 0.0
         if capacity:
-            padding_share = (capacity - placed) / capacity
+            padding_share = (capacity - packed) / capacity
         pieces = np.bincount(self.documents, minlength=len(lengths))
         return PackReport(
             rows=self.num_rows,
-            tokens=placed,
-            padding_tokens=capacity - placed,
+            tokens=packed,
+            padding_tokens=capacity - packed,
             padding_share=padding_share,
             documents_cut=int((pieces > 1).sum()),
-            truncated_tokens=int(np.sum(lengths)) - placed,
+            truncated_tokens=int(np.sum(lengths)) - packed,
         )
 
 
@@ -97,7 +97,7 @@ def plan_rows(
 ) -> RowPlan:
     """Pack documents of ``lengths`` (all at least 1) into rows of at most ``seq_len`` tokens.
 
-    With ``shuffle``, a hash of (seed, epoch) orders the documents before they are placed, and then the rows. Without
+    With ``shuffle``, a hash of (seed, epoch) orders the documents before they are packed, and then the rows. Without
     it, both keep the order of the documents.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -105,14 +105,14 @@ def plan_rows(
     order = np.arange(len(lengths))
     if shuffle:
         order = shuffled(len(lengths), seed, epoch, _DOCUMENTS)
-    # Documents are placed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
+    # Documents are packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
     documents, starts, stops = _cut(order, lengths, seq_len)
     rows = _best_fit((stops - starts).tolist(), seq_len, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Rows are numbered as they were opened, which says something of their pieces' lengths.
         rows = shuffled(num_rows, seed, epoch, _ROWS)[rows]
-    # Stable: the pieces of a row stay in the order in which they were placed.
+    # Stable: the pieces of a row stay in the order in which they were packed.
     by_row = np.argsort(rows, kind="stable")
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(seq_len, documents[by_row], starts[by_row], stops[by_row], offsets)

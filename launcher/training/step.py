@@ -109,7 +109,7 @@ class TrainStep:
 
 
 def _model_flops(run: Run, batches: list[Batch]) -> float:
-    """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and share it."""
+    """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and divide it."""
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
     flops = sum(training_flops(run.model, batch.documents.lengths) for batch in batches)
     return flops / run.mesh.context

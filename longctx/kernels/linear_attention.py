@@ -162,7 +162,7 @@ class _LinearAttention(torch.autograd.Function):
         arriving = None
         if exchange is not None:
             arriving = exchange.carry_back(dtaken)
-        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others in its place; what a query takes
+        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others instead of it; what a query takes
         # from keys before it, a key's gradient takes from queries after it
         df = _scan(dsums, u, g, chunks, before=True, after=not causal)
         dg = _scan(u, dsums, f, chunks, before=not causal, after=True)

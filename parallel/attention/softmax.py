@@ -61,7 +61,7 @@ def attend(
     if scores is not None and scale is not None:
         raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
     if scale is None:
-        scale = q_BtHD.shape[-1] ** -0.5
+        scale = float(q_BtHD.shape[-1] ** -0.5)
     if scores is None:
         scores = Scores(scale=scale)
     problem = tensor_problem(q_BtHD, k_BtKD, v_BtKV, sinks_H, schedule, mesh)

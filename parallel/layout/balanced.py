@@ -211,8 +211,8 @@ def _tournament(degree: int) -> Iterator[_RankPairs]:
     # The circle method: the last seat stays, the others move on by one in each round.
     seats = degree + degree % 2
     while True:
-        for turn in range(seats - 1):
-            table = np.append(seats - 1, (np.arange(seats - 1) + turn) % (seats - 1))
+        for round_number in range(seats - 1):
+            table = np.append(seats - 1, (np.arange(seats - 1) + round_number) % (seats - 1))
             first, second = table[: seats // 2], table[: seats // 2 - 1 : -1]
             present = np.maximum(first, second) < degree
             yield _RankPairs(first[present], second[present])
@@ -250,9 +250,9 @@ def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
     """The owners after rounds of pairs, each pair taking other halves where that costs less."""
     work_cost, orders = WorkCost.of(chunks), _candidate_orders(chunks)
     unchanged = 0
-    for turn, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
+    for round_number, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
         # The sequence itself in every round; of the shuffles always others.
-        shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + turn * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
+        shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + round_number * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
         tried = np.append(0, shuffles)
         tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
         reassigned = _reassign(chunks, owner, pairs, tried_orders, work_cost)

@@ -197,7 +197,7 @@ def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
 
 
 def _exp_(exponents: Tensor) -> Tensor:
-    """exp in place, and exactly 0 below e^−60: a share of a row that no sum notices.
+    """exp in place, and exactly 0 below e^−60: a fraction of a row that no sum notices.
 
     Processors take a hundred times as long over numbers near float32's smallest, which ALiBi makes by the thousand.
     """

@@ -66,7 +66,7 @@ def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
     return _table_of(tuple(slices))
 
 
-@lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take room on the device
+@lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take memory on the device
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
     rows = []
     for s in slices:

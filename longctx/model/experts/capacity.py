@@ -50,9 +50,9 @@ class Capacity:
         token_index_P, experts_Pk = everyone_PX[:, 0], everyone_PX[:, 1:]
         chosen_Tk = experts_Nk.new_full((T + 1, k), NO_EXPERT)
         chosen_Tk[_or_last(token_index_P, T)] = experts_Pk  # padding lands in a last token
-        has_room_Tk = self._earlier(chosen_Tk[:T]) < self.tokens
-        has_room_Tk = torch.cat((has_room_Tk, has_room_Tk.new_zeros(1, k)))
-        return experts_Nk.where(has_room_Tk[_or_last(self.token_index_N, T)], NO_EXPERT)
+        fits_Tk = self._earlier(chosen_Tk[:T]) < self.tokens
+        fits_Tk = torch.cat((fits_Tk, fits_Tk.new_zeros(1, k)))
+        return experts_Nk.where(fits_Tk[_or_last(self.token_index_N, T)], NO_EXPERT)
 
     def _earlier(self, chosen_Tk: Tensor) -> Tensor:
         """For every choice, how many tokens before it in its row made the same."""

@@ -82,7 +82,7 @@ def backward_blocks(
         dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
     for expert, block in blocks:
-        # what earlier blocks saved makes room for the weights' gradients
+        # what earlier blocks saved is freed for the weights' gradients
         chunks.free_before(saved, block)
         of_block = chunks.of(saved, block)
         gates_n1 = blocks.gates_R1[block]
@@ -192,7 +192,7 @@ def _cut(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
 class _SavedChunks:
     """What forward saves of its assignments, in chunks of whole blocks; backward frees each once it is past it.
 
-    The gradients of the weights take its place: without chunks a layer of 16 experts needs 0.71 to 0.78 of
+    The gradients of the weights take its memory: without chunks a layer of 16 experts needs 0.71 to 0.78 of
     transformers' memory, with them 0.41 to 0.66 (``python -m benchmarks.moe``).
 
     Tensors come in this order: gate and up of the first chunk, its x where x is saved, then those of the next chunk.

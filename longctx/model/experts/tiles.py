@@ -85,7 +85,7 @@ def backward_tiles(
     """Compute the gradients in the order of ``Needs``.
 
     Tokens that were not saved where they arrived are dispatched again. What is saved is freed as soon as it was used:
-    the gradients of the weights take its place.
+    the gradients of the weights take its memory.
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, backward_grouped
