@@ -16,6 +16,7 @@ from longctx.documents import PackedDocuments
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
+from tests.longctx.attention_cores import MaskIsPlan
 
 DENSE = ModelConfig(
     vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=6, ffn_size=5, qkv_bias=False
@@ -85,25 +86,23 @@ def test_packing_costs_less_attention_than_one_document() -> None:
     assert throughput.training_flops(DENSE, [4, 4]) < throughput.training_flops(DENSE, [8])
 
 
-class Plain:
+class Plain(MaskIsPlan):
     """Attention, one query after the other, over the keys that it sees and no others; linear attention as a state."""
 
     def __init__(self, *, linear: bool) -> None:
         self.linear = linear
 
-    def __call__(
-        self, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, *, mask: AttentionMask, layer: int, **_: Any
-    ) -> Tensor:
+    def __call__(self, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, *, plan: AttentionMask, **_: Any) -> Tensor:
         (q, k, v), out = (x.flatten(0, 1) for x in (q_BtHD, k_BtKD, v_BtKV)), []
         group = q.shape[1] // k.shape[1]
-        for start, stop in pairwise(mask.documents.bounds):
+        for start, stop in pairwise(plan.documents.bounds):
             state = 0.0
             for i in range(start, stop):
                 if self.linear:
                     state = state + torch.bmm(k[i].unsqueeze(-1), v[i].unsqueeze(-2))  # [K, D, V]
                     out.append(torch.bmm(q[i].unsqueeze(-2), state.repeat_interleave(group, 0)).squeeze(-2))
                     continue
-                seen = [j for j in range(start, i + 1) if _sees(mask, i - j)]
+                seen = [j for j in range(start, i + 1) if _sees(plan, i - j)]
                 keys, values = (x[seen].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))  # [H, S, D]
                 out.append(torch.bmm(torch.bmm(q[i].unsqueeze(-2), keys.mT), values).squeeze(-2))
         return torch.stack(out).view(*q_BtHD.shape[:3], -1)

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from longctx.batch import IGNORED_TARGET
-from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
@@ -72,7 +72,7 @@ def test_padding_tokens_change_nothing():
         assert (results[1][name] - mine).norm() <= 10 * 97 * 2.0**-53 * mine.norm(), name
 
 
-class NoAttention(LocalAttention):
+class NoAttention(MaskIsPlan):
     """No token attends to another: a shard of the tokens then gives a shard of the results."""
 
     def __call__(self, q_BtHD, k_BtKD, v_BtKD, **_):
