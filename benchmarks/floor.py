@@ -106,7 +106,7 @@ def product_step(wanted: list[Product]) -> Callable[[], None]:
             most[width] = max(most.get(width, 0), product.rows)
     memory: dict[tuple, Tensor] = {}
 
-    def room(name: str, product: Product, width: int) -> Tensor:
+    def buffer(name: str, product: Product, width: int) -> Tensor:
         key = (name, width, product.weight_OI.dtype)
         if key not in memory:
             memory[key] = torch.randn(most[width], width).to(product.weight_OI.dtype)
@@ -116,8 +116,8 @@ def product_step(wanted: list[Product]) -> Callable[[], None]:
     for product in wanted:
         weight_OI = product.weight_OI
         width_out, width_in = weight_OI.shape
-        x_NI, dx_NI = (room(name, product, width_in) for name in ("x", "dx"))
-        y_NO, dy_NO = (room(name, product, width_out) for name in ("y", "dy"))
+        x_NI, dx_NI = (buffer(name, product, width_in) for name in ("x", "dx"))
+        y_NO, dy_NO = (buffer(name, product, width_out) for name in ("y", "dy"))
         dweight_OI = memory.setdefault((*weight_OI.shape, weight_OI.dtype), torch.zeros_like(weight_OI))
         calls.append((x_NI, weight_OI, y_NO, dy_NO, dx_NI, dweight_OI))
 

@@ -86,7 +86,7 @@ def work_and_rows(layout: SequenceLayout, cu_seqlens: np.ndarray) -> tuple[list[
 def least_rows(cu_seqlens: np.ndarray, degree: int) -> int:
     """A bound from below on the rows received under any layout of equal tokens and at most ``TOLERANCE`` imbalance.
 
-    The tokens of a document behind place x lie on m(x) ranks, and each of these receives or owns the token at x, so
+    The tokens of a document behind token x lie on m(x) ranks, and each of these receives or owns token x, so
     the rows are Σ m(x) − tokens. No rank has more than its share of tokens or work: m(x) is at least what lies behind
     x, divided by either, rounded up.
     """

@@ -60,7 +60,7 @@ def train_tokenizer(
     """
     if vocab_size < SMALLEST_VOCAB_SIZE:
         raise DataError(
-            f"vocab_size={vocab_size} leaves no ids beside 256 bytes and 4 control ids. "
+            f"vocab_size={vocab_size} leaves no room beside 256 bytes and 4 control ids. "
             f"Try {SMALLEST_VOCAB_SIZE} or more."
         )
     texts = _sample(documents, max_text_bytes=max_text_bytes, seed=seed, progress=progress)

@@ -149,7 +149,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model's network. Its attention cores decide which keys a query meets, and where they live."""
+    """A causal language model's network. Its attention cores decide which keys a query sees, on whatever rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a token stands, told in its channels: rotary and sinusoidal tables.
+"""Positions of tokens as channels: rotary and sinusoidal tables, and the rotation itself.
 
 Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
 formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.

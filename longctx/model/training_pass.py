@@ -57,7 +57,7 @@ EVALUATION = TrainingPass()
 
 
 def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
-    """Whether anything in the pass depends on the seed and on where its tokens stand."""
+    """Whether anything in the pass depends on the seed and on its tokens' indices."""
     if training_pass.seed is None:
         return False
     if config.residual_dropout:

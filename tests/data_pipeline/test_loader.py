@@ -54,10 +54,10 @@ def naive_batch(shards: ShardSet, rows: list[list[tuple[int, int, int]]], seq_le
         t, g, p, d = [], [], [], []
         for document, start, stop in row:
             ids = shards.document(document).tolist()
-            for place in range(start, stop):
-                t.append(ids[place])
-                g.append(ids[place + 1] if place + 1 < len(ids) else IGNORED_TARGET)
-                p.append(place - start)
+            for index in range(start, stop):
+                t.append(ids[index])
+                g.append(ids[index + 1] if index + 1 < len(ids) else IGNORED_TARGET)
+                p.append(index - start)
                 d.append(segment)
             segment += 1
         missing = seq_len - len(t)

@@ -75,9 +75,9 @@ class TestWriteAndRead:
             write(tmp_path, tokenizer, [tokens])
 
 
-def flip_byte(path: Path, place: int) -> None:
+def flip_byte(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[offset] ^= 1
     path.write_bytes(content)
 
 
@@ -131,11 +131,11 @@ def test_damage_is_named(damaged: Path, damage: str):
 
 def test_any_flipped_byte_of_a_shard_is_noticed(damaged: Path):
     path = damaged / "00000.arrow"
-    for place in range(0, path.stat().st_size, path.stat().st_size // 12):
-        flip_byte(path, place)
+    for offset in range(0, path.stat().st_size, path.stat().st_size // 12):
+        flip_byte(path, offset)
         with pytest.raises(DataError, match=r"00000.arrow"):
             ShardSet.open(damaged)
-        flip_byte(path, place)
+        flip_byte(path, offset)
     ShardSet.open(damaged)
 
 

@@ -2,7 +2,8 @@
 
 None of the model's code is used, but for the frequencies of stretched rotary positions, which have tests of their own.
 
-Axes: N tokens of all rows, M model width, H query heads, K key/value heads, D head size, P channels of relative places.
+Axes: N tokens of all rows, M model width, H query heads, K key/value heads, D head size, P channels of relative
+positions.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class PlainDecoder:
 
     def seen(self, layer: int) -> Tensor:
         """Which key (column) a query (row) sees."""
-        place = torch.arange(len(self.document_N))
-        apart = place[:, None] - place
+        index = torch.arange(len(self.document_N))
+        apart = index[:, None] - index
         seen = (self.document_N[:, None] == self.document_N) & (apart >= 0)
         return seen & (apart < self.config.window) if self.kind(layer) == "window" else seen
 

@@ -39,7 +39,7 @@ OPTIONS = {
     "soft cap and scale": {"attention_softcap": 0.7, "attention_scale": 2.0},
     "soft cap under a bias": {"attention_softcap": 0.7, "position": "t5", "relative_max_distance": 40},
     "soft cap under slopes": {"attention_softcap": 0.7, "position": "alibi"},
-    "soft cap of relative places": {"attention_softcap": 0.7, "position": "relative"},
+    "soft cap of relative positions": {"attention_softcap": 0.7, "position": "relative"},
     "sinks": {"sinks": True},
     "windows": {"layers": ("window", "full"), "window": 3},
     "biases": {"qkv_bias": True, "o_bias": True, "ffn_bias": True},

@@ -26,14 +26,14 @@ from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_confi
 E, K = 5, 3
 
 
-def admitted(ids_Nk: Tensor, places: list[int], row_tokens: int, tokens: int) -> list[list[int]]:
-    """By definition: tokens come in order of their places, and an expert that is full lets no more of the row in."""
+def admitted(ids_Nk: Tensor, token_indices: list[int], row_tokens: int, tokens: int) -> list[list[int]]:
+    """By definition: tokens come in order of their indices, and an expert that is full lets no more of the row in."""
     load: dict[tuple[int, int], int] = {}
     out = [[-1] * len(row) for row in ids_Nk.tolist()]
-    for n in sorted(range(len(places)), key=lambda n: places[n]):
+    for n in sorted(range(len(token_indices)), key=lambda n: token_indices[n]):
         for j, e in enumerate(ids_Nk[n].tolist()):
-            key = (places[n] // row_tokens, e)
-            if places[n] >= 0 and e >= 0 and load.get(key, 0) < tokens:
+            key = (token_indices[n] // row_tokens, e)
+            if token_indices[n] >= 0 and e >= 0 and load.get(key, 0) < tokens:
                 load[key] = load.get(key, 0) + 1
                 out[n][j] = e
     return out
@@ -47,41 +47,41 @@ def choices(num_tokens: int, seed: int) -> Tensor:
     return ids.where(torch.rand(ids.shape, generator=generator) < 0.9, -1)
 
 
-def shuffled_places(rows: int, row_tokens: int, seed: int) -> Tensor:
-    """Every place once, in any order, every seventh token being padding."""
+def shuffled_indices(rows: int, row_tokens: int, seed: int) -> Tensor:
+    """Every index once, in any order, every seventh token being padding."""
     generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(rows * row_tokens, generator=generator)
-    return places.where(places % 7 != 5, -1)
+    token_index_N = torch.randperm(rows * row_tokens, generator=generator)
+    return token_index_N.where(token_index_N % 7 != 5, -1)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 17, 100])
 @pytest.mark.parametrize(("rows", "row_tokens"), [(1, 34), (2, 17), (17, 2), (3, 1)])
 def test_experts_take_the_first_of_each_row(tokens, rows, row_tokens):
     N = rows * row_tokens
-    ids, places = choices(N, seed=tokens), shuffled_places(rows, row_tokens, seed=rows)
-    capacity = Capacity(tokens, E, row_tokens, rows, places)
+    ids, token_index_N = choices(N, seed=tokens), shuffled_indices(rows, row_tokens, seed=rows)
+    capacity = Capacity(tokens, E, row_tokens, rows, token_index_N)
     found = capacity.admit(ids, LocalDispatcher().gather)
-    assert found.tolist() == admitted(ids, places.tolist(), row_tokens, tokens)
+    assert found.tolist() == admitted(ids, token_index_N.tolist(), row_tokens, tokens)
     loads = torch.bincount(found[found >= 0], minlength=E)
     assert loads.max() <= tokens * rows
 
 
 @pytest.mark.parametrize("owners", [[0, 1, 1, 0, 2, 4], [3] * 6, [0, 1, 2, 3, 4, 0]])
-def test_any_share_of_the_tokens_is_decided_alike(owners):
+def test_any_shard_of_the_tokens_is_decided_alike(owners):
     """Five ranks, some of which hold nothing, gathered in an order that is not theirs."""
     rows, row_tokens, tokens = 2, 18, 4
-    ids, places = choices(36, seed=0), shuffled_places(rows, row_tokens, seed=1)
-    whole = Capacity(tokens, E, row_tokens, rows, places).admit(ids, LocalDispatcher().gather)
+    ids, token_index_N = choices(36, seed=0), shuffled_indices(rows, row_tokens, seed=1)
+    whole = Capacity(tokens, E, row_tokens, rows, token_index_N).admit(ids, LocalDispatcher().gather)
     owner = torch.tensor(owners * 6)
     sent = {}
     for r in range(5):
-        Capacity(tokens, E, row_tokens, rows, places[owner == r]).admit(
+        Capacity(tokens, E, row_tokens, rows, token_index_N[owner == r]).admit(
             ids[owner == r], lambda x, r=r: sent.setdefault(r, x)
         )
     everyone = torch.cat([sent[r] for r in (3, 0, 4, 2, 1)])
     for r in range(5):
         mine = owner == r
-        found = Capacity(tokens, E, row_tokens, rows, places[mine]).admit(ids[mine], lambda _: everyone)
+        found = Capacity(tokens, E, row_tokens, rows, token_index_N[mine]).admit(ids[mine], lambda _: everyone)
         assert torch.equal(found, whole[mine])
 
 
@@ -155,7 +155,7 @@ def test_rows_keep_their_capacity_when_they_are_laid_end_to_end():
     assert not torch.equal(LossSum.from_tensors(model()(longer, TRAINING)).nll_sum, wanted.nll_sum)
 
 
-def test_places_are_those_of_the_rows_and_padding_has_none():
+def test_token_indices_are_those_of_the_rows_and_padding_has_none():
     """Positions restart in every document, and whichever it is that padding follows."""
     recording = Recording()
     model(dispatcher=recording)(BATCH, TRAINING)
@@ -165,7 +165,7 @@ def test_places_are_those_of_the_rows_and_padding_has_none():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_shares_of_a_sequence_are_let_in_as_the_whole(recompute):
+def test_shards_of_a_sequence_are_let_in_as_the_whole(recompute):
     flat = BATCH.flatten_rows()
     recording = Recording()
     lm = model(dispatcher=recording)

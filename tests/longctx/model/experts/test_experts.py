@@ -377,7 +377,7 @@ def test_tiles_bound_memory_whatever_the_number_of_tokens():
 @pytest.mark.parametrize("recompute", ["none", "activation"])
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_backward_frees_what_was_saved_unless_the_graph_is_kept(recompute, keeps_graph, monkeypatch):
-    """Chunk by chunk, the gradients of weights take the place of what they are made of."""
+    """Chunk by chunk, the gradients of weights take the memory of what they are made of."""
     kept, alive = [], []
     monkeypatch.setattr(expert_blocks, "CHUNK_BYTES", 1)
     module, given = build(), routed()

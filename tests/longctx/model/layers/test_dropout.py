@@ -1,4 +1,4 @@
-"""Dropout: its statistics, and that it depends on seed, place and channel and on nothing else."""
+"""Dropout: its statistics, and that it depends on seed, token and channel and on nothing else."""
 
 from __future__ import annotations
 
