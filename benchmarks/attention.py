@@ -45,6 +45,8 @@ TIME_BOUND = 1.03
 """CPU seconds of a rank over half of one process's."""
 NATIVE_RING_BOUND, NATIVE_KERNEL_BOUND = 1.05, 1.1
 """Where bfloat16 is multiplied natively, the same in two: a rank over its blocks alone, and these over half."""
+NATIVE_PACKED_RING_BOUND = 1.1
+"""The first of them on packed rows, which have half of the work for the same merging and sending."""
 SLOW_BFLOAT16 = 0.6
 """The same where PyTorch's bfloat16 attention takes two to five times as long as float32, in which ours computes."""
 MEMORY_BOUND = {FP32: 242, BF16: 80}
@@ -108,8 +110,10 @@ def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | No
         yield Bound(_OVER_SHARE, row["ratio_to_share"], round(SLOW_BFLOAT16 * limit, 3), case, why)
     else:
         why = "merging hops, adding up dq and sending come on top of the same kernel on the same blocks, all in float32"
-        yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], NATIVE_RING_BOUND, case, why)
-        limit = (packed or NATIVE_KERNEL_BOUND) * imbalance
+        over_blocks = NATIVE_PACKED_RING_BOUND if packed else NATIVE_RING_BOUND
+        yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], over_blocks, case, why)
+        # What cutting a packed row costs, it costs in either dtype; the kernel's own sums come on top.
+        limit *= NATIVE_KERNEL_BOUND / TIME_BOUND
         why = "gradients of tiles are added up in float32, those of PyTorch's own attention in bfloat16" + uneven
         yield Bound(_BLOCKS_OVER_SHARE, row["blocks_ratio_to_share"], round(limit, 3), case, why)
 
