@@ -175,8 +175,8 @@ def bounds(rows: list[dict]) -> Iterator[Bound]:
     if case == BF16:
         limit = of_kind(plain=SLOW_BFLOAT16, bf16=SLACK, amx=AMX_BFLOAT16)
         why = (
-            "DeepSpeed calls PyTorch's bfloat16 attention: slow without bfloat16 instructions; where AMX makes products "
-            "all but free, our sums of gradients in float32, which make dk and dv three times as exact, show"
+            "DeepSpeed calls PyTorch's bfloat16 attention: slow without bfloat16 instructions; with AMX products are "
+            "so fast that our float32 sums of gradients show, which make dk and dv three times as exact"
         )
     yield Bound("best CPU seconds over DeepSpeed's best", round(best / bar, 3), limit, case, why)
     for name in NAMES:
