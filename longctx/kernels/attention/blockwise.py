@@ -54,8 +54,9 @@ class BlockwiseKernel:
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         partial = accumulate_dtype(q_BtHD.dtype)
-        out = q_BtHD.new_zeros((*q_BtHD.shape[:-1], v_BsKV.shape[-1]), dtype=partial)
-        lse = q_BtHD.new_full(q_BtHD.shape[:-1], -torch.inf, dtype=torch.float64)
+        B, t, H, _ = q_BtHD.shape
+        out = q_BtHD.new_zeros((B, t, H, v_BsKV.shape[3]), dtype=partial)
+        lse = q_BtHD.new_full((B, t, H), -torch.inf, dtype=torch.float64)
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])

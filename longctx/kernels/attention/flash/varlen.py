@@ -164,8 +164,9 @@ class _Result:
     def _nothing(self) -> tuple[Tensor, Tensor]:
         """The result over no key."""
         q = self._q_BtHD
-        out = q.new_zeros((*q.shape[:-1], self._value_dim), dtype=accumulate_dtype(q.dtype))
-        return out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float64)
+        B, t, H, _ = q.shape
+        out = q.new_zeros((B, t, H, self._value_dim), dtype=accumulate_dtype(q.dtype))
+        return out, q.new_full((B, t, H), -torch.inf, dtype=torch.float64)
 
 
 class _Gradient:
