@@ -40,9 +40,9 @@ LIMITS = {
     "longctx/families": Limits(ternaries=15, stars=30, comments=40),
     "longctx/generation": Limits(ternaries=15, stars=6, comments=40),
     "longctx/objectives": Limits(ternaries=15, stars=6, comments=40),
-    "longctx/kernels": Limits(ternaries=5, stars=6, comments=50),
-    "longctx/model": Limits(ternaries=15, stars=6, comments=50),
-    "parallel": Limits(ternaries=15, stars=6, comments=55),
+    "longctx/kernels": Limits(ternaries=5, stars=6, comments=45),
+    "longctx/model": Limits(ternaries=15, stars=6, comments=45),
+    "parallel": Limits(ternaries=15, stars=6, comments=50),
     "data_pipeline": Limits(ternaries=15, stars=6, comments=40),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
