@@ -35,10 +35,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 PACKAGES = ("longctx", "parallel", "data_pipeline", "launcher")
 PRELOADED = (
@@ -184,6 +184,12 @@ def run_settings(cases: ModuleType, changes: Mapping[str, Any]) -> dict[str, Any
         settings[section] = {**values, **changes.get(section, {})}
     settings["run"]["output_dir"] = "{folder}"
     settings["data"]["train"] = "{runs}/../data"
+    known = {
+        key.name for key in fields(get_type_hints(importlib.import_module("launcher.config").RunConfig)["parallel"])
+    }
+    settings["parallel"] = {
+        key if key in known else cases.OLD_NAMES.get(key, key): value for key, value in settings["parallel"].items()
+    }
     return settings
 
 

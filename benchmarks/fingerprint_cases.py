@@ -6,6 +6,9 @@ from typing import Any
 
 Settings = dict[str, Any]
 
+OLD_NAMES = {"communication_dtype": "gradient_wire"}
+"""Keys of ``parallel`` that earlier states call otherwise."""
+
 BASE: Settings = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -177,7 +180,7 @@ RUNS: dict[str, Settings] = {
     },
     "zero2-striped-bfloat16": {
         "model": MODELS["qwen3"],
-        "parallel": {"layout": "striped", "transport": "all_gather", "gradient_wire": "bfloat16"},
+        "parallel": {"layout": "striped", "transport": "all_gather", "communication_dtype": "bfloat16"},
         "zero": {"stage": 2},
         "train": {"dtype": "bfloat16"},
     },
