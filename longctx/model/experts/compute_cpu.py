@@ -193,7 +193,7 @@ class _SavedChunks:
     """What forward saves of its assignments, in chunks of whole blocks; backward frees each once it is past it.
 
     The gradients of the weights take its memory: without chunks a layer of 16 experts needs 0.71 to 0.78 of
-    transformers' memory, with them 0.41 to 0.66 (``python -m benchmarks.moe``).
+    transformers' memory in float32, with them 0.41 to 0.69 (``python -m benchmarks.moe``).
 
     Tensors come in this order: gate and up of the first chunk, its x where x is saved, then those of the next chunk.
     """
