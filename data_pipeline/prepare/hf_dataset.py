@@ -30,6 +30,7 @@ def find_dataset(folder: Path, names: Sequence[str]) -> Dataset | None:
         return None
     not_data = dict.fromkeys(described, "description of a data set")
     data_files = _data_files(folder, described)
+    # The cache of `datasets` has no state.json: each of its tables is data.
     if data_files is None:
         return Dataset(not_data, [])
     # What `map` and `filter` have cached beside the data would give its documents once more.

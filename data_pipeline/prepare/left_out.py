@@ -63,6 +63,7 @@ class LeftOutFile:
 
     def add(self, skip: Skip) -> None:
         """Write one line."""
+        # At once and not at the end: a list of every null of a large corpus fits no memory.
         if self._file is None:
             self._file = self._path.open("wb")
         entry = {"name": skip.name, "reason": skip.reason}

@@ -39,16 +39,14 @@ def list_files(root: Path, selection: Selection, *, python_only: bool) -> Listin
     links by their relative path, so cycles end and nothing is read twice. ``python_only`` takes ``.py`` files alone,
     and follows no link to a folder.
     """
-    if not root.is_dir():
-        walk = _Walk(selection, python_only=False)
-        walk.add_file(root, root.name)
-    elif python_only:
-        walk = _Walk(selection, python_only=True)
-        walk.enter(root, "", is_linked=False)
-    else:
-        walk = _Walk(selection, python_only=False)
+    walk = _Walk(selection, python_only=python_only)
+    if root.is_dir():
         walk.enter(root, "", is_linked=False)
         walk.follow_links()
+    elif root.is_file():
+        walk.add_file(root, _shown(root.name))
+    else:
+        walk.leave_out(_shown(root.name), "not a regular file")
     return walk.found.in_order()
 
 
@@ -71,12 +69,12 @@ class _Walk:
                 identity = _identity(folder)
                 # Only behind a link: some file systems give every folder the same inode.
                 if is_linked and identity in self._entered:
-                    self._leave_out(name, "linked folder that is read already")
+                    self.leave_out(name, "linked folder that is read already")
                     continue
                 self._entered.add(identity)
                 pending += self._list(folder, name)
             except OSError as error:
-                self._leave_out(name or "/", "cannot be read", error.strerror or "", is_fault=True)
+                self.leave_out(name or "/", "cannot be read", error.strerror or "", is_fault=True)
 
     def follow_links(self) -> None:
         """Enter the folders that links lead to, links found there included."""
@@ -87,9 +85,9 @@ class _Walk:
     def add_file(self, path: Path, name: str) -> None:
         """Take a file, unless the patterns leave it out."""
         if self._selection.excludes(name):
-            self._leave_out(name, "excluded")
+            self.leave_out(name, "excluded")
         elif not self._selection.includes(name):
-            self._leave_out(name, "not included")
+            self.leave_out(name, "not included")
         else:
             format = find_format(name, as_text=self._python_only or self._selection.reads_as_text(name))
             self.found.files.append(File(path, name, path.stat().st_size, format))
@@ -105,7 +103,7 @@ class _Walk:
         for entry in listed:
             path, name = Path(entry.path), prefix + _shown(entry.name)
             if dataset is not None and entry.name in dataset.not_data:
-                self._leave_out(name, dataset.not_data[entry.name])
+                self.leave_out(name, dataset.not_data[entry.name])
             elif _holds(entry.is_dir):
                 if self._takes_folder(entry, name):
                     if entry.is_symlink():
@@ -116,7 +114,7 @@ class _Walk:
                 self._list_file(entry, path, name)
         if dataset is not None:
             for missing in dataset.missing:
-                self._leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
+                self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
         return folders
 
     def _takes_folder(self, entry: os.DirEntry[str], name: str) -> bool:
@@ -124,11 +122,11 @@ class _Walk:
         if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
             return False
         if not self._python_only and entry.name.startswith("."):
-            self._leave_out(f"{name}/", "hidden")
+            self.leave_out(f"{name}/", "hidden")
             return False
         # Before walking into it: what is excluded may be huge, or refuse to be read.
-        if self._selection.excludes(name):
-            self._leave_out(f"{name}/", "excluded")
+        if self._selection.excludes_folder(name):
+            self.leave_out(f"{name}/", "excluded")
             return False
         return True
 
@@ -137,17 +135,18 @@ class _Walk:
         if self._python_only and path.suffix != ".py":
             return
         if entry.name.startswith(".") and not self._python_only:
-            self._leave_out(name, "hidden")
+            self.leave_out(name, "hidden")
         elif _holds(entry.is_file):
             self.add_file(path, name)
         elif self._selection.excludes(name):
-            self._leave_out(name, "excluded")
+            self.leave_out(name, "excluded")
         elif entry.is_symlink() and not path.exists():
-            self._leave_out(name, "broken link", is_fault=True)
+            self.leave_out(name, "broken link", is_fault=True)
         else:
-            self._leave_out(name, "not a regular file")
+            self.leave_out(name, "not a regular file")
 
-    def _leave_out(self, name: str, reason: str, detail: str = "", *, is_fault: bool = False) -> None:
+    def leave_out(self, name: str, reason: str, detail: str = "", *, is_fault: bool = False) -> None:
+        """Note what gives no document."""
         self.found.left_out.append(Skip(name, reason, detail, is_fault))
 
 

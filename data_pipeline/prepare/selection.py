@@ -17,18 +17,22 @@ class Selection:
     as_text: Sequence[str] = ()
     """Files that are read as plain text, whatever their ending says."""
     _used: set[str] = field(default_factory=set, init=False, compare=False)
-    _excluded: list[str] = field(default_factory=list, init=False, compare=False)
+    _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
 
     def includes(self, name: str) -> bool:
         """Whether the file is one of those that are asked for."""
         return not self.include or self._matches(name, self.include)
 
     def excludes(self, name: str) -> bool:
-        """Whether the file, or the folder with all below it, is left out."""
-        if not self._matches(name, self.exclude):
-            return False
-        self._excluded.append(name)
-        return True
+        """Whether the file is left out."""
+        return self._matches(name, self.exclude)
+
+    def excludes_folder(self, name: str) -> bool:
+        """Whether the folder is left out with all below it."""
+        is_excluded = self._matches(name, self.exclude)
+        if is_excluded:
+            self._excluded_folders.append(name)
+        return is_excluded
 
     def reads_as_text(self, name: str) -> bool:
         """Whether the file's ending counts for nothing."""
@@ -46,8 +50,8 @@ class Selection:
         return bool(found)
 
     def _lies_below(self, pattern: str) -> bool:
-        """Whether the pattern means something in a folder that was left out, and so never looked into."""
-        return any(pattern.startswith(f"{folder}/") for folder in self._excluded)
+        """Whether the pattern may mean something in a folder that was left out, and so never looked into."""
+        return any(pattern.startswith(("*", f"{folder}/")) for folder in self._excluded_folders)
 
 
 def _match(name: str, pattern: str) -> bool:

@@ -138,7 +138,7 @@ class Pace:
         self._rate = rate
         self._first: tuple[float, int] | None = None
 
-    def text(self, done: int, total: int | None, now: float) -> str:
+    def text(self, done: int, total: float | None, now: float) -> str:
         """``4.1 MiB/s, 2 min left``; empty before a second has passed."""
         if self._first is None:
             self._first = now, done

@@ -47,6 +47,7 @@ def _read(opened: OpenFile, text_field: str, delimiter: str) -> Iterator[Item]:
                 return
             number += 1
             continue
+        # A blank line is no row.
         if not row:
             continue
         if header is None:

@@ -61,8 +61,8 @@ def check_arrow(opened: OpenFile, text_field: str) -> Skip | None:
 def _parquet(opened: OpenFile) -> pq.ParquetFile:
     if opened.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
-    # A buffer: without one, a whole row group of the column is in memory.
-    return pq.ParquetFile(opened.raw, buffer_size=1 << 20)
+    # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
+    return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False)
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

@@ -10,7 +10,7 @@ import json
 import lzma
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -30,30 +30,32 @@ TEXTS = [
     "NUL \0 inside",
     " \n leading and trailing \n\n",
     '"begins with a quote',
-    "x" * 2_500_000,
     'last: {"text": [1, 2]} \\ \\n <|document_end|>',
 ]
 
 
-def rows() -> list[dict]:
-    return [
-        {"id": i, "text": text, "meta": {"url": f"http://{i}", "tags": ["a", None]}} for i, text in enumerate(TEXTS)
-    ]
+LONG_TEXTS = ["é" + "x" * 2_500_000 + '\n"\\', "short", "y, " * 700_000]
+"""Longer than the pieces in which files are read."""
 
 
-def lines() -> bytes:
-    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows())
+def rows(texts: Sequence[str] = TEXTS) -> list[dict]:
+    more = {"url": "http://example.org", "tags": ["a", None]}
+    return [{"id": number, "text": text, "more": more} for number, text in enumerate(texts)]
 
 
-def array() -> bytes:
-    return json.dumps(rows(), ensure_ascii=False, indent=2).encode()
+def lines(texts: Sequence[str] = TEXTS) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows(texts))
 
 
-def separated(delimiter: str) -> bytes:
+def array(texts: Sequence[str] = TEXTS) -> bytes:
+    return json.dumps(rows(texts), ensure_ascii=False, indent=2).encode()
+
+
+def separated(delimiter: str, texts: Sequence[str] = TEXTS) -> bytes:
     out = io.StringIO(newline="")
     writer = csv.writer(out, delimiter=delimiter)
     writer.writerow(["id", "text"])
-    writer.writerows((row["id"], row["text"]) for row in rows())
+    writer.writerows((row["id"], row["text"]) for row in rows(texts))
     return out.getvalue().encode()
 
 
@@ -226,25 +228,47 @@ def test_a_folder_of_hugging_face_datasets_gives_its_data_files_alone(tmp_path: 
     assert open_source(tmp_path).skipped["missing"] == 1
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl.zst", "a.csv", "a.parquet", "a.arrow"])
-def test_memory_stays_bounded(name: str, tmp_path: Path):
-    """160 MB of text in small documents, read in a process that may not grow by half of it."""
-    text, count = "word " * 2_000, 16_000
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines),
+        ("a.json", lines),
+        ("a.json", array),
+        ("a.json", lambda texts: json.dumps(rows(texts)).encode()),
+        ("a.json", lambda texts: b" ".join(json.dumps(row, indent=1).encode() for row in rows(texts))),
+        ("a.csv", lambda texts: separated(",", texts)),
+        ("a.jsonl.zst", lambda texts: zstandard.compress(lines(texts))),
+    ],
+)
+def test_records_may_be_longer_than_what_is_read_at_once(name: str, content: Callable, tmp_path: Path):
+    (tmp_path / name).write_bytes(content(LONG_TEXTS))
+    assert [document.text for document in open_source(tmp_path, strict=True)] == LONG_TEXTS
+
+
+@pytest.mark.parametrize("at", range(1 << 20, (1 << 20) + 60, 7))
+def test_a_value_may_be_cut_anywhere_by_what_is_read_at_once(at: int, tmp_path: Path):
+    """The file is read in pieces of 1 MiB: their end falls into numbers, literals, escapes, characters and keys."""
+    tail = r'","n":-1.5e-7,"b":[true,null,{}],"c":"\ud83d\ude00\\"}'
+    values = ['{"text":"' + "x" * (at - 40 - shift) + tail for shift in range(4)]
+    (tmp_path / "a.json").write_text("[" + " , ".join(values) + "]")
+    assert [len(document.text) for document in open_source(tmp_path, strict=True)] == [at - 40 - i for i in range(4)]
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded(tmp_path: Path):
+    """40 MB of text in small documents of each format, read in a process that may not grow by as much."""
+    text, count = "word " * 1_000, 8_000
     row = json.dumps({"text": text})
-    path = tmp_path / name
-    if name == "a.json":
-        path.write_text("[" + ",".join([row] * count) + "]")
-    elif name == "a.jsonl.zst":
-        path.write_bytes(zstandard.compress(f"{row}\n".encode() * count))
-    elif name == "a.csv":
-        path.write_text("text\n" + f"{text}\n" * count)
-    elif name == "a.parquet":
-        pq.write_table(pa.table({"text": [f"{i}{text}" for i in range(count)]}), path, use_dictionary=False)
-    else:
-        batch = pa.record_batch({"text": [text] * 100})
-        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, batch.schema) as writer:
-            for _ in range(count // 100):
-                writer.write_batch(batch)
+    (tmp_path / "a.json").write_text("[" + ",".join([row] * count) + "]")
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(f"{row}\n".encode() * count))
+    (tmp_path / "a.csv").write_text("text\n" + f"{text}\n" * count)
+    pq.write_table(
+        pa.table({"text": [f"{i}{text}" for i in range(count)]}), tmp_path / "a.parquet", use_dictionary=False
+    )
+    batch = pa.record_batch({"text": [text] * 100})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as out, pa.ipc.new_file(out, batch.schema) as writer:
+        for _ in range(count // 100):
+            writer.write_batch(batch)
     script = (
         "import resource, sys\n"
         "from data_pipeline.prepare.sources import open_source\n"
@@ -253,8 +277,8 @@ def test_memory_stays_bounded(name: str, tmp_path: Path):
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
         "sys.stdout.write(f'{count} {grown // 1024}')"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr
     documents, grown_mib = map(int, done.stdout.split())
-    assert documents == count
-    assert grown_mib < 80
+    assert documents == 5 * count
+    assert grown_mib < 30

@@ -83,8 +83,8 @@ class TestPatterns:
 
     def test_a_pattern_within_an_excluded_folder_is_no_typing_error(self, tmp_path: Path, caplog):
         write(tmp_path, "a.txt", "test/deep/b.txt")
-        open_source(tmp_path, exclude=["test", "test/deep", "tset"], include=["*.txt", "*.nope"])
-        assert "'*.nope', 'tset' matches no file" in caplog.text
+        open_source(tmp_path, exclude=["test", "test/deep", "*/deep", "tset"], include=["*.txt", "nope"])
+        assert "'nope', 'tset' matches no file" in caplog.text
 
     def test_patterns_belong_to_the_fingerprint_and_their_absence_does_not(self, tmp_path: Path):
         write(tmp_path, "a.txt")
