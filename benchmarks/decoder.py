@@ -28,8 +28,7 @@ from torch import Tensor
 from benchmarks.bounds import Bound, conclude, of_kind, parse
 from benchmarks.floor import Floor
 from benchmarks.ranks import with_resident_rise
-from longctx.batch import IGNORED_TARGET, Batch
-from longctx.documents import PackedDocuments
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 
 THREADS, TOKENS = 2, 2048
 
