@@ -173,6 +173,8 @@ def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int
 
 def gib(num_bytes: float) -> str:
     """Bytes in MiB or GiB."""
+    if num_bytes < 10 * 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
     if num_bytes < GIB:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / GIB:.1f} GiB"

@@ -156,6 +156,7 @@ def _mark_of(source: Path) -> str:
 def _check_disk(source: Path, output: Path) -> None:
     """CheckpointError where the float32 masters of the model would fill the disk."""
     needed = 4 * sum(count_parameters(started_model(str(source))).values())
+    output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise CheckpointError(

@@ -26,7 +26,7 @@ from tests.launcher.runs import SCREEN
 from tests.longctx.samples import dense_config
 
 LLAMA = dense_config(
-    qkv_bias=False, tie_embeddings=False, norm_eps=3e-6, max_positions=64, init_std=0.02,
+    qkv_bias=False, tie_embeddings=False, norm_eps=3e-6, max_positions=64, init_std=0.02, expert_ffn_size=128,
     rope=Rope(theta=500_000.0, kind="llama3", factor=8.0, original_max_positions=32, high_freq_factor=3.0),
 )  # fmt: skip
 """A model whose every part differs from the defaults."""

@@ -18,7 +18,7 @@ from launcher.run_folder import IMPORTED
 from launcher.training.origin import Origin, converted
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
-from longctx.checkpoint_format import CheckpointReader, find_checkpoint, list_checkpoints, model_config
+from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.conversion import load_hf, save_hf
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
@@ -27,7 +27,7 @@ from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, rows, run
 from tests.longctx.samples import dense_config
 
-LLAMA = dense_config(vocab_size=512, qkv_bias=False, tie_embeddings=False, max_positions=256)
+LLAMA = dense_config(vocab_size=512, qkv_bias=False, tie_embeddings=False, max_positions=256, expert_ffn_size=128)
 
 
 @pytest.fixture
@@ -82,11 +82,15 @@ def test_a_disk_that_is_too_small_is_refused_before_a_byte_is_written(hf, tmp_pa
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_run_folder_stands_for_its_newest_checkpoint(hf, finished):
+def test_a_run_folder_stands_for_its_newest_checkpoint(hf, tmp_path):
+    first, newest = (convert(hf, tmp_path / name) for name in "ab")
+    (tmp_path / "run" / CHECKPOINTS).mkdir(parents=True)
+    first, newest = (
+        folder.rename(tmp_path / "run" / CHECKPOINTS / f"step_00000{n}") for n, folder in enumerate((first, newest), 1)
+    )
     assert find_start("no") is None
-    newest = list_checkpoints(finished.folder)[-1]
-    assert find_start(str(finished.folder)) == find_checkpoint(finished.folder) == newest
-    assert find_start(str(list_checkpoints(finished.folder)[0])) == list_checkpoints(finished.folder)[0]
+    assert find_start(str(tmp_path / "run")) == find_checkpoint(tmp_path / "run") == newest
+    assert find_start(str(first)) == first
     assert find_start(str(hf)) == hf
 
 
@@ -110,7 +114,13 @@ def test_ranks_wait_for_what_rank_0_does():
 
 def start_from_hf(shards: Path, source: Path, output: Path) -> None:
     leave_out_pictures()
-    changed = {"run.start_from": source, "model.rope.theta": 2e4, "train.steps": 1, "train.lr": 1e-4}
+    changed = {
+        "run.start_from": source,
+        "model.rope.theta": 2e4,
+        "train.lr": 1e-4,
+        "train.steps": 1,
+        "train.warmup_steps": 0,
+    }
     for _ in range(2):
         built = build_run(tiny_start(shards, output, changed), torch.device("cpu"))
     Trainer(built).train()
