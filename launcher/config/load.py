@@ -36,7 +36,10 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     argv, path = _take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     named = _named_keys(values) | {_key_of_flag(argument) for argument in argv if argument.startswith("--")}
-    base = find_base(values)
+    base = None
+    # Help is for those, too, who have no checkpoint yet.
+    if not {"-h", "--help"} & set(argv):
+        base = find_base(values)
     defaults = from_values(values, base)
     with contextlib.ExitStack() as stack:
         if quiet:
