@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
+from launcher.config.help import help_text
 from launcher.config.sections import RunConfig, expand_preset
+from launcher.recipes.find import QUICKSTART, find_config
+from launcher.wording import did_you_mean
 from longctx.errors import ConfigError
-
-QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
 
-    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
-    like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
+    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type. An unknown flag,
+    ``--help`` and ``--print-config`` end the process through SystemExit; ``quiet`` keeps a rank from repeating what
+    rank 0 prints.
     """
     # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     argv, path = _take_flag(argv, "--config")
     # The preset sets fields that the file and the other flags then change, so it is read before them.
     argv, preset = _take_flag(argv, "--model.preset")
-    values = read_toml(Path(path or QUICKSTART))
+    file = QUICKSTART
+    if path is not None:
+        file = find_config(path)
+    values = read_toml(file)
     if preset is not None:
         values.setdefault("model", {})["preset"] = preset
     defaults = from_values(values)
+    topic = _help_topic(argv)
+    if topic is not None:
+        _end_with(help_text(defaults, topic), quiet=quiet)
+    prints = "--print-config" in argv
+    config = _with_flags(defaults, [argument for argument in argv if argument != "--print-config"], quiet=quiet)
+    if prints:
+        _end_with(config.to_toml().rstrip(), quiet=quiet)
+    return config
+
+
+def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConfig:
+    """The config with what the flags say; SystemExit, once it is printed, for what is wrong with them."""
     with contextlib.ExitStack() as stack:
         if quiet:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -46,20 +63,41 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
             args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
             default=defaults,
             prog="pretrain.py",
-            description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
-            "the defaults below are that file's.",
             use_underscores=True,
+            add_help=False,
             config=(tyro.conf.FlagConversionOff,),
         )
 
 
+def _help_topic(argv: list[str]) -> str | None:
+    """What ``--help`` asks about: a section or a key, empty for all of them; None where nobody asks."""
+    for at, argument in enumerate(argv):
+        if argument in ("-h", "--help"):
+            following = argv[at + 1 : at + 2]
+            if following and not following[0].startswith("-"):
+                return following[0]
+            return ""
+        if argument.startswith("--help="):
+            return argument.removeprefix("--help=")
+    return None
+
+
+def _end_with(text: str, *, quiet: bool) -> NoReturn:
+    """Print a result, on rank 0 alone, and end well."""
+    if not quiet:
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # `--help | head`: Python would fail once more when it closes the stream at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values; ConfigError when it is missing or malformed."""
+    """A TOML file's values; ConfigError when it is unreadable or malformed."""
     try:
         return tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        known = sorted(p.name for p in QUICKSTART.parent.glob("*.toml"))
-        raise ConfigError(f"--config {path} does not exist. Recipes in {QUICKSTART.parent}: {known}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:
@@ -97,10 +135,10 @@ def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     for section, entries in values.items():
         if section not in sections:
-            raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
+            raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")
         for key in _dotted(entries, sections[section]):
             if key not in sections[section]:
-                raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
+                raise ConfigError(f"key {section}.{key} is unknown.{did_you_mean(f'{section}.{key}', known)}")
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
@@ -124,12 +162,6 @@ def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
         else:
             found.append(key)
     return found
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    """A question with the known names that look most like this one."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
-    return f" Did you mean {' or '.join(close[:3])}?"
 
 
 def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:

@@ -12,14 +12,14 @@ from longctx.families.olmoe import OLMOE
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.spec import Family
 
-# Of several families that can be one model the first is written.
+# Of several families that can be one model the first is written: the type that most programs know.
 _ALL = (
-    QWEN2_MOE,
-    QWEN2,
     LLAMA,
     MISTRAL,
+    QWEN2,
     SEED_OSS,
     QWEN3,
+    QWEN2_MOE,
     QWEN3_MOE,
     MIXTRAL,
     OLMOE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class Case:
         import transformers
 
         return getattr(transformers, f"{self.name}Config")(**self.sizes | self.values)
+
+    def config_json(self) -> dict[str, Any]:
+        """Its config.json, without what only transformers adds."""
+        return json.loads(self.config().to_json_string(use_diff=False)) | {"architectures": None}
 
 
 CASES = {

@@ -33,15 +33,10 @@ LLAMA = {
 }  # fmt: skip
 
 
-def hf_of(name: str) -> dict:
-    """The config.json of one of the test models, without what only transformers adds."""
-    pytest.importorskip("transformers")
-    return json.loads(CASES[name].config().to_json_string(use_diff=False)) | {"architectures": None}
-
-
 @pytest.fixture(scope="module")
 def hf_configs() -> dict[str, dict]:
-    return {name: hf_of(name) for name in CASES}
+    pytest.importorskip("transformers")
+    return {name: case.config_json() for name, case in CASES.items()}
 
 
 class TestThereAndBack:
