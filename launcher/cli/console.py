@@ -39,7 +39,7 @@ def program() -> str:
         if on_path is not None and script.exists() and script.samefile(on_path):
             return "longctx"
         return shlex.quote(str(script))
-    if ["-m", "launcher"] == sys.orig_argv[1:3]:
+    if sys.orig_argv[1:3] == ["-m", "launcher"]:
         return f"{shlex.quote(sys.orig_argv[0])} -m launcher"
     return "python -m launcher"
 

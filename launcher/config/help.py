@@ -56,14 +56,13 @@ _EXAMPLES = {
 """Command lines of each section's help, and under "" of the whole one's."""
 
 _CHOICES: dict[str, Sequence[Any]] = {
-    **{f"model.{name}": choices for name, choices in CHOICES.items()},
     "model.preset": list(PRESETS),
     "model.layers": LAYER_KINDS,
     "model.rope.kind": ROPE_KINDS,
     "parallel.layout": (AUTO, *KINDS),
     "parallel.kernel": ("auto", *KERNELS),
     "zero.stage": (0, 1, 2, 3),
-}
+} | {f"model.{name}": choices for name, choices in CHOICES.items()}
 """The values of keys whose type does not name them."""
 
 
@@ -87,27 +86,30 @@ def help_text(config: RunConfig, topic: str = "") -> str:
     for f in dataclasses.fields(RunConfig):
         section = getattr(config, f.name)
         keys = list(_keys(section, f.name))
-        known += [f.name, *(key.name for key in keys)]
-        shown = [key for key in keys if f"{key.name}.".startswith(f"{topic}.") or not topic]
+        known.append(f.name)
+        known.extend(key.name for key in keys)
+        shown = [_paragraph(key) for key in keys if not topic or f"{key.name}.".startswith(f"{topic}.")]
         if shown:
-            heading = f"[{f.name}]  {inspect.getdoc(type(section))}"
-            parts.append("\n".join([heading, *(_paragraph(key) for key in shown)]))
+            parts.append(_block(f"[{f.name}]  {inspect.getdoc(type(section))}", shown))
     if not parts:
         raise ConfigError(f"--help {topic}: there is no section or key of that name.{did_you_mean(topic, known)}")
-    examples = _EXAMPLES.get(topic.partition(".")[0], ())
-    parts.append("\n".join(["examples:", *(f"  {line}" for line in examples)]))
     if not topic:
         # The end of a long text is what a terminal shows: there stands where to go on.
-        parts = [_OPENING, *parts[:-1], _list_recipes(), _FLAGS, parts[-1]]
+        parts = [_OPENING, *parts, _list_recipes(), _FLAGS]
+    parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[topic.partition(".")[0]]]))
     return "\n\n".join(parts)
+
+
+def _block(heading: str, lines: Sequence[str]) -> str:
+    """A heading, and the lines below it."""
+    return "\n".join([heading, "\n".join(lines)])
 
 
 def _list_recipes() -> str:
     """Every recipe's name, and what it trains."""
     found = recipes()
     width = max(len(name) for name in found)
-    lines = [f"  {name:{width}}  {summary(path)}" for name, path in found.items()]
-    return "\n".join(["recipes (--config NAME):", *lines])
+    return _block("recipes (--config NAME):", [f"  {name:{width}}  {summary(path)}" for name, path in found.items()])
 
 
 def _paragraph(key: _Key) -> str:
