@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.config.help import help_text
 from launcher.config.sections import RunConfig, expand_preset
 from launcher.recipes.find import QUICKSTART, find_config
 from launcher.wording import did_you_mean
@@ -42,6 +41,9 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     defaults = from_values(values)
     topic = _help_topic(argv)
     if topic is not None:
+        # Its imports take time, which no run has to pay.
+        from launcher.config.help import help_text
+
         _end_with(help_text(defaults, topic), quiet=quiet)
     prints = "--print-config" in argv
     config = _with_flags(defaults, [argument for argument in argv if argument != "--print-config"], quiet=quiet)
