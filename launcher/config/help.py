@@ -44,7 +44,7 @@ _EXAMPLES = {
     "run": (f"{_START} --config run.toml --run.output_dir runs/second --run.resume latest",),
     "model": (
         f"{_START} --model.preset quickstart-dense --model.num_layers 8",
-        f"{_START} --config run.toml --model.rope.kind yarn --model.rope.factor 4",
+        f"{_START} --config run.toml --model.rope.kind linear --model.rope.factor 4",
     ),
     "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
     "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.recompute true",),

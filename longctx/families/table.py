@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
-from longctx.families.gpt2 import GPT2
+from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
 from longctx.families.llama import LLAMA, MISTRAL
 from longctx.families.mixtral import MIXTRAL
@@ -26,6 +26,7 @@ _ALL = (
     GEMMA2,
     GEMMA3_TEXT,
     GPT2,
+    GPT1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,

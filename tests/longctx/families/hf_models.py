@@ -139,6 +139,12 @@ CASES = {
         | {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None},
         sizes={},
     ),
+    "openai-gpt": Case(
+        "OpenAIGPT",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 97}
+        | {"bos_token_id": None, "eos_token_id": None},
+        sizes={},
+    ),
     "deepseek_v2": Case("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
     "deepseek_v2 lite": Case(
         "DeepseekV2", _LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_parameters": _MSCALED}

@@ -115,7 +115,7 @@ class TestTrainingOptions:
     def test_all_of_them_are_drawn(self):
         assert TRAINING.keys() == names_of_role("training")
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(trained_configs())
     def test_none_stops_an_export_or_changes_its_type_or_function(self, drawn):
         model_type, before, after = drawn
@@ -130,7 +130,7 @@ class TestTrainingOptions:
             value = getattr(after, name)
             assert value in (getattr(back, name), getattr(ModelConfig(), name)) or named[name] == value
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(trained_configs(), st.sampled_from(["default", "linear", "yarn", "llama3", "ntk"]), st.integers(1, 8))
     def test_nor_does_a_stretch_of_positions(self, drawn, kind, factor):
         """What a run that starts from a checkpoint may change besides."""
