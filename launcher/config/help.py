@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -55,7 +55,7 @@ _EXAMPLES = {
 }
 """Command lines of each section's help, and under "" of the whole one's."""
 
-_CHOICES: dict[str, Sequence[Any]] = {
+_CHOICES: Mapping[str, Sequence[Any]] = {
     "model.preset": list(PRESETS),
     "model.layers": LAYER_KINDS,
     "model.rope.kind": ROPE_KINDS,
