@@ -113,7 +113,7 @@ class TestHelp:
         assert "--train.recompute {true,false}  (default: true)" in out
 
     def test_of_an_unknown_name_is_wrong_usage_with_the_nearest(self, capfd, monkeypatch):
-        code, out, err = said(["--help", "modle"], capfd, monkeypatch)
+        code, out, err = said(["--help", "modal"], capfd, monkeypatch)
         assert (code, out) == (WRONG_USAGE, "")
         assert "Did you mean model" in err
         assert len(err.splitlines()) < SCREEN
