@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from launcher.config.sections import RunConfig
+from launcher.config.sections import NO_PRESET, RunConfig
 from launcher.recipes.find import recipes, summary
 from launcher.wording import did_you_mean
 from longctx.architecture.rope import ROPE_KINDS
@@ -56,7 +56,7 @@ _EXAMPLES = {
 """Command lines of each section's help, and under "" of the whole one's."""
 
 _CHOICES: Mapping[str, Sequence[Any]] = {
-    "model.preset": list(PRESETS),
+    "model.preset": (NO_PRESET, *PRESETS),
     "model.layers": LAYER_KINDS,
     "model.rope.kind": ROPE_KINDS,
     "parallel.layout": (AUTO, *KINDS),

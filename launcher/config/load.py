@@ -6,22 +6,27 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.config.sections import RunConfig, expand_preset
+from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag
+from launcher.config.model import find_base, lay_over, settle_model
+from launcher.config.sections import RunConfig
 from launcher.recipes.find import QUICKSTART, find_config
 from launcher.wording import did_you_mean
+from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 
 
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
+
+    Fields of ``[model]`` are laid over the model of the checkpoint that the run starts from or resumes from, unless a
+    preset is named. A run that starts from a checkpoint has no file unless it names one.
 
     ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type. An unknown flag,
     ``--help`` and ``--print-config`` end the process through SystemExit; ``quiet`` keeps a rank from repeating what
@@ -29,26 +34,21 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     """
     # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    argv, path = _take_flag(argv, "--config")
-    # The preset sets fields that the file and the other flags then change, so it is read before them.
-    argv, preset = _take_flag(argv, "--model.preset")
-    file = QUICKSTART
-    if path is not None:
-        file = find_config(path)
-    values = read_toml(file)
-    if preset is not None:
-        values.setdefault("model", {})["preset"] = preset
-    defaults = from_values(values)
-    topic = _help_topic(argv)
+    argv, path = take_flag(argv, "--config")
+    argv, values = _file_and_early_flags(argv, path)
+    topic = help_topic(argv)
     if topic is not None:
-        # Its imports take time, which no run has to pay.
+        # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
         from launcher.config.help import help_text
 
-        _end_with(help_text(defaults, topic), quiet=quiet)
+        end_with(help_text(from_values(values), topic), quiet=quiet)
     prints = "--print-config" in argv
-    config = _with_flags(defaults, [argument for argument in argv if argument != "--print-config"], quiet=quiet)
+    argv = [argument for argument in argv if argument != "--print-config"]
+    named = _named_keys(values) | {key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    base = find_base(values)
+    config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
     if prints:
-        _end_with(config.to_toml().rstrip(), quiet=quiet)
+        end_with(config.to_toml().rstrip(), quiet=quiet)
     return config
 
 
@@ -71,29 +71,34 @@ def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConf
         )
 
 
-def _help_topic(argv: list[str]) -> str | None:
-    """What ``--help`` asks about: a section or a key, empty for all of them; None where nobody asks."""
-    for at, argument in enumerate(argv):
-        if argument in ("-h", "--help"):
-            following = argv[at + 1 : at + 2]
-            if following and not following[0].startswith("-"):
-                return following[0]
-            return ""
-        if argument.startswith("--help="):
-            return argument.removeprefix("--help=")
-    return None
+_EARLY_FLAGS = ("model.preset", "run.start_from", "run.resume", "run.output_dir")
+"""Keys that say what the fields of the model are laid over: they are read before the other flags."""
 
 
-def _end_with(text: str, *, quiet: bool) -> NoReturn:
-    """Print a result, on rank 0 alone, and end well."""
-    if not quiet:
-        try:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # `--help | head`: Python would fail once more when it closes the stream at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(0)
+def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without the early flags, and the file's values with these flags' over them."""
+    early: dict[str, str] = {}
+    for key in _EARLY_FLAGS:
+        argv, value = take_flag(argv, f"--{key}")
+        if value is not None:
+            early[key] = value
+    if path is not None:
+        values = read_toml(find_config(path))
+    elif early.get("run.start_from", "no") != "no":
+        # The quickstart's model and rates are those of a toy that is new.
+        values = {}
+    else:
+        values = read_toml(QUICKSTART)
+    _check_keys(values)
+    for key, value in early.items():
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = value
+    return argv, values
+
+
+def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
+    """The keys that a file gives, each with its section."""
+    return {f"{section}.{key}" for section, entries in values.items() for key in entries}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -106,16 +111,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not TOML: {error}.") from error
 
 
-def from_values(values: dict[str, Any]) -> RunConfig:
-    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path."""
-    values = dict(values)
-    if not all(isinstance(v, dict) for v in values.values()):
-        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
-        raise ConfigError(
-            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
-        )
-    _refuse_unknown(values)
-    values["model"] = expand_preset(values.get("model", {}))
+def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:
+    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path.
+
+    Without a preset the model's fields are laid over ``base``, or over a plain decoder.
+    """
+    _check_keys(values)
+    values = {**values, "model": lay_over(values.get("model", {}), base)}
     try:
         # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
         return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
@@ -130,8 +132,13 @@ def _refuse_date(value: Any) -> None:
     raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
-def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
+def _check_keys(values: dict[str, Any]) -> None:
     """ConfigError, with the nearest known name, for a section or key that no dataclass has."""
+    if not all(isinstance(v, dict) for v in values.values()):
+        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
+        raise ConfigError(
+            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
+        )
     # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
@@ -164,19 +171,3 @@ def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
         else:
             found.append(key)
     return found
-
-
-def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
-    rest, value, at = [], None, 0
-    while at < len(argv):
-        if argv[at] == name:
-            if at + 1 == len(argv):
-                raise ConfigError(f"{name} needs a value.")
-            value, at = argv[at + 1], at + 2
-        elif argv[at].startswith(f"{name}="):
-            value, at = argv[at].split("=", 1)[1], at + 1
-        else:
-            rest.append(argv[at])
-            at += 1
-    return rest, value

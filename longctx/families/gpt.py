@@ -155,7 +155,7 @@ def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ())
     return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
 
 
-def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A weight, stored as [in, out], and its bias."""
     weights = tuple(f"{_BLOCK}{name}.weight" for name in ours)
     biases = tuple(f"{_BLOCK}{name}.bias" for name in ours)
@@ -166,7 +166,7 @@ def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
     )
 
 
-def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A LayerNorm's weight and bias."""
     return (
         _renamed((f"{ours}.weight",), f"{theirs}.weight"),
@@ -176,14 +176,11 @@ def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     """The tensors of a block; the norms' names are ours, and theirs are ln_1 and ln_2."""
-    return (
-        *_norm(_BLOCK + first_norm, "h.{layer}.ln_1"),
-        *_projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn"),
-        *_projection("self_attn.o_proj", theirs="attn.c_proj"),
-        *_norm(_BLOCK + second_norm, "h.{layer}.ln_2"),
-        *_projection("mlp.up_proj", theirs="mlp.c_fc"),
-        *_projection("mlp.down_proj", theirs="mlp.c_proj"),
-    )
+    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
+    attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
+    ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
+    norms = _norm(_BLOCK + first_norm, "h.{layer}.ln_1") + _norm(_BLOCK + second_norm, "h.{layer}.ln_2")
+    return attention + ffn + norms
 
 
 # Causal masks and positions, which old versions of transformers saved as buffers.
