@@ -15,7 +15,7 @@ from launcher.cli import main
 from launcher.cli.verbs import parse
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
-from launcher.recipes.find import recipes
+from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
@@ -64,7 +64,7 @@ def check_start(words: Sequence[str]) -> None:
         flags[at : at + 2] = ["--run.start_from", "no", "--model.preset", "llama-2-7b"]
     if "--config" in flags:
         at = flags.index("--config")
-        flags[at : at + 2] = recipe_flags(Path(flags[at + 1]))
+        flags[at : at + 2] = recipe_flags(find_config(flags[at + 1]))
     config = load_run_config(flags)
     check_run(config.resolve(native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
 

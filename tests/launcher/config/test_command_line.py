@@ -40,7 +40,7 @@ class TestRecipes:
 
     def test_a_file_goes_before_a_recipe(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "quickstart.toml").write_text("[train]\nsteps = 3\n")
+        (tmp_path / "quickstart.toml").write_text('[model]\npreset = "quickstart"\n[train]\nsteps = 3\n')
         assert load_run_config(["--config", "quickstart.toml"]).train.steps == 3
         assert load_run_config(["--config", "quickstart"]).train.steps == 700
 
@@ -57,7 +57,7 @@ class TestRecipes:
 
 class TestPrintedConfig:
     def test_is_the_resolved_one_and_reads_back(self, capfd, monkeypatch):
-        argv = ["--config", "extend-yarn", "--train.steps", "9", "--print-config"]
+        argv = ["--config", "llama-3.1-8b-128k", "--train.steps", "9", "--print-config"]
         code, out, err = said(argv, capfd, monkeypatch)
         assert (code, err) == (DONE, "")
         config = from_values(tomllib.loads(out))
