@@ -267,6 +267,7 @@ def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, 
             name = f"{section}.{key}"
             # A key that the checkpoint's release did not have says nothing.
             was = before.get(section, {}).get(key, value)
-            if was != value and name not in _FREE:
+            # "auto" is settled by the machine, and may come to the same.
+            if was != value and name not in _FREE and "auto" not in (was, value):
                 changes[name] = was, value
     return changes
