@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -18,3 +19,9 @@ def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
     if len(names) <= most:
         return shown
     return f"{shown} and {len(names) - most} more {thing}".rstrip()
+
+
+def did_you_mean(word: str, known: Sequence[str], most: int = 3) -> str:
+    """A question, with a space before it, that offers the known names that look most like ``word``."""
+    close = difflib.get_close_matches(word, known, n=most, cutoff=0.5) or sorted(known)
+    return f" Did you mean {' or '.join(close[:most])}?"

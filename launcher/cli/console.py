@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -30,9 +31,16 @@ Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 
 
 def program() -> str:
-    """How the user called us, for commands that we suggest."""
-    if Path(sys.argv[0]).name == "longctx":
-        return "longctx"
+    """How the user called us, for commands that we suggest: what works once works again."""
+    script = Path(sys.argv[0])
+    if script.name == "longctx":
+        # The bare name works where the PATH leads to this very script.
+        on_path = shutil.which("longctx")
+        if on_path is not None and script.exists() and script.samefile(on_path):
+            return "longctx"
+        return shlex.quote(str(script))
+    if sys.orig_argv[1:3] == ["-m", "launcher"]:
+        return f"{shlex.quote(sys.orig_argv[0])} -m launcher"
     return "python -m launcher"
 
 

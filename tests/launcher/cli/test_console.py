@@ -37,3 +37,26 @@ class TestTable:
     )
     def test_bytes_for_people(self, count, text):
         assert cli_console.human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "path", "name"),
+    [
+        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "BIN", "longctx"),
+        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "/nowhere", "BIN/longctx"),
+        (["launcher/__main__.py"], [".venv/bin/python", "-m", "launcher", "report"], "/nowhere", None),
+        (["pytest"], ["python", "pytest"], "/nowhere", "python -m launcher"),
+    ],
+)
+def test_suggested_commands_begin_as_the_one_that_was_typed(argv, orig_argv, path, name, tmp_path, monkeypatch):
+    script = tmp_path / "longctx"
+    script.touch(mode=0o755)
+
+    def here(words: list[str]) -> list[str]:
+        return [word.replace("BIN", str(tmp_path)) for word in words]
+
+    monkeypatch.setattr("sys.argv", here(argv))
+    monkeypatch.setattr("sys.orig_argv", here(orig_argv))
+    monkeypatch.setenv("PATH", path.replace("BIN", str(tmp_path)))
+    wanted = name or ".venv/bin/python -m launcher"
+    assert cli_console.program() == here([wanted])[0]
