@@ -27,6 +27,23 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch
     assert "100%" not in shown
 
 
+def test_progress_tells_rate_and_time_left(capsys, monkeypatch):
+    clock = iter([0.0, 0.0, 10.0, 20.0])
+    monkeypatch.setattr(cli_console.time, "monotonic", lambda: next(clock))
+    with cli_console.progress(
+        "reading", total=400 << 20, rate=cli_console.byte_rate, seconds_between_lines=0.0
+    ) as update:
+        update(0, note="none")
+        update(100 << 20, note="5 files")
+        update(400 << 20, note="9 files")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [
+        "reading: 0% none",
+        "reading: 25% 5 files, 10.0 MiB/s, 30 s left",
+        "reading: 100% 9 files, 20.0 MiB/s",
+    ]
+
+
 class TestTable:
     def test_numbers_stand_to_the_right_and_nothing_is_cut(self):
         text = cli_console.table(["name", "count"], [["a" * 200, "1"], ["b", "1,000"]])
