@@ -1,23 +1,100 @@
-"""What the data pipeline hands to the model: rows of packed documents, targets already shifted.
+"""What the data pipeline hands to the model: rows of packed documents and their boundaries, targets already shifted.
 
 Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.errors import ConfigError
 
 IGNORED_TARGET = -100
 """Target of a token whose prediction is not counted: a document's last token and padding."""
 
 PADDING_DOCUMENT = -1
 """Entry of ``Batch.document_ids`` for padding tokens."""
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents laid end to end over a whole sequence, on however many ranks its tokens live.
+
+    Made once a batch, by ``of``; layouts, schedules, masks and kernels read the same one. It may be a dictionary's key:
+    its hash is computed once, however many documents there are.
+    """
+
+    bounds: tuple[int, ...]
+    """``cu_seqlens``: document n has the tokens from entry n to entry n + 1. Two equal entries hold an empty one."""
+
+    # Fields rather than properties: a compiled graph that counted the bounds would serve one number of documents.
+    num_tokens: int = field(init=False, compare=False, repr=False)
+    """Length of the whole sequence."""
+    num_documents: int = field(init=False, compare=False, repr=False)
+    """Documents of the sequence, empty ones too."""
+    longest: int = field(init=False, compare=False, repr=False)
+    """Tokens of the longest document."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", self.bounds[-1])
+        object.__setattr__(self, "num_documents", len(self.bounds) - 1)
+        object.__setattr__(self, "longest", max(self.lengths, default=0))
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None, num_tokens: int | None = None
+    ) -> PackedDocuments:
+        """The documents between these boundaries; None is one document of ``num_tokens``.
+
+        ConfigError unless they are whole numbers that ascend from 0, and to ``num_tokens`` where that is given.
+        """
+        if cu_seqlens is None:
+            assert num_tokens is not None, "one document of how many tokens?"
+            return cls((0, num_tokens))
+        if isinstance(cu_seqlens, PackedDocuments):
+            if num_tokens in (None, cu_seqlens.num_tokens):
+                return cu_seqlens
+            found = cu_seqlens.bounds
+        elif isinstance(cu_seqlens, Tensor):
+            found = cu_seqlens.tolist()
+        else:
+            found = list(cu_seqlens)
+        # Here, once a batch, so that nobody behind has to check again.
+        fault = _fault(found, num_tokens)
+        if fault is not None:
+            _refuse(found, num_tokens, fault)
+        return cls(tuple(operator.index(bound) for bound in found))
+
+    @classmethod
+    def of_rows(cls, num_rows: int, row_tokens: int) -> PackedDocuments:
+        """Rows of one document each, laid end to end."""
+        return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """The boundaries as int64 [num_documents + 1] on the CPU. Nobody writes into it."""
+        return torch.tensor(self.bounds, dtype=torch.int64, device="cpu")
+
+    # The generated hash would go through all boundaries at each look-up of a cache.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +147,33 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
         return self.map_tokens(lambda x: x.to(device, non_blocking=True))
+
+
+def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
+    """What is wrong with the boundaries and what would be right, in two sentences; None where nothing is wrong."""
+    if not bounds:
+        return f"There is none. One document is [0, {num_tokens or 0}]."
+    for number, bound in enumerate(bounds):
+        if not hasattr(bound, "__index__"):
+            return f"Entry {number} is {bound!r}. Give a whole number of tokens for the end of each document."
+    if bounds[0] != 0:
+        return f"The first is {bounds[0]}. Begin with 0, then the end of each document."
+    for number, (before, after) in enumerate(pairwise(bounds), start=1):
+        if after < before:
+            return f"Entry {number} is {after}, after {before}. Give documents' ends in order, not their lengths."
+    if num_tokens is not None and bounds[-1] != num_tokens:
+        return f"The last is {bounds[-1]}. End with {num_tokens}; padding is a document of its own."
+    return None
+
+
+def _refuse(bounds: Sequence[Any], num_tokens: int | None, fault: str) -> None:
+    """Raise the ConfigError, which shows the boundaries and what is wrong with them."""
+    goal = "0"
+    if num_tokens is not None:
+        goal = f"0 to the sequence's {num_tokens} tokens"
+    # A batch may have thousands of documents: both ends are enough.
+    shown = f"{list(bounds)}"
+    if len(bounds) > 6:
+        first, last = ", ".join(map(str, bounds[:4])), ", ".join(map(str, bounds[-2:]))
+        shown = f"[{first}, …, {last}]"
+    raise ConfigError(f"cu_seqlens must ascend from {goal}; got {shown} ({len(bounds)} entries). {fault}")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.model.decoder import Decoder
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from data_pipeline.shards.reader import ShardSet
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
-from longctx.documents import PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 
 Pieces = list[tuple[int, int, int]]
 """One row: document, start, stop of each piece."""

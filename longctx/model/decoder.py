@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.architecture.rope import Rope
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.model.attention.core import AttentionCore, KVCache, Plan

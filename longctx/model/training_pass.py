@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity

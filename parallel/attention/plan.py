@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.select import choose_kernel

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from parallel.layout.balanced import assign
 from parallel.layout.zigzag import head_and_tail

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import AttentionSlice, shifted, table_slices
 from longctx.model.attention.work import Work

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments
 from parallel.layout.sequence import SequenceLayout

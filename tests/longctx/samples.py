@@ -7,9 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import StepCounts
 

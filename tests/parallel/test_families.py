@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from longctx.batch import IGNORED_TARGET, Batch
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.conversion import load_hf
-from longctx.documents import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model

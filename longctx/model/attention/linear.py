@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
 from longctx.model.attention.core import AttentionShapes, LayerCache

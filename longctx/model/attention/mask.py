@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
 

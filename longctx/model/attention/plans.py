@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, Plan
 from longctx.model.attention.mask import AttentionMask

@@ -8,6 +8,7 @@ M model width, F FFN width of one expert (gate and up together: 2F), e experts o
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
@@ -221,7 +222,7 @@ class _SavedChunks:
     def allocate(self) -> list[Tensor]:
         """Memory for all chunks, none of which is touched yet."""
         sizes = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
-        return [torch.empty(size, width, dtype=self.dtype) for size in sizes for width in self.widths]
+        return [_own_pages(size, width, self.dtype) for size in sizes for width in self.widths]
 
     def of(self, saved: Sequence[Tensor], block: slice) -> list[Tensor]:
         """The block's part of what is saved."""
@@ -239,6 +240,18 @@ class _SavedChunks:
         """The block's chunk, and where its tensors begin in the list."""
         chunk = bisect_right(self.starts, block.start) - 1
         return chunk, chunk * len(self.widths)
+
+
+def _own_pages(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor whose memory is the system's again once it is freed.
+
+    An allocator may keep what it is given back for tensors of the same size, so that gradients could not take it.
+    """
+    nbytes = rows * width * dtype.itemsize
+    if nbytes < mmap.PAGESIZE:
+        return torch.empty(rows, width, dtype=dtype)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(rows, width)
 
 
 def _gate_up(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.metrics import throughput
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS

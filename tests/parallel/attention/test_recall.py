@@ -13,9 +13,8 @@ import sys
 import pytest
 import torch
 
-from longctx.batch import IGNORED_TARGET, Batch
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh

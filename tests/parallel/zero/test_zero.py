@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx.batch import Batch
+from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.documents import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.batch import PADDING_DOCUMENT, Batch
-from longctx.documents import PackedDocuments
+from longctx.batch import PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
 from longctx.model.experts.router import RouterStats, Routing, router_stats

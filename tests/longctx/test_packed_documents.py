@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.documents import PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
 lengths_of_documents = st.lists(st.integers(0, 50), max_size=20)
@@ -96,5 +96,5 @@ def test_one_document_and_rows_of_one_each():
 def test_the_hash_of_many_documents_is_computed_once(monkeypatch):
     documents, known = PackedDocuments.of_rows(1000, 1), {}
     known[documents] = "here"
-    monkeypatch.setattr("longctx.documents.hash", lambda _: pytest.fail("hashed again"), raising=False)
+    monkeypatch.setattr("longctx.batch.hash", lambda _: pytest.fail("hashed again"), raising=False)
     assert known[documents] == "here"
