@@ -36,7 +36,14 @@ class Tokenizer(ABC):
     """What encodes, for display: the library and the type of its model."""
 
     def __init__(
-        self, *, path: Path, vocab_size: int, special: SpecialIds, fingerprint: str, files: Mapping[str, bytes]
+        self,
+        *,
+        path: Path,
+        vocab_size: int,
+        special: SpecialIds,
+        fingerprint: str,
+        files: Mapping[str, bytes],
+        is_control: np.ndarray,
     ) -> None:
         self.path = path
         """The file or folder that was loaded."""
@@ -47,6 +54,14 @@ class Tokenizer(ABC):
         """32 hex digits of all that decides which ids a document gets; names and places of files are no part of it."""
         self.files = dict(files)
         """The files that make this tokenizer again, by name: they travel with shards and checkpoints."""
+        self._is_control = is_control
+        """For each id whether it stands for no text, bool [vocab_size]."""
+        beyond = [token for token in (special.begin, special.end) if token is not None and token >= vocab_size]
+        if beyond:
+            raise DataError(
+                f"tokenizer={path} has {vocab_size} ids, but the files beside it name id {beyond[0]} as begin or end. "
+                "Take the tokenizer's files from one model."
+            )
 
     @property
     def document_begin(self) -> int | None:
@@ -128,11 +143,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def piece(self, token: int) -> str:
         """How the model's file spells one id, for display."""
-
-    @property
-    @abstractmethod
-    def _is_control(self) -> np.ndarray:
-        """For each id whether it stands for no text, bool [vocab_size]."""
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:

@@ -1,8 +1,8 @@
 """Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
 
 Special tokens that a text spells out are text, as with transformers' ``split_special_tokens=True``. Some models would
-still choose a special token's own vocabulary entry for its spelling (a Unigram does); such a chunk is encoded again with
-entries that no text can spell.
+still choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again
+with entries that no text can spell.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class FastTokenizer(Tokenizer):
             special=special,
             fingerprint=_fingerprint(self._json, special.begin, special.end),
             files=with_generation_config(files, path),
+            is_control=_control_ids(vocabulary, self._special_numbers),
         )
 
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
@@ -87,14 +88,6 @@ class FastTokenizer(Tokenizer):
     def piece(self, token: int) -> str:
         """How the file spells one id, for display; empty for a number that it leaves out."""
         return self._fast.id_to_token(int(token)) or ""
-
-    @cached_property
-    def _is_control(self) -> np.ndarray:
-        """Special tokens, and numbers below the vocabulary's size that no token has."""
-        control = np.ones(self.vocab_size, dtype=bool)
-        control[list(self._fast.get_vocab(with_added_tokens=True).values())] = False
-        control[self._special_numbers] = True
-        return control
 
     @cached_property
     def _special_numbers(self) -> list[int]:
@@ -182,6 +175,14 @@ class FastTokenizer(Tokenizer):
 def _never(text: str, at: int) -> bool:
     """No point is certain."""
     return False
+
+
+def _control_ids(vocabulary: Mapping[str, int], special: list[int]) -> np.ndarray:
+    """For each id whether it is a special token, or a number that no token has."""
+    control = np.ones(max(vocabulary.values()) + 1, dtype=bool)
+    control[list(vocabulary.values())] = False
+    control[special] = True
+    return control
 
 
 def _ids(encoding: tokenizers.Encoding) -> np.ndarray:

@@ -34,8 +34,8 @@ CARRIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 """What travels with shards and checkpoints."""
 
 _FORMS = (
-    "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder, or "
-    "a shard folder."
+    "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder "
+    "or a shard folder."
 )
 
 
@@ -79,7 +79,9 @@ def _load_folder(folder: Path) -> Tokenizer:
     if not has_tokenizer(folder) and (folder / CHECKPOINTS).is_dir():
         checkpoints = list_checkpoints(folder)
         if not checkpoints:
-            raise DataError(f"tokenizer={folder} is a run without a checkpoint. Name another one, or its data's folder.")
+            raise DataError(
+                f"tokenizer={folder} is a run without a checkpoint. Name another one, or its data's folder."
+            )
         folder = checkpoints[-1]
     if not has_tokenizer(folder):
         raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
@@ -96,7 +98,7 @@ def _load_folder(folder: Path) -> Tokenizer:
 
 
 def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | None:
-    """A model of ours; its tokenizer.json is an export of it. Else None: transformers reads the tokenizer.json first."""
+    """A model of ours, of which its tokenizer.json is an export. Else None: the tokenizer.json holds."""
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     companions = {name: content for name, content in files.items() if name != MODEL_FILE}
@@ -142,7 +144,11 @@ def _is_tiktoken(content: bytes) -> bool:
 def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], path: Path) -> None:
     """DataError for added tokens that text would become and the model file alone does not know."""
     added = read_object(companions, TOKENIZER_CONFIG, path).get("added_tokens_decoder", {})
-    plain = [entry["content"] for number, entry in added.items() if int(number) >= tokenizer.vocab_size and not entry.get("special")]  # noqa: E501
+    plain = [
+        entry["content"]
+        for number, entry in added.items()
+        if int(number) >= tokenizer.vocab_size and not entry.get("special")
+    ]
     if plain:
         raise DataError(
             f"tokenizer={path} has {len(plain)} added tokens, {plain[0]!r} among them, that its {MODEL_FILE} does not "

@@ -1,7 +1,7 @@
 """SentencePiece models, encoded by the library itself; and the rule of the models that we train.
 
-SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` spell it in its
-three bytes instead, so that every text comes back. Other models follow the library, as transformers does.
+SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` spell it in
+its three bytes instead, so that every text comes back. Other models follow the library, as transformers does.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ OWN_CHUNK_CHARACTERS = 1 << 20
 """Chunks of the models that we train. Another number would change ids where a long document is cut."""
 
 _ANCHOR = "a"
+_ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
 _TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
 
 
@@ -47,7 +48,7 @@ class SentencePieceTokenizer(Tokenizer):
         """``companions`` are the other files of a Hugging Face folder, which may name begin and end ids."""
         processor = _parse(model, path)
         self._processor = processor
-        self._proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+        self._proto = _ModelProto.FromString(model)
         self._num_threads = -1
         self.kind = f"SentencePiece {_TYPES.get(self._proto.trainer_spec.model_type, 'model')}"
         files = dict(companions or {})
@@ -64,6 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
             special=special,
             fingerprint=fingerprint,
             files={MODEL_FILE: model} | with_generation_config(files, path),
+            is_control=np.array([processor.is_control(i) for i in range(processor.vocab_size())]),
         )
 
     @cached_property
@@ -122,10 +124,6 @@ class SentencePieceTokenizer(Tokenizer):
         """How the model file spells one id, for display."""
         return self._processor.id_to_piece(int(token))
 
-    @cached_property
-    def _is_control(self) -> np.ndarray:
-        return np.array([self._processor.is_control(i) for i in range(self.vocab_size)])
-
     def _decode_text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
@@ -166,7 +164,7 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def _later(self) -> spm.SentencePieceProcessor:
         """The model as a chunk needs it that does not begin its document."""
-        proto = sentencepiece_model_pb2.ModelProto()
+        proto = _ModelProto()
         proto.CopyFrom(self._proto)
         proto.normalizer_spec.add_dummy_prefix = self._is_normalised
         return _parse(proto.SerializeToString(), self.path)
@@ -203,7 +201,7 @@ def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
     processor = spm.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
-        sentencepiece_model_pb2.ModelProto.FromString(model)
+        _ModelProto.FromString(model)
     except (RuntimeError, OSError, DecodeError) as error:
         raise DataError(damaged) from error
     if not model or processor.vocab_size() == 0:

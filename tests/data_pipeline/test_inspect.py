@@ -11,8 +11,8 @@ from data_pipeline.inspect import describe, show_row, verify
 from data_pipeline.loader import build_loader
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
+from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.shards.test_shards import DAMAGE, edit, flip_byte
 
 

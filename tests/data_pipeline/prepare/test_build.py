@@ -16,8 +16,8 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import Source, open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -162,7 +162,7 @@ def test_a_lossy_tokenizer_is_an_error(source: Source, tmp_path: Path):
             minloglevel=3,
         )
     with pytest.raises(DataError, match=r"does not survive encoding and decoding .* character \d+"):
-        build_shards(source, Tokenizer.load(path), tmp_path / "out")
+        build_shards(source, load_tokenizer(path), tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["lossy.model"]
 
 
@@ -171,11 +171,11 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokeniz
         "import sys, time\n"
         "from data_pipeline.prepare.build import build_shards\n"
         "from data_pipeline.prepare.sources import open_source\n"
-        "from data_pipeline.tokenizer import Tokenizer\n"
+        "from longctx.tokenizer import Tokenizer, load_tokenizer\n"
         "def stall(documents, _):\n"
         "    if documents == 20: sys.stdout.write('half\\n'); sys.stdout.flush(); time.sleep(60)\n"
         "corpus, model, output = sys.argv[1:]\n"
-        "build_shards(open_source(corpus), Tokenizer.load(model), output, shard_tokens=9000, progress=stall)"
+        "build_shards(open_source(corpus), load_tokenizer(model), output, shard_tokens=9000, progress=stall)"
     )
     output = tmp_path / "out"
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer.path), str(output)]
