@@ -1,6 +1,6 @@
 """Our checkpoint on disk: a manifest and flat pieces of named tensors. Read here, with safetensors alone.
 
-A checkpoint folder holds ``manifest.json`` (hashed), ``tokenizer.model`` and safetensors files. Every logical tensor
+A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
 Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage
 and any number of ranks writes this format, and reads any range of it back. An imported model has masters only.
@@ -26,7 +26,6 @@ from longctx.files import hash_file
 
 FORMAT = "longctx-checkpoint"
 VERSION = 1
-TOKENIZER = "tokenizer.model"
 ROLES = ("master", "exp_avg", "exp_avg_sq")
 
 

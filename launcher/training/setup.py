@@ -14,18 +14,19 @@ from torch import Tensor
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
 from launcher.checkpoint.folder import find_resume, find_start
 from launcher.checkpoint.load import load_checkpoint, load_weights
+from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.expert_record import expert_layers
 from launcher.training.routing_files import RoutingFiles
 from longctx.batch import Batch
-from longctx.checkpoint_format import TOKENIZER
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.files import hash_file
 from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import has_tokenizer
 from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -67,6 +68,8 @@ class Run:
     origin: Origin
     progress: Progress
     """Where the run begins."""
+    tokenizer_files: dict[str, bytes]
+    """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -114,6 +117,8 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     resume_from, start_from = _find_origin(config, folder, mesh)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    on_every_rank(lambda: _check_tokenizers(resume_from or start_from, loader, validation, is_rank_0=mesh.rank == 0))
+    tokenizer_files = on_every_rank(lambda: _tokenizer_files(resume_from or start_from, loader, mesh))
     config = settle_layout(config, model, loader)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
@@ -123,7 +128,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         origin, progress = "resumed", _resume(resume_from, engine, model, loader)
     elif start_from is not None:
         origin = "started"
-        _start(start_from, engine, model, loader, is_rank_0=mesh.rank == 0)
+        _start(start_from, engine, model)
 
     # Last, because only now the steps that this process takes are known.
     routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin == "resumed")
@@ -139,6 +144,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         routing=routing,
         origin=origin,
         progress=progress,
+        tokenizer_files=tokenizer_files,
     )
 
 
@@ -176,6 +182,30 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _check_tokenizers(
+    origin: Path | None, loader: Loader, validation: ValidationLoader | None, *, is_rank_0: bool
+) -> None:
+    """DataError unless checkpoint, training data and validation data have one tokenizer. Rank 0 alone reads it."""
+    if not is_rank_0:
+        return
+    if origin is not None:
+        check_same_tokenizer(origin, loader.shards)
+    if validation is not None:
+        check_same_data(loader.shards, validation.shards)
+
+
+def _tokenizer_files(origin: Path | None, loader: Loader, mesh: Mesh) -> dict[str, bytes]:
+    """The tokenizer's files for the run's checkpoints: those of the checkpoint that it goes on from, else the data's.
+
+    An import may have files that its data was not built with, such as a chat template.
+    """
+    if mesh.rank != 0:
+        return {}
+    if origin is not None and has_tokenizer(origin):
+        return load_tokenizer(origin).files
+    return load_tokenizer(loader.shards.folder).files
 
 
 def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunConfig:
@@ -242,14 +272,10 @@ def _resume(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Lo
     return Progress(step=step, expert_load_LE=load_LE)
 
 
-def _start(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Loader, *, is_rank_0: bool) -> None:
+def _start(checkpoint: Path, engine: ZeroEngine, model: ModelConfig) -> None:
     """Take a checkpoint's weights and nothing else. Collective."""
     load_weights(checkpoint, engine, model)
     log.info("Started from the weights of %s.", checkpoint)
-    # A warning, not an error: a tokenizer that was only extended or renamed is a fair start.
-    theirs, ours = checkpoint / TOKENIZER, loader.shards.folder / TOKENIZER
-    if is_rank_0 and theirs.is_file() and hash_file(theirs) != hash_file(ours):
-        log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)
 
 
 def _open_routing(config: RunConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:

@@ -81,6 +81,12 @@ class Tokenizer(ABC):
                 return candidate
         return 0
 
+    def describe(self) -> str:
+        """The tokenizer in a line: kind, size, begin and end, fingerprint."""
+        named = {"begin": self.special.begin, "end": self.special.end}
+        frame = [f"{role} {self._spelt(token)}" for role, token in named.items()]
+        return f"{self.kind}, {self.vocab_size:,} ids, {', '.join(frame)}, fingerprint {self.fingerprint}"
+
     def save(self, folder: Path) -> list[Path]:
         """Write ``files`` into a folder, byte for byte as they were read; returns their paths."""
         paths = [folder / name for name in self.files]
@@ -143,6 +149,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def piece(self, token: int) -> str:
         """How the model's file spells one id, for display."""
+
+    def _spelt(self, token: int | None) -> str:
+        if token is None:
+            return "none"
+        return f"{self.piece(token)} ({token})"
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:

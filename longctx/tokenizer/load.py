@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from longctx.checkpoint_folders import CHECKPOINTS, list_checkpoints
+from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.errors import DataError
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
@@ -72,6 +73,18 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
         if (folder / name).is_file():
             found[load_tokenizer(folder / name).fingerprint] = str(folder / name)
     return {file: fingerprint for fingerprint, file in found.items()}
+
+
+def same_files(folder: Path, other: Path) -> bool:
+    """Whether two folders hold the same bytes of all that decides ids: then nothing need be loaded to compare them."""
+    names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+    return all(_bytes_or_none(folder / name) == _bytes_or_none(other / name) for name in names)
+
+
+def _bytes_or_none(path: Path) -> bytes | None:
+    if not path.is_file():
+        return None
+    return _read(path)
 
 
 def _load_folder(folder: Path) -> Tokenizer:
@@ -144,11 +157,8 @@ def _is_tiktoken(content: bytes) -> bool:
 def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], path: Path) -> None:
     """DataError for added tokens that text would become and the model file alone does not know."""
     added = read_object(companions, TOKENIZER_CONFIG, path).get("added_tokens_decoder", {})
-    plain = [
-        entry["content"]
-        for number, entry in added.items()
-        if int(number) >= tokenizer.vocab_size and not entry.get("special")
-    ]
+    beyond = [entry for number, entry in added.items() if int(number) >= tokenizer.vocab_size]
+    plain = [entry["content"] for entry in beyond if not entry.get("special")]
     if plain:
         raise DataError(
             f"tokenizer={path} has {len(plain)} added tokens, {plain[0]!r} among them, that its {MODEL_FILE} does not "
@@ -159,7 +169,14 @@ def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], p
 def _companions(folder: Path) -> dict[str, bytes]:
     """The tokenizer's files in a folder, and the settings that name begin and end ids."""
     names = [*CARRIED_FILES, MODEL_CONFIG]
-    return {name: _read(folder / name) for name in names if (folder / name).is_file()}
+    files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
+    # A checkpoint has no config.json; what that of its import named stands in its manifest.
+    if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
+        manifest = read_object({MANIFEST: _read(folder / MANIFEST)}, MANIFEST, folder)
+        ids = manifest.get("training", {}).get("imported", {}).get("token_ids")
+        if ids:
+            files[MODEL_CONFIG] = json.dumps(ids).encode()
+    return files
 
 
 def _read(path: Path) -> bytes:

@@ -38,6 +38,7 @@ OWN_CHUNK_CHARACTERS = 1 << 20
 
 _ANCHOR = "a"
 _ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+_USER_DEFINED = 4
 _TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
 
 
@@ -47,10 +48,13 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
         """``companions`` are the other files of a Hugging Face folder, which may name begin and end ids."""
         processor = _parse(model, path)
-        self._processor = processor
+        self.processor = processor
         self._proto = _ModelProto.FromString(model)
         self._num_threads = -1
-        self.kind = f"SentencePiece {_TYPES.get(self._proto.trainer_spec.model_type, 'model')}"
+        self.trainer, self.normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
+        """How the model was trained, and what it does to a text first (sentencepiece's own messages)."""
+        self.model_type = _TYPES[self.trainer.model_type]
+        self.kind = f"SentencePiece {self.model_type}"
         files = dict(companions or {})
         own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
         ids = {role: _id_or_none(token) for role, token in own.items()}
@@ -71,9 +75,20 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def is_own(self) -> bool:
         """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
-        names = [self._processor.id_to_piece(i) for i in range(self.vocab_size) if self._processor.is_control(i)]
-        has_bytes = self._processor.is_byte(self._processor.piece_to_id("<0x00>"))
-        return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and has_bytes and not self._is_normalised
+        names = [self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)]
+        gives_all = self.has_byte_fallback and not self._is_normalised and not self.normalizer.add_dummy_prefix
+        is_plain = self.model_type == "BPE" and not self.user_defined
+        return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and is_plain
+
+    @cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether a character without a piece becomes its bytes."""
+        return self.processor.is_byte(self.processor.piece_to_id("<0x00>"))
+
+    @cached_property
+    def user_defined(self) -> list[int]:
+        """Pieces that text becomes wherever it spells them (``user_defined_symbols``)."""
+        return [i for i, piece in enumerate(self._proto.pieces) if piece.type == _USER_DEFINED]
 
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
         """Yield ``text`` in chunks: by lines for a model of ours, else where no piece can span (``chunks``)."""
@@ -91,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         for is_first in (True, False):
             numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
             texts = [chunks[number].text for number in numbers]
-            processor = self._processor
+            processor = self.processor
             if not is_first and texts:
                 processor = self._later
                 if self._is_normalised:
@@ -104,17 +119,17 @@ class SentencePieceTokenizer(Tokenizer):
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """The text of each chunk's ids."""
         if self.is_own:
-            return self._processor.decode([part.tolist() for part in ids], num_threads=self._num_threads)
+            return self.processor.decode([part.tolist() for part in ids], num_threads=self._num_threads)
         # After some letter a later chunk keeps its first space, which decoding takes from a text's beginning.
-        anchor = self._processor.encode(_ANCHOR)
-        anchor_text = self._processor.decode(anchor)
+        anchor = self.processor.encode(_ANCHOR)
+        anchor_text = self.processor.decode(anchor)
         parts: list[list[int]] = []
         for part, chunk in zip(ids, chunks, strict=True):
             before = anchor
             if chunk.is_first:
                 before = []
             parts.append(before + part.tolist())
-        texts = self._processor.decode(parts, num_threads=self._num_threads)
+        texts = self.processor.decode(parts, num_threads=self._num_threads)
         for number, chunk in enumerate(chunks):
             if not chunk.is_first:
                 texts[number] = texts[number].removeprefix(anchor_text)
@@ -122,15 +137,15 @@ class SentencePieceTokenizer(Tokenizer):
 
     def piece(self, token: int) -> str:
         """How the model file spells one id, for display."""
-        return self._processor.id_to_piece(int(token))
+        return self.processor.id_to_piece(int(token))
 
     def _decode_text(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return self.processor.decode(ids)
 
     def _id_of(self, token: str) -> int | None:
-        found = self._processor.piece_to_id(token)
+        found = self.processor.piece_to_id(token)
         # The library answers with the unknown id for what it does not have.
-        if self._processor.id_to_piece(found) != token:
+        if self.processor.id_to_piece(found) != token:
             return None
         return found
 
@@ -140,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
         split = [text.split(SPACE_MARK) for text in texts]
-        encoded = iter(self._encode_texts(self._processor, [part for parts in split for part in parts]))
+        encoded = iter(self._encode_texts(self.processor, [part for parts in split for part in parts]))
         ids: list[np.ndarray] = []
         for parts in split:
             joined = [next(encoded)]
@@ -152,14 +167,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _space_mark_ids(self) -> np.ndarray:
-        ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         return np.array(ids, dtype=np.int32)
 
     @property
     def _is_normalised(self) -> bool:
         """Whether the model changes more of a text than its spaces' spelling."""
-        spec = self._proto.normalizer_spec
-        return bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
+        return bool(self.normalizer.precompiled_charsmap) or self.normalizer.remove_extra_whitespaces
 
     @cached_property
     def _later(self) -> spm.SentencePieceProcessor:
@@ -171,14 +185,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _is_certain(self) -> Callable[[str, int], bool]:
-        trainer, spec = self._proto.trainer_spec, self._proto.normalizer_spec
-        if trainer.treat_whitespace_as_suffix or not spec.escape_whitespaces:
+        if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
             return _never
-        texts = [i for i in range(self.vocab_size) if not (self._is_control[i] or self._processor.is_byte(i))]
+        texts = [i for i in range(self.vocab_size) if not (self._is_control[i] or self.processor.is_byte(i))]
         neighbours = Neighbours(
-            self._processor.id_to_piece(texts),
+            self.processor.id_to_piece(texts),
             is_normalised=self._is_normalised,
-            has_byte_fallback=self._processor.is_byte(self._processor.piece_to_id("<0x00>")),
+            has_byte_fallback=self.has_byte_fallback,
         )
         return neighbours.is_certain
 

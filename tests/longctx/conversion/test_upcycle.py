@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.checkpoint_format import MANIFEST, TOKENIZER, CheckpointReader, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint, upcycle_config, upcycle_tensors
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     reader = CheckpointReader(tmp_path / "out")
     assert (reader.verify(), reader.step, reader.roles, reader.dtype) == ([], 0, ("master",), torch.float32)
     assert model_config(reader) == upcycle_config(config, upcycling)
-    assert (tmp_path / "out" / TOKENIZER).read_bytes() == b"a tokenizer"
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"a tokenizer"
     said = reader.manifest["training"]
     assert said["imported"] == origin["imported"] | {"dtype": "float32", "dtypes": {}}
     assert said["upcycled"] == {"from": "dense", "step": 0, **dataclasses.asdict(upcycling)}
