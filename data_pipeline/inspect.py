@@ -151,7 +151,7 @@ def _problems(folder: Path) -> Iterator[str]:
     yield from broken
     # Opening the folder would only repeat the first broken shard.
     if not has_tokenizer(folder):
-        yield f"{folder} has lost its tokenizer: neither tokenizer.model nor tokenizer.json is there."
+        yield f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
     elif not broken:
         try:
             ShardSet.open(folder, verify=False).tokenizer()

@@ -16,7 +16,7 @@ from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 _NEVER_CHOSEN = -1e4
-"""Score of a control piece in an exported Unigram: text is never cheaper as that piece."""
+"""Score of a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
 
 
 def fast_files(tokenizer: SentencePieceTokenizer, *, max_positions: int) -> dict[str, dict[str, Any]]:
@@ -45,7 +45,6 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
     """DataError for a model whose ids no tokenizer.json can give."""
     model = tokenizer.processor
     pieces = range(tokenizer.vocab_size)
-    is_bpe = tokenizer.model_type == "BPE"
     reasons = {
         f"its type is {tokenizer.model_type}, not BPE or Unigram": tokenizer.model_type not in ("BPE", "Unigram"),
         "it has unused pieces": any(model.is_unused(i) for i in pieces),
@@ -53,7 +52,6 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
         "it has no piece for a space": tokenizer.is_own and model.is_unknown(model.piece_to_id(SPACE_MARK)),
         "two of its pieces differ by U+2581 and a space only": tokenizer.is_own
         and len(set(_spaced(tokenizer))) != tokenizer.vocab_size,
-        "it normalises text and is no Unigram": is_bpe and bool(tokenizer.normalizer.precompiled_charsmap),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise DataError(
@@ -74,9 +72,6 @@ def _library_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     """Another model: as SentencePiece encodes it, a space written as U+2581."""
     texts = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
     spec = tokenizer.normalizer
-    scheme = "never"
-    if spec.add_dummy_prefix:
-        scheme = "first"
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
         {"type": "ByteFallback"},
@@ -91,8 +86,8 @@ def _library_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     return _whole(
         tokenizer,
         texts,
-        normalizer=_normalizer(tokenizer),
-        pre_tokenizer={"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": scheme, "split": False},
+        normalizer={"type": "Sequence", "normalizers": list(_normalizers(tokenizer))},
+        pre_tokenizer=_prefix_step(tokenizer),
         decoder={"type": "Sequence", "decoders": decoders},
         model=model,
     )
@@ -110,7 +105,7 @@ def _whole(
     """The whole tokenizer.json around a model."""
     added = [_added(i, texts[i], special=True) for i in _controls(tokenizer)]
     # Text becomes these ids wherever it spells them, before anything is merged.
-    added += [_added(i, texts[i].replace(SPACE_MARK, " "), special=False) for i in tokenizer.user_defined]
+    added += [_added(i, texts[i], special=False) for i in tokenizer.user_defined]
     return {
         "version": "1.0",
         "truncation": None,
@@ -124,19 +119,25 @@ def _whole(
     }
 
 
-def _normalizer(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """What the model's file changes in a text, besides its spaces' spelling."""
+def _normalizers(tokenizer: SentencePieceTokenizer) -> Iterator[dict[str, Any]]:
+    """Yield what the model's file does to a text before its pieces are looked for."""
     spec = tokenizer.normalizer
-    steps: list[dict[str, Any]] = []
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+        yield {"type": "Precompiled", "precompiled_charsmap": charsmap}
     if spec.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if not steps:
+        yield {"type": "Replace", "pattern": {"Regex": rf"\A +|[ {SPACE_MARK}]+\z"}, "content": ""}
+        yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    if spec.add_dummy_prefix and not tokenizer.user_defined:
+        yield {"type": "Prepend", "prepend": SPACE_MARK}
+    yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+
+
+def _prefix_step(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
+    """The step that puts a space before a text where user-defined symbols cut it: a normalizer sees each part."""
+    if not tokenizer.normalizer.add_dummy_prefix or not tokenizer.user_defined:
         return None
-    return {"type": "Sequence", "normalizers": steps}
+    return {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": "first", "split": False}
 
 
 def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | None) -> dict[str, Any]:
@@ -157,11 +158,12 @@ def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | 
 
 def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, Any]:
     """A Unigram by its pieces' scores."""
-    controls = {*_controls(tokenizer), tokenizer.processor.unk_id()}
+    bytes_alone = [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_byte(i)]
+    fixed = {*_controls(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
     vocabulary: list[list[Any]] = []
     for i, text in enumerate(texts):
         score = tokenizer.processor.get_score(i)
-        if i in controls:
+        if i in fixed:
             score = _NEVER_CHOSEN
         vocabulary.append([text, score])
     return {
@@ -207,8 +209,9 @@ def _spaced(tokenizer: SentencePieceTokenizer) -> list[str]:
 
 
 def _added(token: int, content: str, *, special: bool) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
-    return {"id": token, "content": content, **flags}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": special}
+    # A user-defined symbol is looked for where spaces are spelt as in the vocabulary.
+    return {"id": token, "content": content, "normalized": not special, **flags}
 
 
 def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:

@@ -117,7 +117,8 @@ class FastTokenizer(Tokenizer):
     def _later(self) -> tokenizers.Tokenizer:
         """The tokenizer as a chunk needs it that does not begin its document."""
         without_prefix = _without_prefix(self._json)
-        if without_prefix == self._json:
+        # Words are cut before a space, which stands in front then anyway.
+        if self._cuts_words or without_prefix == self._json:
             return self._fast
         return _from_json(without_prefix, self.path)
 
@@ -133,7 +134,10 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _guarded_later(self) -> tokenizers.Tokenizer:
-        return _from_json(_unspellable(_without_prefix(self._json), self._special_contents), self.path)
+        content = self._json
+        if not self._cuts_words:
+            content = _without_prefix(content)
+        return _from_json(_unspellable(content, self._special_contents), self.path)
 
     @property
     def _special_contents(self) -> set[str]:
@@ -155,7 +159,7 @@ class FastTokenizer(Tokenizer):
         has_bytes = bool(self._json["model"].get("byte_fallback"))
         return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
 
-    @property
+    @cached_property
     def _cuts_words(self) -> bool:
         """Whether the pre-tokenizer cuts text into words."""
         words = self._fast.encode("a b", add_special_tokens=False).word_ids

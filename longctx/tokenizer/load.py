@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.errors import DataError
@@ -172,11 +174,18 @@ def _companions(folder: Path) -> dict[str, bytes]:
     files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
     # A checkpoint has no config.json; what that of its import named stands in its manifest.
     if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
-        manifest = read_object({MANIFEST: _read(folder / MANIFEST)}, MANIFEST, folder)
-        ids = manifest.get("training", {}).get("imported", {}).get("token_ids")
+        ids = _imported_ids(folder / MANIFEST)
         if ids:
             files[MODEL_CONFIG] = json.dumps(ids).encode()
     return files
+
+
+def _imported_ids(manifest: Path) -> dict[str, Any]:
+    """The ids that the config.json of an imported checkpoint named; empty for any other manifest."""
+    # A damaged manifest is the error of whoever reads the checkpoint: this is about its tokenizer alone.
+    with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
+        return json.loads(manifest.read_bytes())["training"]["imported"]["token_ids"]
+    return {}
 
 
 def _read(path: Path) -> bytes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece as spm
 import xxhash
-from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 from longctx.errors import DataError
@@ -50,7 +50,6 @@ class SentencePieceTokenizer(Tokenizer):
         processor = _parse(model, path)
         self.processor = processor
         self._proto = _ModelProto.FromString(model)
-        self._num_threads = -1
         self.trainer, self.normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
         """How the model was trained, and what it does to a text first (sentencepiece's own messages)."""
         self.model_type = _TYPES[self.trainer.model_type]
@@ -119,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """The text of each chunk's ids."""
         if self.is_own:
-            return self.processor.decode([part.tolist() for part in ids], num_threads=self._num_threads)
+            return self._decode_texts([part.tolist() for part in ids])
         # After some letter a later chunk keeps its first space, which decoding takes from a text's beginning.
         anchor = self.processor.encode(_ANCHOR)
         anchor_text = self.processor.decode(anchor)
@@ -129,7 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
             if chunk.is_first:
                 before = []
             parts.append(before + part.tolist())
-        texts = self.processor.decode(parts, num_threads=self._num_threads)
+        texts = self._decode_texts(parts)
         for number, chunk in enumerate(chunks):
             if not chunk.is_first:
                 texts[number] = texts[number].removeprefix(anchor_text)
@@ -150,7 +149,10 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
-        return processor.encode(texts, return_type="numpy", num_threads=self._num_threads)
+        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts))
+
+    def _decode_texts(self, parts: list[list[int]]) -> list[str]:
+        return self.processor.decode(parts, num_threads=_num_threads(parts))
 
     def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
@@ -196,6 +198,13 @@ class SentencePieceTokenizer(Tokenizer):
         return neighbours.is_certain
 
 
+def _num_threads(texts: Sequence[Any]) -> int:
+    """Threads for so many texts: −1 is one for each core, and starting them takes longer than a single text."""
+    if len(texts) > 1:
+        return -1
+    return 1
+
+
 def _never(text: str, at: int) -> bool:
     """A model that writes spaces in a way of its own has no point that is certain."""
     return False
@@ -214,8 +223,7 @@ def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
     processor = spm.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
-        _ModelProto.FromString(model)
-    except (RuntimeError, OSError, DecodeError) as error:
+    except (RuntimeError, OSError) as error:
         raise DataError(damaged) from error
     if not model or processor.vocab_size() == 0:
         raise DataError(damaged)

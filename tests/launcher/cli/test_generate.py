@@ -68,7 +68,8 @@ def test_it_ends_with_the_document(capsys, run, monkeypatch):
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(capsys, damaged_run, world):
-    (damaged_run / "checkpoints/step_000100/tokenizer.model").unlink()
+    for path in (damaged_run / "checkpoints/step_000100").glob("tokenizer*"):
+        path.unlink()
     code, _, err = call(capsys, *words(damaged_run))
     assert (code, "--tokenizer" in err) == (1, True)
     code, out, _ = call(capsys, *words(damaged_run, tokenizer=world / "tokenizer.model"))

@@ -165,11 +165,11 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     config, upcycling = dense_config(tie_embeddings=False), WAYS["granular"]
     dense = Decoder(config)
     randomize(dense, std=0.4)
-    (tmp_path / "t.model").write_bytes(b"a tokenizer")
+    (tmp_path / "tokenizer.model").write_bytes(b"a tokenizer")
     origin = {"imported": {"model_type": "llama", "token_ids": {"eos_token_id": 7}, "dtype": "bfloat16"}}
     save_masters(
         config, dense.state_dict().items(), tmp_path / "dense",
-        dtype=torch.bfloat16, training=origin, tokenizer=tmp_path / "t.model",
+        dtype=torch.bfloat16, training=origin, carried=[tmp_path / "tokenizer.model"],
     )  # fmt: skip
     seen = []
     upcycle_checkpoint(
