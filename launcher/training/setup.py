@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
-from launcher.checkpoint.folder import find_resume, find_start
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.expert_record import expert_layers
+from launcher.training.memory import check_memory, free_bytes, memory_of_rank
+from launcher.training.origin import Kind, Origin, converted, find_origin
 from launcher.training.routing_files import RoutingFiles
+from launcher.training.summary import Start, summary, warnings
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -31,14 +34,12 @@ from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.runtime.process import broadcast_object, on_every_rank
+from parallel.runtime.device import device_name
+from parallel.runtime.process import on_every_rank
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.options import OptimizerOptions
 
 log = logging.getLogger(__name__)
-
-Origin = Literal["new", "resumed", "started"]
-"""A run begins with initial weights, goes on from a checkpoint of its own, or takes the weights of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Run:
     """None where the run never validates."""
     engine: ZeroEngine
     routing: RoutingFiles
-    origin: Origin
+    origin: Kind
     progress: Progress
     """Where the run begins."""
     tokenizer_files: dict[str, bytes]
@@ -110,28 +111,29 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
     on_every_rank(check_tensorboard)
 
     # Before anything is allocated: what the run goes on from, and what it reads.
-    resume_from, start_from = _find_origin(config, folder, mesh)
+    origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
-    on_every_rank(lambda: _check_tokenizers(resume_from or start_from, loader, validation, is_rank_0=mesh.rank == 0))
-    tokenizer_files = on_every_rank(lambda: _tokenizer_files(resume_from or start_from, loader, mesh))
+    tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     config = settle_layout(config, model, loader)
+    _say_start(config, model, mesh, device, origin, loader)
+    origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
-    origin, progress = "new", Progress()
-    if resume_from is not None:
-        origin, progress = "resumed", _resume(resume_from, engine, model, loader)
-    elif start_from is not None:
-        origin = "started"
-        _start(start_from, engine, model)
+    progress = Progress()
+    if origin.kind == "resumed":
+        progress = _resume(origin, engine, model, loader)
+    elif origin.kind == "started":
+        _start(origin, engine, model)
 
     # Last, because only now the steps that this process takes are known.
-    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin == "resumed")
+    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin.kind == "resumed")
     return Run(
         config=config,
         model=model,
@@ -142,25 +144,35 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         validation=validation,
         engine=engine,
         routing=routing,
-        origin=origin,
+        origin=origin.kind,
         progress=progress,
         tokenizer_files=tokenizer_files,
     )
 
 
-def _find_origin(config: RunConfig, folder: Path, mesh: Mesh) -> tuple[Path | None, Path | None]:
-    """The checkpoint to resume from, and else the one whose weights to start with. Collective."""
-
-    def find_on_rank_0() -> Path | None:
-        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
-        if mesh.rank != 0:
-            return None
-        return find_resume(folder, config.run.resume)
-
-    resume_from = broadcast_object(on_every_rank(find_on_rank_0))
-    if resume_from is not None:
-        return resume_from, None
-    return None, on_every_rank(lambda: find_start(config.run.start_from))
+def _say_start(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, device: torch.device, origin: Origin, loader: Loader
+) -> None:
+    """Log what the run is, and what it may not have meant."""
+    # The plan of an epoch's rows takes time, and no other rank needs the figures.
+    if mesh.rank != 0:
+        return
+    start = Start(
+        config=config,
+        model=model,
+        mesh=mesh,
+        device=device_name(device),
+        origin=origin,
+        memory=memory_of_rank(config, model, mesh.world_size),
+        free_bytes=free_bytes(device),
+        free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
+        rows_per_epoch=loader.num_rows,
+        padding_share=loader.pack_report().padding_share,
+    )
+    for line in summary(start):
+        log.info("%s", line)
+    for line in warnings(start):
+        log.warning("%s", line)
 
 
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
@@ -175,35 +187,32 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, seed=config.run.seed, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
+        advice = f"Try --model.vocab_size {vocab_size}."
+        if config.run.start_from != "no" or config.run.resume != "no":
+            advice = "The checkpoint's vocabulary is smaller: build the data with the checkpoint's tokenizer."
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
-            f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
+            f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
     if not config.validation.rows:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
 
 
-def _check_tokenizers(
-    origin: Path | None, loader: Loader, validation: ValidationLoader | None, *, is_rank_0: bool
-) -> None:
-    """DataError unless checkpoint, training data and validation data have one tokenizer. Rank 0 alone reads it."""
-    if not is_rank_0:
-        return
-    if origin is not None:
-        check_same_tokenizer(origin, loader.shards)
-    if validation is not None:
-        check_same_data(loader.shards, validation.shards)
+def _tokenizer_files(
+    origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
+) -> dict[str, bytes]:
+    """The tokenizer's files for the run's checkpoints, read by rank 0 alone.
 
-
-def _tokenizer_files(origin: Path | None, loader: Loader, mesh: Mesh) -> dict[str, bytes]:
-    """The tokenizer's files for the run's checkpoints: those of the checkpoint that it goes on from, else the data's.
-
-    An import may have files that its data was not built with, such as a chat template.
+    They are those of the checkpoint that it goes on from, else the data's: an import may have files that its data was
+    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer.
     """
     if mesh.rank != 0:
         return {}
+    if validation is not None:
+        check_same_data(loader.shards, validation.shards)
     if origin is not None and has_tokenizer(origin):
+        check_same_tokenizer(origin, loader.shards)
         return load_tokenizer(origin).files
     return load_tokenizer(loader.shards.folder).files
 
@@ -258,24 +267,24 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
     )
 
 
-def _resume(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
+def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
     """Take weights, moments and data order from a checkpoint; returns where its run stood. Collective."""
-    training = load_checkpoint(checkpoint, engine, model).manifest["training"]
-    step, load_LE = 0, None
-    # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
+    assert origin.folder is not None
+    training = load_checkpoint(origin.folder, engine, model).manifest["training"]
+    load_LE = None
     if "loader" in training:
         on_every_rank(lambda: loader.load_state_dict(training["loader"]))
-        step = training["step"]
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
-    log.info("Resumed from %s at step %d.", checkpoint, step)
-    return Progress(step=step, expert_load_LE=load_LE)
+    log.info("Resumed from %s at step %d.", origin.folder, origin.step)
+    return Progress(step=origin.step, expert_load_LE=load_LE)
 
 
-def _start(checkpoint: Path, engine: ZeroEngine, model: ModelConfig) -> None:
+def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
     """Take a checkpoint's weights and nothing else. Collective."""
-    load_weights(checkpoint, engine, model)
-    log.info("Started from the weights of %s.", checkpoint)
+    assert origin.folder is not None
+    load_weights(origin.folder, engine, model)
+    log.info("Started from the weights of %s.", origin.folder)
 
 
 def _open_routing(config: RunConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:
