@@ -11,6 +11,7 @@ from typing import Any
 
 from data_pipeline.prepare.documents import Progress
 from data_pipeline.prepare.encode import Difference, encode_documents
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, LeftOutFile, read_left_out
 from data_pipeline.prepare.sources import Source
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 from data_pipeline.shards.reader import ShardSet
@@ -60,6 +61,10 @@ class BuildReport:
     """Documents whose text does not come back exactly from their ids."""
     differences: tuple[Difference, ...]
     """Where the first few of them differ; empty for a folder that was there already."""
+    left_out: dict[str, list[str]]
+    """The first names of each reason."""
+    left_out_file: Path | None
+    """The whole list; None if nothing was left out, or by a release that wrote no list."""
     seconds: float
 
 
@@ -122,9 +127,11 @@ def _write_splits(
     training = ShardWriter(folder, **sizes)
     validation = ShardWriter(held_out, **sizes)
     text_bytes = 0
+    left_out = LeftOutFile(folder)
     inexact = {"training": 0, "validation": 0}
     differences: list[Difference] = []
-    for number, (encoded, difference) in enumerate(encode_documents(source, tokenizer), start=1):
+    encoded_documents = encode_documents(source.read(left_out.add), tokenizer)
+    for number, (encoded, difference) in enumerate(encoded_documents, start=1):
         if difference is not None and exact:
             raise DataError(_explain_inexact(difference, tokenizer))
         # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
@@ -140,6 +147,7 @@ def _write_splits(
         text_bytes += encoded.text_bytes
         if progress is not None:
             progress(number, text_bytes)
+    left_out_hash = left_out.close()
     # Can happen with a handful of documents, and a run would only find out when it starts.
     if not training.num_documents:
         raise DataError(
@@ -150,7 +158,11 @@ def _write_splits(
     for writer, split_folder, split in ((training, folder, "training"), (validation, held_out, "validation")):
         if writer.num_documents:
             tokenizer.save(split_folder)
-            writer.finish(split=split, inexact_documents=inexact[split], **common)
+            # The list belongs to the source: it lies once in the folder, beside the training split.
+            listed = ""
+            if split == "training":
+                listed = left_out_hash
+            writer.finish(split=split, left_out=listed, inexact_documents=inexact[split], **common)
     if not validation.num_documents:
         held_out.rmdir()
     return differences
@@ -204,6 +216,9 @@ def _report(
         )
     if validation is None and training.options["validation_fraction"]:
         logger.warning("%s: no document fell into the validation split; it holds training data only", output)
+    left_out, left_out_file = LeftOut(), None
+    if training.left_out:
+        left_out, left_out_file = read_left_out(output), output / LEFT_OUT_FILE
     return BuildReport(
         output=output,
         up_to_date=up_to_date,
@@ -212,6 +227,8 @@ def _report(
         skipped=training.skipped,
         inexact=inexact,
         differences=tuple(differences),
+        left_out=left_out.examples,
+        left_out_file=left_out_file,
         seconds=time.monotonic() - started,
     )
 

@@ -57,6 +57,8 @@ class Manifest:
     """What the source left out, by reason."""
     inexact_documents: int = 0
     """Documents whose text does not come back exactly from their ids."""
+    left_out: str = ""
+    """xxh3_128 of the list of what was left out; empty if there is none."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
@@ -64,6 +66,9 @@ class Manifest:
         # Written where there are some only: most folders have none, and older ones have no such entry.
         if not self.inexact_documents:
             del body["inexact_documents"]
+        # Older folders have no such list, and their hash must stay what it was.
+        if not self.left_out:
+            del body["left_out"]
         return {**body, "hash": hash_json(body)}
 
     @property

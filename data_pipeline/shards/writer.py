@@ -94,6 +94,7 @@ class ShardWriter:
         options: Mapping[str, Any],
         skipped: Mapping[str, int],
         inexact_documents: int = 0,
+        left_out: str = "",
     ) -> Manifest:
         """Write the last shard and the manifest, and return the manifest."""
         if self._open:
@@ -112,6 +113,7 @@ class ShardWriter:
             length_histogram=length_histogram(self._lengths),
             skipped=dict(skipped),
             inexact_documents=inexact_documents,
+            left_out=left_out,
         )
         manifest.save(self._folder)
         return manifest

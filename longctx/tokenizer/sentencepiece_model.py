@@ -6,7 +6,7 @@ its three bytes instead, so that every text comes back. Other models follow the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from longctx.errors import DataError
 from longctx.tokenizer.chunks import (
     CHUNK_CHARACTERS,
     SPACE_MARK,
+    IsCertain,
     Neighbours,
     certain_chunks,
     newline_chunks,
@@ -75,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
     def is_own(self) -> bool:
         """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
         names = [self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)]
-        gives_all = self.has_byte_fallback and not self._is_normalised and not self.normalizer.add_dummy_prefix
+        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
         is_plain = self.model_type == "BPE" and not self.user_defined
         return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and is_plain
 
@@ -108,7 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
             processor = self.processor
             if not is_first and texts:
                 processor = self._later
-                if self._is_normalised:
+                if self.is_normalised:
                     # The cut is before a space, which this processor puts there itself.
                     texts = [text.removeprefix(" ") for text in texts]
             for number, found in zip(numbers, self._encode_texts(processor, texts), strict=True):
@@ -173,7 +174,7 @@ class SentencePieceTokenizer(Tokenizer):
         return np.array(ids, dtype=np.int32)
 
     @property
-    def _is_normalised(self) -> bool:
+    def is_normalised(self) -> bool:
         """Whether the model changes more of a text than its spaces' spelling."""
         return bool(self.normalizer.precompiled_charsmap) or self.normalizer.remove_extra_whitespaces
 
@@ -182,20 +183,26 @@ class SentencePieceTokenizer(Tokenizer):
         """The model as a chunk needs it that does not begin its document."""
         proto = _ModelProto()
         proto.CopyFrom(self._proto)
-        proto.normalizer_spec.add_dummy_prefix = self._is_normalised
+        proto.normalizer_spec.add_dummy_prefix = self.is_normalised
         return _parse(proto.SerializeToString(), self.path)
 
     @cached_property
-    def _is_certain(self) -> Callable[[str, int], bool]:
-        if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
-            return _never
-        texts = [i for i in range(self.vocab_size) if not (self._is_control[i] or self.processor.is_byte(i))]
-        neighbours = Neighbours(
-            self.processor.id_to_piece(texts),
-            is_normalised=self._is_normalised,
-            has_byte_fallback=self.has_byte_fallback,
-        )
-        return neighbours.is_certain
+    def _is_certain(self) -> IsCertain:
+        return _certain_rule(self)
+
+
+def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
+    """Where no piece of a model can span."""
+    if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
+        return _never
+    model = tokenizer.processor
+    texts = [i for i in range(tokenizer.vocab_size) if not (model.is_control(i) or model.is_byte(i))]
+    neighbours = Neighbours(
+        model.id_to_piece(texts),
+        is_normalised=tokenizer.is_normalised,
+        has_byte_fallback=tokenizer.has_byte_fallback,
+    )
+    return neighbours.is_certain
 
 
 def _num_threads(texts: Sequence[Any]) -> int:
