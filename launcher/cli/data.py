@@ -66,7 +66,9 @@ def build(
             shard_tokens=shard_tokens,
             exact=exact,
             overwrite=overwrite,
-            progress=lambda documents, text_bytes: update(source.bytes_read, note=read_so_far(documents, text_bytes)),
+            progress=lambda documents, text_bytes: update(
+                source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
+            ),
         )
     if json:
         say_json(_build_json(report))

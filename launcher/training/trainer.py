@@ -133,6 +133,7 @@ class Trainer:
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
             "expert_load": expert_load,
+            "model_type": run.model_type,
             "config": dataclasses.asdict(run.config),
         }
         path = self._save_checkpoint(
