@@ -10,11 +10,12 @@ from typing import Any
 from data_pipeline.prepare.build import VALIDATION_FOLDER
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.pack import PackReport, plan_rows
-from data_pipeline.shards.manifest import TOKENIZER_FILE, Manifest
+from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
 from longctx.files import hash_file
+from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.load import has_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +154,8 @@ def _problems(folder: Path) -> Iterator[str]:
     broken = list(_broken_shards(folder, manifest))
     yield from broken
     # Opening the folder would only repeat the first broken shard.
-    if not (folder / TOKENIZER_FILE).exists():
-        yield f"{folder / TOKENIZER_FILE} is missing."
+    if not has_tokenizer(folder):
+        yield f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
     elif not broken:
         try:
             ShardSet.open(folder, verify=False).tokenizer()

@@ -1,6 +1,6 @@
 """Our checkpoint on disk: a manifest and flat pieces of named tensors. Read here, with safetensors alone.
 
-A checkpoint folder holds ``manifest.json`` (hashed), ``tokenizer.model`` and safetensors files. Every logical tensor
+A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
 Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage
 and any number of ranks writes this format, and reads any range of it back. An imported model has masters only.
@@ -9,7 +9,6 @@ and any number of ranks writes this format, and reads any range of it back. An i
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +19,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import hash_file
 
 FORMAT = "longctx-checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.model"
-CHECKPOINTS = "checkpoints"
-"""Folder of a run that holds its checkpoints."""
 ROLES = ("master", "exp_avg", "exp_avg_sq")
-
-_COMMITTED = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,18 +196,6 @@ class CheckpointReader:
 def model_config(reader: CheckpointReader) -> ModelConfig:
     """The config of the checkpoint's model; ConfigError when another release wrote keys that this one does not know."""
     return ModelConfig.from_dict(reader.model)
-
-
-def list_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first: folders ``checkpoints/step_NNNNNN`` that have a manifest."""
-    steps: list[tuple[int, Path]] = []
-    for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
-        # Not ``step_000100.discarded``, and no folder that somebody has begun to copy.
-        match = _COMMITTED.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
-            steps.append((int(match[1]), path))
-    # By number, not by name: seven digits come after six.
-    return [path for _, path in sorted(steps)]
 
 
 def find_checkpoint(folder: str | Path) -> Path:

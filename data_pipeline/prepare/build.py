@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.documents import Progress
+from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, LeftOutFile, read_left_out
 from data_pipeline.prepare.sources import Source
-from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, EncodedDocument, ShardWriter
+from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, ShardWriter
 from data_pipeline.shuffle import falls_below
-from data_pipeline.tokenizer import Progress, Tokenizer
 from longctx.errors import DataError
 from longctx.files import explained_writes, staged_folder
+from longctx.tokenizer.contract import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "validation"
+_SHOWN_DIFFERENCES = 3
 # Part of the format: another number would move documents between the splits.
 _SPLIT_SALT = 0x76616C6964
 
@@ -56,6 +57,10 @@ class BuildReport:
     """None if no document was held out."""
     skipped: dict[str, int]
     """What the source left out, by reason."""
+    inexact: int
+    """Documents whose text does not come back exactly from their ids."""
+    differences: tuple[Difference, ...]
+    """Where the first few of them differ; empty for a folder that was there already."""
     left_out: dict[str, list[str]]
     """The first names of each reason."""
     left_out_file: Path | None
@@ -70,15 +75,16 @@ def build_shards(
     *,
     validation_fraction: float = 0.05,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    exact: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Tokenize ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
 
     A document is held out by a hash of its text alone: equal texts fall on one side, and nothing moves when other
-    documents come or go. Every document is decoded again and compared. The folder appears when it is complete, or not
-    at all. A folder that was built from the same source, tokenizer and options is left as it is; another one is an
-    error unless ``overwrite``.
+    documents come or go. Every document is decoded again and compared: one whose text does not come back is counted,
+    and with ``exact`` it is an error. The folder appears when it is complete, or not at all. A folder that was built
+    from the same source, tokenizer and options is left as it is; another one is an error unless ``overwrite``.
     """
     output = Path(output)
     if not 0 <= validation_fraction < 1:
@@ -91,15 +97,17 @@ def build_shards(
         occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
     if occupied and not overwrite:
         _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
-        return _report(output, up_to_date=True, started=started)
+        return _report(output, up_to_date=True, exact=exact, started=started)
     # --overwrite replaces shards, never a folder that holds something else.
     if occupied and not (output / MANIFEST_FILE).is_file():
         raise DataError(
             f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
         )
     with staged_folder(output, replace=occupied) as staging:
-        _write_splits(source, tokenizer, staging, options=options, sources=sources, progress=progress)
-    return _report(output, up_to_date=False, started=started)
+        differences = _write_splits(
+            source, tokenizer, staging, options=options, sources=sources, exact=exact, progress=progress
+        )
+    return _report(output, up_to_date=False, differences=differences, started=started)
 
 
 def _write_splits(
@@ -109,9 +117,10 @@ def _write_splits(
     *,
     options: dict[str, Any],
     sources: list[dict[str, Any]],
+    exact: bool,
     progress: Progress | None,
-) -> None:
-    """Fill ``folder`` and its ``validation``; a split without documents gets no shards."""
+) -> list[Difference]:
+    """Fill ``folder`` and its ``validation``, and return the first differences; an empty split gets no shards."""
     held_out = folder / VALIDATION_FOLDER
     held_out.mkdir()
     sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": options["shard_tokens"]}
@@ -119,13 +128,22 @@ def _write_splits(
     validation = ShardWriter(held_out, **sizes)
     text_bytes = 0
     left_out = LeftOutFile(folder)
-    for number, document in enumerate(source.read(left_out.add), start=1):
-        encoded = _encode(document, tokenizer)
+    inexact = {"training": 0, "validation": 0}
+    differences: list[Difference] = []
+    encoded_documents = encode_documents(source.read(left_out.add), tokenizer)
+    for number, (encoded, difference) in enumerate(encoded_documents, start=1):
+        if difference is not None and exact:
+            raise DataError(_explain_inexact(difference, tokenizer))
         # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
         if falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT):
-            validation.add(encoded)
+            split, writer = "validation", validation
         else:
-            training.add(encoded)
+            split, writer = "training", training
+        writer.add(encoded)
+        if difference is not None:
+            inexact[split] += 1
+            if len(differences) < _SHOWN_DIFFERENCES:
+                differences.append(difference)
         text_bytes += encoded.text_bytes
         if progress is not None:
             progress(number, text_bytes)
@@ -139,28 +157,24 @@ def _write_splits(
     common = {"tokenizer": tokenizer, "sources": sources, "options": options, "skipped": source.skipped}
     for writer, split_folder, split in ((training, folder, "training"), (validation, held_out, "validation")):
         if writer.num_documents:
-            tokenizer.save(split_folder / TOKENIZER_FILE)
+            tokenizer.save(split_folder)
             # The list belongs to the source: it lies once in the folder, beside the training split.
-            listed = left_out_hash if split == "training" else ""
-            writer.finish(split=split, left_out=listed, **common)
+            listed = ""
+            if split == "training":
+                listed = left_out_hash
+            writer.finish(split=split, left_out=listed, inexact_documents=inexact[split], **common)
     if not validation.num_documents:
         held_out.rmdir()
+    return differences
 
 
-def _encode(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
-    """The document's tokens, after a proof that they decode to its text."""
-    tokens = tokenizer.encode_document(document.text)
-    decoded = tokenizer.decode(tokens)
-    if decoded != document.text:
-        characters = enumerate(zip(document.text, decoded, strict=False))
-        first = next((i for i, (before, after) in characters if before != after), len(decoded))
-        raise DataError(
-            f"{document.name} does not survive encoding and decoding with {tokenizer.path}: character {first} "
-            f"{document.text[first : first + 12]!r} became {decoded[first : first + 12]!r}.\n"
-            "Train the tokenizer with `longctx tokenizer train`, which keeps every character."
-        )
-    raw = document.text.encode()
-    return EncodedDocument(tokens=tokens, hash=xxhash.xxh3_64_intdigest(raw), name=document.name, text_bytes=len(raw))
+def _explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
+    """Why a document is refused, and what keeps every character."""
+    return (
+        f"{difference}: it does not come back exactly from its ids by {tokenizer.path}.\n"
+        "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which keeps "
+        "every character."
+    )
 
 
 def _check_same_recipe(
@@ -183,13 +197,23 @@ def _check_same_recipe(
         ShardSet.open(output / VALIDATION_FOLDER)
 
 
-def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
-    """What lies in ``output`` now, read from its manifests."""
+def _report(
+    output: Path, *, up_to_date: bool, started: float, exact: bool = False, differences: Sequence[Difference] = ()
+) -> BuildReport:
+    """What lies in ``output`` now, read from its manifests; DataError for inexact documents where ``exact``."""
     training = Manifest.load(output)
+    inexact = training.inexact_documents
     held_out = output / VALIDATION_FOLDER
     validation = None
     if held_out.exists():
-        validation = _split_report(held_out, Manifest.load(held_out))
+        held_out_manifest = Manifest.load(held_out)
+        validation = _split_report(held_out, held_out_manifest)
+        inexact += held_out_manifest.inexact_documents
+    if exact and inexact:
+        raise DataError(
+            f"{output} holds {inexact} documents whose text does not come back exactly from their ids.\n"
+            "Leave --exact out, or name another folder and another tokenizer."
+        )
     if validation is None and training.options["validation_fraction"]:
         logger.warning("%s: no document fell into the validation split; it holds training data only", output)
     left_out, left_out_file = LeftOut(), None
@@ -201,6 +225,8 @@ def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
         training=_split_report(output, training),
         validation=validation,
         skipped=training.skipped,
+        inexact=inexact,
+        differences=tuple(differences),
         left_out=left_out.examples,
         left_out_file=left_out_file,
         seconds=time.monotonic() - started,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,3 +57,6 @@ class File:
 
 
 Item = Document | Skip
+
+Progress = Callable[[int, int], None]
+"""A function that takes the number of documents and of bytes of text done so far."""

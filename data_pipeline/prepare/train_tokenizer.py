@@ -11,10 +11,11 @@ from pathlib import Path
 import sentencepiece as spm
 import xxhash
 
-from data_pipeline.prepare.documents import Document
-from data_pipeline.tokenizer import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SPACE_MARK, Progress, Tokenizer
+from data_pipeline.prepare.documents import Document, Progress
 from longctx.errors import DataError
 from longctx.files import write_atomically
+from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SentencePieceTokenizer
 
 SMALLEST_VOCAB_SIZE = 4 + 256 + 1
 """Unknown, begin, end and padding; one id for each byte; one piece to learn."""
@@ -52,7 +53,7 @@ def train_tokenizer(
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Tokenizer:
+) -> SentencePieceTokenizer:
     """Train a BPE on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
     Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample of whole documents, drawn by
@@ -64,7 +65,7 @@ def train_tokenizer(
             f"Try {SMALLEST_VOCAB_SIZE} or more."
         )
     texts = _sample(documents, max_text_bytes=max_text_bytes, seed=seed, progress=progress)
-    # Without spaces' own mark, which SentencePiece would learn as a space (``Tokenizer`` spells it in bytes).
+    # Without spaces' own mark, which SentencePiece would learn as a space (our models spell it in bytes).
     sentences = (part for text in texts for part in text.split(SPACE_MARK) if part)
     model = io.BytesIO()
     try:
@@ -74,7 +75,7 @@ def train_tokenizer(
     except (RuntimeError, OSError) as error:
         raise DataError(_explain_training(str(error), vocab_size)) from error
     write_atomically(Path(output), model.getvalue())
-    return Tokenizer.load(output)
+    return SentencePieceTokenizer(model.getvalue(), path=Path(output))
 
 
 def _sample(documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None) -> list[str]:

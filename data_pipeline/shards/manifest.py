@@ -18,7 +18,6 @@ from longctx.files import write_synced
 FORMAT = "longctx-shards"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
-TOKENIZER_FILE = "tokenizer.model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Manifest:
     padding: int
     """Token id that fills a row."""
     tokenizer: str
-    """xxh3_128 of the tokenizer file that lies in the same folder."""
+    """Fingerprint of the tokenizer whose files lie in the same folder."""
     sources: list[dict[str, Any]]
     """Fingerprints; the shards' ``source`` column is an index into this list."""
     options: dict[str, Any]
@@ -56,6 +55,8 @@ class Manifest:
     """Documents by length in tokens: key ``2^k`` counts lengths of at least 2^k and less than 2^(k+1)."""
     skipped: dict[str, int]
     """What the source left out, by reason."""
+    inexact_documents: int = 0
+    """Documents whose text does not come back exactly from their ids."""
     left_out: str = ""
     """xxh3_128 of the list of what was left out; empty if there is none."""
 
@@ -69,6 +70,9 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        # Written where there are some only: most folders have none, and older ones have no such entry.
+        if not self.inexact_documents:
+            del body["inexact_documents"]
         # Older folders have no such list, and their hash must stay what it was.
         if not self.left_out:
             del body["left_out"]

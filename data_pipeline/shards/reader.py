@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest, ShardEntry
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
 from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
 
 
 class ShardSet:
@@ -75,11 +75,11 @@ class ShardSet:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the folder; ``DataError`` if the file beside the shards is another one."""
-        tokenizer = Tokenizer.load(self.folder / TOKENIZER_FILE)
+        tokenizer = load_tokenizer(self.folder)
         if tokenizer.fingerprint != self.manifest.tokenizer:
             raise DataError(
                 f"{tokenizer.path} is not the tokenizer that made these shards "
-                f"(xxh3_128 {tokenizer.fingerprint}, wanted {self.manifest.tokenizer}). Put the original back."
+                f"(fingerprint {tokenizer.fingerprint}, wanted {self.manifest.tokenizer}). Put the original back."
             )
         return tokenizer
 

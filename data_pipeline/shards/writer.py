@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from data_pipeline.shards.manifest import Manifest, ShardEntry, length_histogram
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
 from longctx.files import hash_file
+from longctx.tokenizer.contract import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 26
 """Tokens after which a shard is closed: 128 MiB at two bytes a token. A document is never cut."""
@@ -93,6 +93,7 @@ class ShardWriter:
         sources: list[dict[str, Any]],
         options: Mapping[str, Any],
         skipped: Mapping[str, int],
+        inexact_documents: int = 0,
         left_out: str = "",
     ) -> Manifest:
         """Write the last shard and the manifest, and return the manifest."""
@@ -111,6 +112,7 @@ class ShardWriter:
             text_bytes=self._text_bytes,
             length_histogram=length_histogram(self._lengths),
             skipped=dict(skipped),
+            inexact_documents=inexact_documents,
             left_out=left_out,
         )
         manifest.save(self._folder)
@@ -142,7 +144,7 @@ def _record_batch(documents: list[EncodedDocument], dtype: np.dtype) -> pa.Recor
     """The documents as one Arrow record batch."""
     offsets = np.zeros(len(documents) + 1, dtype=np.int64)
     np.cumsum([len(document.tokens) for document in documents], out=offsets[1:])
-    values = np.concatenate([document.tokens.astype(dtype) for document in documents])
+    values = np.concatenate([document.tokens.astype(dtype, copy=False) for document in documents])
     return pa.record_batch(
         {
             "tokens": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)),

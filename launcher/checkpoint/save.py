@@ -12,7 +12,7 @@ import errno
 import json
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,6 @@ from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
     ROLES,
-    TOKENIZER,
     VERSION,
     canonical_hash,
     is_buffer,
@@ -58,13 +57,14 @@ def save_checkpoint(
     step: int,
     model: ModelConfig,
     training: dict[str, Any],
-    tokenizer: Path,
+    tokenizer_files: Mapping[str, bytes],
     sync: Callable[[Path], None] = sync_path,
 ) -> Path:
     """Commit the state after ``step`` optimiser steps and return its folder. Collective.
 
-    ``sync`` puts a file or folder on the disk. CheckpointError on every rank when any of them cannot write; nothing is
-    left behind and older checkpoints stay.
+    ``tokenizer_files`` are copied along by rank 0: a checkpoint is of use without its run's data. ``sync`` puts a file
+    or folder on the disk. CheckpointError on every rank when any of them cannot write; nothing is left behind and older
+    checkpoints stay.
     """
     # 1. A hidden folder, which no reader takes for a checkpoint.
     target = run_folder / CHECKPOINTS / f"step_{step:06d}"
@@ -81,7 +81,8 @@ def save_checkpoint(
 
     # 3. Rank 0 writes the manifest and renames the folder, once every byte of every rank is on the disk.
     def commit() -> None:
-        files.append(_copy_tokenizer(tokenizer, partial, sync))
+        for name, content in tokenizer_files.items():
+            files.append(_write_beside(partial / name, content, sync))
         manifest = _manifest(engine, files, step, model, training)
         _commit(partial, target, manifest, sync)
 
@@ -110,10 +111,9 @@ def _write_own_ranges(folder: Path, engine: ZeroEngine, sync: Callable[[Path], N
     return _WrittenFile(path.name, path.stat().st_size, hash_file(path), pieces)
 
 
-def _copy_tokenizer(tokenizer: Path, folder: Path, sync: Callable[[Path], None]) -> _WrittenFile:
-    """Put the tokenizer beside the pieces: a checkpoint is of use without its run's data."""
-    path = folder / TOKENIZER
-    shutil.copyfile(tokenizer, path)
+def _write_beside(path: Path, content: bytes, sync: Callable[[Path], None]) -> _WrittenFile:
+    """Write a file beside the pieces; returns what the manifest says of it."""
+    path.write_bytes(content)
     sync(path)
     return _WrittenFile(path.name, path.stat().st_size, hash_file(path), [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +50,7 @@ def convert(
     origin: Annotated[str | None, _DIRECTION, _one_of("hf"), arg(name="from")] = None,
     upcycle: Annotated[str | None, _DIRECTION, arg(metavar="EXPERTS[,TOP_K[,GRANULARITY]]")] = None,
     dtype: Annotated[str | None, _one_of("float32", "bfloat16", "float16")] = None,
+    tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
     verify: Annotated[str, _one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
@@ -68,11 +70,14 @@ def convert(
         origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken.
         upcycle: IN is a dense checkpoint or run; OUT becomes one of an expert model that starts as the same function.
         dtype: Dtype of the written weights, even if bits are lost; with --from, what later exports default to.
+        tokenizer: With --to, the tokenizer to export instead of the checkpoint's (a file or a folder), or none.
         verify: What to compare of what was written.
     """
     if upcycle is not None:
         if dtype or verify != "auto":
             raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
+        if tokenizer:
+            raise ConfigError("--upcycle takes the checkpoint's tokenizer along: leave --tokenizer out.")
         _upcycle(source, output, upcycle)
         return
     import torch
@@ -80,7 +85,9 @@ def convert(
     from longctx.conversion import export_checkpoint, import_hf
 
     if to == "hf":
-        run, kind = export_checkpoint, "a Hugging Face folder"
+        run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
+    elif tokenizer:
+        raise ConfigError("--from takes the folder's tokenizer along: leave --tokenizer out, or give it to --to.")
     else:
         run, kind = import_hf, "a checkpoint of step 0"
     with progress(f"converting {source}") as update:

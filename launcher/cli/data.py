@@ -25,10 +25,11 @@ _ShardFolder = Annotated[Positional[Path], arg(metavar="DIR")]
 def build(
     corpus: OmitArgPrefixes[Corpus],
     *,
-    tokenizer: Annotated[Path, arg(metavar="F.model")],
+    tokenizer: Annotated[Path, arg(metavar="TOKENIZER")],
     output: Annotated[Path, arg(metavar="DIR")],
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
+    exact: bool = False,
     overwrite: bool = False,
     json: Json = False,
 ) -> None:
@@ -38,17 +39,18 @@ def build(
     One folder serves every sequence length. Building the same again does nothing and says so.
 
     Args:
-        tokenizer: SentencePiece model.
+        tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
         output: Folder to make.
         validation_fraction: Share of documents to hold out, 0 for none.
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
+        exact: End at a document whose text does not come back exactly, instead of counting such documents.
         overwrite: Replace a shard folder built from other things.
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
-    from data_pipeline.tokenizer import Tokenizer
+    from longctx.tokenizer import load_tokenizer
 
-    loaded = Tokenizer.load(tokenizer)
+    loaded = load_tokenizer(tokenizer)
     source = corpus.open()
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
@@ -62,6 +64,7 @@ def build(
             output,
             validation_fraction=validation_fraction,
             shard_tokens=shard_tokens,
+            exact=exact,
             overwrite=overwrite,
             progress=lambda documents, text_bytes: update(
                 source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
@@ -158,6 +161,10 @@ def _say_build(report: BuildReport) -> None:
     ]
     say(table(["split", "documents", "tokens", "bytes/token", "shards", "folder"], rows))
     say_left_out(report.skipped, report.left_out, report.left_out_file)
+    if report.inexact:
+        say(f"{plural(report.inexact, 'document')} did not come back exactly from their ids (--exact refuses them).")
+        for difference in report.differences:
+            say(f"  {difference}")
     if report.up_to_date:
         say(f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done.")
     else:

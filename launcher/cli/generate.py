@@ -12,9 +12,9 @@ from launcher.cli.console import command, note, progress, say
 from longctx.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.tokenizer import Tokenizer
     from longctx.generation.sampling import Greedy, Sample
     from longctx.model.decoder import Decoder
+    from longctx.tokenizer import Tokenizer
 
 
 def generate(
@@ -26,7 +26,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
-    tokenizer: Annotated[Path | None, arg(metavar="F.model")] = None,
+    tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
 ) -> None:
     """Continue a prompt.
 
@@ -42,7 +42,7 @@ def generate(
         top_k: Draw from this many likeliest tokens.
         top_p: Draw from the likeliest tokens that reach this probability together.
         seed: The same seed draws the same tokens; 0 unless given.
-        tokenizer: For a checkpoint that has none of its own (imported ones).
+        tokenizer: For a checkpoint that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
     """
     strategy = _strategy(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     from longctx.checkpoint_format import find_checkpoint
@@ -54,17 +54,17 @@ def generate(
     own_tokenizer = _load_tokenizer(folder, tokenizer)
     with progress(f"loading {folder}"):
         model = load_model(folder)
-    # As in training, where every document begins with this id.
-    prompt_ids = [own_tokenizer.document_begin]
-    prompt_ids += own_tokenizer.encode(prompt).tolist()
+    prompt_ids = own_tokenizer.encode_prompt(prompt)
+    if not prompt_ids:
+        raise ConfigError("the prompt is empty, and the tokenizer begins no document with an id. Give a prompt.")
     _check_limits(model, own_tokenizer, len(prompt_ids) + max_new_tokens)
     started = time.monotonic()
     with progress(f"continuing {len(prompt_ids):,} tokens"):
-        ids = continue_ids(model, prompt_ids, max_new_tokens, strategy, stop_ids={own_tokenizer.document_end})
+        ids = continue_ids(model, prompt_ids, max_new_tokens, strategy, stop_ids=set(own_tokenizer.special.stops))
     seconds = time.monotonic() - started
     say(_continuation(own_tokenizer, prompt_ids, ids))
     end = ""
-    if ids and ids[-1] == own_tokenizer.document_end:
+    if ids and ids[-1] in own_tokenizer.special.stops:
         end = ", then the document ended"
     note(f"{len(ids):,} tokens in {seconds:.1f} s{end}.")
 
@@ -99,15 +99,14 @@ def _refuse_hf_folder(folder: Path) -> None:
 
 def _load_tokenizer(checkpoint: Path, chosen: Path | None) -> Tokenizer:
     """The chosen tokenizer, else the checkpoint's own."""
-    from data_pipeline.tokenizer import Tokenizer
-    from longctx.checkpoint_format import TOKENIZER
+    from longctx.tokenizer import load_tokenizer
+    from longctx.tokenizer.load import has_tokenizer
 
     if chosen is not None:
-        return Tokenizer.load(chosen)
-    own = checkpoint / TOKENIZER
-    if not own.is_file():
-        raise CheckpointError(f"{checkpoint} has no {TOKENIZER} of its own. Name one: --tokenizer F.model")
-    return Tokenizer.load(own)
+        return load_tokenizer(chosen)
+    if not has_tokenizer(checkpoint):
+        raise CheckpointError(f"{checkpoint} has no tokenizer of its own. Name one: --tokenizer F")
+    return load_tokenizer(checkpoint)
 
 
 def _check_limits(model: Decoder, tokenizer: Tokenizer, num_tokens: int) -> None:

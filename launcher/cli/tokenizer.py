@@ -1,4 +1,4 @@
-"""The verb ``tokenizer train``."""
+"""The verbs ``tokenizer train|show``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from launcher.cli.console import byte_rate, command, human_bytes, interruptible, progress, say
+from launcher.cli.console import Json, byte_rate, command, human_bytes, interruptible, progress, say, say_json, table
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
 from longctx.errors import DataError
 
@@ -71,3 +71,34 @@ def train(
     say(f"{output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{read_so_far(documents, text_bytes)}.")
     say_left_out(source.skipped, source.left_out.examples)
     say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")
+
+
+def show(
+    tokenizer: Annotated[Positional[Path], arg(metavar="TOKENIZER")],
+    *,
+    text: Annotated[str | None, arg(metavar="TEXT")] = None,
+    json: Json = False,
+) -> None:
+    """Show a tokenizer's kind, size, and begin and end ids, and how it cuts a text.
+
+    Args:
+        tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint, run or shard folder.
+        text: Text to encode as the beginning of a document.
+    """
+    from longctx.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    ids = None
+    if text is not None:
+        ids = loaded.encode_prompt(text)
+    if json:
+        found = {"kind": loaded.kind, "vocab_size": loaded.vocab_size, "begin": loaded.document_begin}
+        found |= {"end": loaded.document_end, "stops": loaded.special.stops, "padding": loaded.padding}
+        say_json(found | {"fingerprint": loaded.fingerprint, "files": sorted(loaded.files), "ids": ids})
+        return
+    say(f"{tokenizer}: {loaded.describe()}")
+    say(f"Files: {', '.join(sorted(loaded.files))}")
+    if ids is not None:
+        say(table(["id", "piece"], [[str(token), repr(loaded.piece(token))] for token in ids]))
+        if loaded.decode(ids) != text:
+            say(f"The text does not come back exactly, but as {loaded.decode(ids)!r}.")

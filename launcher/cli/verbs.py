@@ -44,6 +44,7 @@ class Verb:
 
 VERBS = {
     "tokenizer train": Verb(tokenizer.train, ("--source stdlib --vocab-size 4096 --output runs/tokenizer.model",)),
+    "tokenizer show": Verb(tokenizer.show, ('runs/tokenizer.model --text "def main("',)),
     "data build": Verb(data.build, ("--source stdlib --tokenizer runs/tokenizer.model --output runs/data",)),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
 from launcher.checkpoint.load import load_checkpoint, load_weights
+from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
@@ -23,12 +24,12 @@ from launcher.training.origin import Kind, Origin, converted, find_origin, hf_ty
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from longctx.batch import Batch
-from longctx.checkpoint_format import TOKENIZER
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.files import hash_file
 from longctx.kernels.processor import fastest_products
 from longctx.model.training_pass import Execution
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import has_tokenizer
 from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -70,6 +71,8 @@ class Run:
     """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
     progress: Progress
     """Where the run begins."""
+    tokenizer_files: dict[str, bytes]
+    """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -118,12 +121,12 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     config = settle_layout(config, model, loader)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     _say_start(config, model, mesh, device, origin, loader)
     origin = converted(origin, folder)
-    _compare_tokenizers(origin, loader, is_rank_0=mesh.rank == 0)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
@@ -148,6 +151,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         origin=origin.kind,
         model_type=hf_type(origin),
         progress=progress,
+        tokenizer_files=tokenizer_files,
     )
 
 
@@ -176,16 +180,6 @@ def _say_start(
         log.warning("%s", line)
 
 
-def _compare_tokenizers(origin: Origin, loader: Loader, *, is_rank_0: bool) -> None:
-    """Warn where the data's tokenizer is not the one of the checkpoint that the run starts from."""
-    if origin.kind != "started" or origin.folder is None or not is_rank_0:
-        return
-    # A warning, not an error: a tokenizer that was only extended or renamed is a fair start.
-    theirs, ours = origin.folder / TOKENIZER, loader.shards.folder / TOKENIZER
-    if theirs.is_file() and hash_file(theirs) != hash_file(ours):
-        log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)
-
-
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
@@ -209,6 +203,24 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows or not has_folder:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _tokenizer_files(
+    origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
+) -> dict[str, bytes]:
+    """The tokenizer's files for the run's checkpoints, read by rank 0 alone.
+
+    They are those of the checkpoint that it goes on from, else the data's: an import may have files that its data was
+    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer.
+    """
+    if mesh.rank != 0:
+        return {}
+    if validation is not None:
+        check_same_data(loader.shards, validation.shards)
+    if origin is not None and has_tokenizer(origin):
+        check_same_tokenizer(origin, loader.shards)
+        return load_tokenizer(origin).files
+    return load_tokenizer(loader.shards.folder).files
 
 
 def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:

@@ -19,7 +19,7 @@ from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.validation import validate
-from longctx.checkpoint_format import TOKENIZER, list_checkpoints
+from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.runtime.process import on_every_rank
 
@@ -143,7 +143,7 @@ class Trainer:
             step=self.progress.step,
             model=run.model,
             training=training,
-            tokenizer=run.loader.shards.folder / TOKENIZER,
+            tokenizer_files=run.tokenizer_files,
         )
         # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
         if run.is_rank_0:

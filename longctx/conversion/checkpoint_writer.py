@@ -15,7 +15,6 @@ from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
     ROLES,
-    TOKENIZER,
     VERSION,
     CheckpointReader,
     canonical_hash,
@@ -37,7 +36,6 @@ def save_masters(
     *,
     dtype: torch.dtype,
     training: dict[str, Any],
-    tokenizer: Path | None = None,
     carried: Iterable[Path] = (),
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
@@ -45,8 +43,8 @@ def save_masters(
     """Write a decoder's tensors as a checkpoint of step 0 and return its folder, which appears complete or not at all.
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is what exports of the checkpoint
-    default to, ``training`` the manifest's entry of that name, written after the last tensor. ``tokenizer`` is a
-    SentencePiece model; ``carried`` are more files to copy along, under their own names. Every tensor is read back.
+    default to, ``training`` the manifest's entry of that name, written after the last tensor. ``carried``
+    are files to copy along, under their own names: the tokenizer's among them. Every tensor is read back.
     CheckpointError where they are not the tensors of the config.
     """
     shapes = parameter_shapes(config)
@@ -58,8 +56,6 @@ def save_masters(
                 progress(done, len(shapes))
         # From here on the files have their names, and the manifest can list them.
         file_of = writer.finish()
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, staging / TOKENIZER)
         for path in carried:
             shutil.copyfile(path, staging / path.name)
         files = sorted(staging.iterdir())

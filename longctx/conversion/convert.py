@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import TOKENIZER, CheckpointReader, is_buffer, model_config
+from longctx.checkpoint_format import CheckpointReader, is_buffer, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_folders, check_tensors, open_checked
-from longctx.conversion.companions import copy_companions, find_companions, has_own_tokenizer
+from longctx.conversion.companions import carried_names, copy_companions, find_companions, has_own_tokenizer
 from longctx.conversion.hf import HfReader, save_hf
+from longctx.conversion.tokenizer import config_ids
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -28,6 +30,8 @@ from longctx.conversion.verify import (
 from longctx.conversion.weights.folder import has_usual_names
 from longctx.errors import CheckpointError, ConfigError
 from longctx.files import staged_folder
+from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
 
 Progress = Callable[[str, int, int], None]
 """A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
@@ -61,12 +65,15 @@ def export_checkpoint(
     output: str | Path,
     *,
     dtype: torch.dtype | None = None,
+    tokenizer: str | Path | None = None,
     verify: str = "tensors",
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Conversion:
     """Write a checkpoint (or a run's newest) as a Hugging Face folder, with its tokenizer.
 
+    Tokenizer files that came with an import go out as they came; a SentencePiece model alone is exported as a fast
+    tokenizer. ``tokenizer`` names another one to export instead, or is "none".
     ``dtype`` asks for a cast that may lose bits. Without it a trained model is written as its float32 masters, and an
     imported one that was not trained since in its own dtypes. The checkpoint's hashes are checked first. ``verify``
     (see ``verify.KINDS``) reads every parameter back through the table and compares its bytes with the source's, and
@@ -80,11 +87,7 @@ def export_checkpoint(
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
-    # Tokenizer files that came with the model go out as they came; only without them the SentencePiece model is
-    # exported as a fast tokenizer.
-    tokenizer = None
-    if (reader.folder / TOKENIZER).exists() and not has_own_tokenizer(reader):
-        tokenizer = reader.folder / TOKENIZER
+    written_tokenizer, copied = _choose_tokenizer(reader, tokenizer)
     prints = Fingerprints()
     masters = partial(_masters, reader, dtypes)
     with staged_folder(Path(output), error=CheckpointError) as staging:
@@ -92,14 +95,14 @@ def export_checkpoint(
             config,
             _recorded(masters(), prints, verify),
             staging,
-            tokenizer=tokenizer,
+            tokenizer=written_tokenizer,
             # Of a run that started from an import, its manifest has it.
             model_type=origin.get("model_type", training.get("model_type")),
-            token_ids=origin.get("token_ids"),
+            token_ids=_token_ids(reader, origin, copied),
             shard_bytes=shard_bytes,
             progress=_count_written(progress),
         )
-        carried = copy_companions(reader, staging)
+        carried = copy_companions(reader, staging, copied)
         tensors, logits = None, None
         if verify != "none":
             # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
@@ -111,6 +114,31 @@ def export_checkpoint(
         folder=Path(output), dtype=written, lossy_casts=lossy_casts(own_dtypes(reader), dtypes),
         carried=tuple(carried), tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
+
+
+def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer to export, and the checkpoint's files to copy as they are."""
+    names = carried_names(reader)
+    settings = [name for name in names if name == GENERATION_CONFIG]
+    if chosen is not None and str(chosen) == "none":
+        return None, settings
+    if chosen is not None:
+        return load_tokenizer(chosen), []
+    # Files that transformers reads go out as they came; without them the SentencePiece model is exported.
+    if has_own_tokenizer(reader):
+        return None, names
+    if has_tokenizer(reader.folder):
+        return load_tokenizer(reader.folder), []
+    return None, settings
+
+
+def _token_ids(reader: CheckpointReader, origin: dict[str, Any], copied: list[str]) -> dict[str, Any] | None:
+    """The ids for config.json: an import's own, else those of the tokenizer files that are copied."""
+    if "token_ids" in origin:
+        return origin["token_ids"]
+    if any(name in copied for name in (MODEL_FILE, JSON_FILE)):
+        return config_ids(load_tokenizer(reader.folder))
+    return None
 
 
 def _masters(reader: CheckpointReader, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:

@@ -28,13 +28,15 @@ from longctx.conversion.tensors import (
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import HARD_TEXTS, check_tokenizer, export_tokenizer
+from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind
 from longctx.files import staged_folder
+from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.hard_texts import HARD_TEXTS
 
 Progress = Callable[[int, int], None]
 """A function that takes the number of parameters done so far, and of all."""
@@ -152,7 +154,7 @@ def save_hf(
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    tokenizer: str | Path | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
     model_type: str | None = None,
     token_ids: Mapping[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
@@ -161,13 +163,16 @@ def save_hf(
     """Write a model as a folder that transformers loads, and read every tensor back.
 
     ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; they may be an
-    iterator, and memory holds one of them. ``dtype`` casts them (default: as they come). ``tokenizer`` is a
-    SentencePiece model, exported as a fast tokenizer and compared with it; it also gives the begin, end and padding
+    iterator, and memory holds one of them. ``dtype`` casts them (default: as they come). ``tokenizer`` is written as
+    ``export_tokenizer`` says and compared with what transformers makes of it; it also gives the begin, end and padding
     ids, which ``token_ids`` gives otherwise. ``model_type`` chooses where several families have the model's shape.
     The folder appears complete or not at all.
     """
     folder = Path(folder)
-    hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=tokenizer is not None)
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer)
+    own_tokenizer = tokenizer is not None and not is_qwen(tokenizer)
+    hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=own_tokenizer)
     lost = left_behind(config, hf_config)
     if lost:
         log.warning(
@@ -195,7 +200,9 @@ def save_hf(
         name = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
-        write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        # A tokenizer that came with a model brings its own.
+        if not (staging / "generation_config.json").exists():
+            write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder

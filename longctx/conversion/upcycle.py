@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.rules import GATED
-from longctx.checkpoint_format import TOKENIZER, CheckpointReader, find_checkpoint, model_config
+from longctx.checkpoint_format import CheckpointReader, find_checkpoint, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_hashes
@@ -172,9 +172,6 @@ def upcycle_checkpoint(
     dense = model_config(reader)
     config = upcycle_config(dense, upcycling)
     check_hashes(reader)
-    tokenizer = None
-    if (reader.folder / TOKENIZER).is_file():
-        tokenizer = reader.folder / TOKENIZER
     training: dict[str, Any] = {"upcycled": {"from": reader.folder.name, "step": reader.step, **asdict(upcycling)}}
     origin = reader.manifest["training"].get("imported")
     if origin:
@@ -187,7 +184,6 @@ def upcycle_checkpoint(
         # Routers, and a g that is no power of two, need the bits.
         dtype=torch.float32,
         training=training,
-        tokenizer=tokenizer,
         carried=[reader.folder / name for name in carried_names(reader)],
         shard_bytes=shard_bytes,
         progress=progress,

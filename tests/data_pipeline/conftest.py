@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import Source, open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from data_pipeline.tokenizer import Tokenizer
+from longctx.tokenizer import Tokenizer
 
 VOCAB_SIZE = 700
 

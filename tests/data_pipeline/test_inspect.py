@@ -11,8 +11,8 @@ from data_pipeline.inspect import describe, show_row, verify
 from data_pipeline.loader import build_loader
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
+from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.shards.test_shards import DAMAGE, edit, flip_byte
 
 
@@ -82,7 +82,7 @@ def test_verify_finds_several_problems_at_once(damaged: Path):
         "extra.arrow is not listed",
         "00000.arrow is damaged",
         "00001.arrow is missing",
-        "model is missing",
+        "tokenizer is missing",
         "tokenizer",
     )
     assert len(problems) == len(parts)
@@ -93,7 +93,7 @@ def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path:
     writer = ShardWriter(tmp_path, vocab_size=tokenizer.vocab_size)
     writer.add(EncodedDocument(tokens=np.array([1, 699, 2]), hash=1, name="a", text_bytes=1))
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
-    tokenizer.save(tmp_path / "tokenizer.model")
+    tokenizer.save(tmp_path)
     assert verify(tmp_path) == []
     edit(tmp_path / "manifest.json", lambda m: m.update(vocab_size=699), seal=True)
     assert verify(tmp_path) == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]

@@ -16,9 +16,9 @@ from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import plan_rows
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.tokenizer import Tokenizer
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
+from longctx.tokenizer import Tokenizer
 
 SEQ_LEN = 256
 

@@ -16,8 +16,8 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import Source, open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -146,7 +146,7 @@ def test_one_document_needs_no_validation(tokenizer: Tokenizer, tmp_path: Path, 
         build_shards(source, tokenizer, tmp_path / "all", validation_fraction=1)
 
 
-def test_a_lossy_tokenizer_is_an_error(source: Source, tmp_path: Path):
+def test_texts_that_do_not_come_back_are_counted_and_refused_when_asked(source: Source, tmp_path: Path):
     """A model trained elsewhere, with SentencePiece's usual clean-up of spaces, would change the text."""
     import sentencepiece as spm
 
@@ -161,9 +161,18 @@ def test_a_lossy_tokenizer_is_an_error(source: Source, tmp_path: Path):
             max_sentence_length=1 << 30,
             minloglevel=3,
         )
-    with pytest.raises(DataError, match=r"does not survive encoding and decoding .* character \d+"):
-        build_shards(source, Tokenizer.load(path), tmp_path / "out")
+    tokenizer = load_tokenizer(path)
+    with pytest.raises(DataError, match=r"character [\d,]+ .* became (?s:.*)does not come back exactly"):
+        build_shards(source, tokenizer, tmp_path / "out", exact=True)
     assert [p.name for p in tmp_path.iterdir()] == ["lossy.model"]
+    report = build_shards(source, tokenizer, tmp_path / "out")
+    assert report.inexact == 41
+    assert len(report.differences) == 3
+    assert report.differences[0].before != report.differences[0].after
+    # What was built says so when it is built again.
+    assert build_shards(source, tokenizer, tmp_path / "out").inexact == 41
+    with pytest.raises(DataError, match="41 documents whose text does not come back"):
+        build_shards(source, tokenizer, tmp_path / "out", exact=True)
 
 
 def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokenizer: Tokenizer, tmp_path: Path):
@@ -171,11 +180,11 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokeniz
         "import sys, time\n"
         "from data_pipeline.prepare.build import build_shards\n"
         "from data_pipeline.prepare.sources import open_source\n"
-        "from data_pipeline.tokenizer import Tokenizer\n"
+        "from longctx.tokenizer import Tokenizer, load_tokenizer\n"
         "def stall(documents, _):\n"
         "    if documents == 20: sys.stdout.write('half\\n'); sys.stdout.flush(); time.sleep(60)\n"
         "corpus, model, output = sys.argv[1:]\n"
-        "build_shards(open_source(corpus), Tokenizer.load(model), output, shard_tokens=9000, progress=stall)"
+        "build_shards(open_source(corpus), load_tokenizer(model), output, shard_tokens=9000, progress=stall)"
     )
     output = tmp_path / "out"
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer.path), str(output)]

@@ -14,9 +14,9 @@ import pytest
 from data_pipeline.shards.manifest import Manifest, hash_json, length_histogram
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter, token_dtype
-from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import DataError
 from longctx.files import staged_folder, write_atomically
+from longctx.tokenizer import Tokenizer
 
 
 def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **options) -> Manifest:

@@ -50,8 +50,8 @@ def write(folder: Path, expert: int, stage: int) -> None:
     for step in range(SAVED):
         runner.step(step, routing)
     training = {"step": SAVED}
-    tokenizer = folder.parent / "tokenizer"
-    save_checkpoint(folder, runner.engine, step=SAVED, model=CONFIG, training=training, tokenizer=tokenizer)
+    files = {"tokenizer.model": b"words"}
+    save_checkpoint(folder, runner.engine, step=SAVED, model=CONFIG, training=training, tokenizer_files=files)
     whole = gather_whole(runner.owned(), runner.engine.shapes)
     for step in range(SAVED, SAVED + MORE):
         runner.step(step, routing)
@@ -84,7 +84,6 @@ def newest(folder: Path) -> Path:
 def written(tmp_path_factory) -> Callable[[Ranks], Path]:
     """A run with one checkpoint, written by such ranks."""
     base = tmp_path_factory.mktemp("experts")
-    (base / "tokenizer").write_bytes(b"words")
 
     @cache
     def run(ranks: Ranks) -> Path:
@@ -125,8 +124,8 @@ def test_the_state_does_not_show_who_wrote_it(written):
 def write_for_export(folder: Path) -> None:
     runner = RanksRun(PUBLISHED, Spread(context=2, expert=2, stage=2))
     runner.step(0)
-    tokenizer = folder.parent / "tokenizer.model"
-    save_checkpoint(folder, runner.engine, step=1, model=PUBLISHED, training={"step": 1}, tokenizer=tokenizer)
+    files = {"tokenizer.model": (folder.parent / "tokenizer.model").read_bytes()}
+    save_checkpoint(folder, runner.engine, step=1, model=PUBLISHED, training={"step": 1}, tokenizer_files=files)
 
 
 def test_a_checkpoint_of_experts_across_ranks_becomes_a_hugging_face_folder(tmp_path):

@@ -17,11 +17,11 @@ def words(run: Path, **options: object) -> list[object]:
 
 def reference(run: Path, prompt: str, num_tokens: int) -> str:
     """Greedy without a cache, begin id first."""
-    from data_pipeline.tokenizer import Tokenizer
     from longctx.generation.load import load_model
     from longctx.generation.loop import generate
+    from longctx.tokenizer import load_tokenizer
 
-    tokenizer = Tokenizer.load(run / "checkpoints/step_000100/tokenizer.model")
+    tokenizer = load_tokenizer(run / "checkpoints/step_000100/tokenizer.model")
     ids = [tokenizer.document_begin, *tokenizer.encode(prompt).tolist()]
     return tokenizer.decode(generate(load_model(run), ids, num_tokens, use_cache=False))
 
@@ -68,7 +68,8 @@ def test_it_ends_with_the_document(capsys, run, monkeypatch):
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(capsys, damaged_run, world):
-    (damaged_run / "checkpoints/step_000100/tokenizer.model").unlink()
+    for path in (damaged_run / "checkpoints/step_000100").glob("tokenizer*"):
+        path.unlink()
     code, _, err = call(capsys, *words(damaged_run))
     assert (code, "--tokenizer" in err) == (1, True)
     code, out, _ = call(capsys, *words(damaged_run, tokenizer=world / "tokenizer.model"))

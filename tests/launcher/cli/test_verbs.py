@@ -66,6 +66,7 @@ class TestHelp:
             "output": Path("o"),
             "validation_fraction": 0.5,
             "shard_tokens": None,
+            "exact": False,
             "overwrite": False,
             "json": True,
         }
@@ -132,7 +133,7 @@ class TestWrongUsage:
             (["train"], "tokenizer train"),
             (["data"], "data build, data inspect, data verify"),
             (["data", "inspect", "x", "--seq", "64"], "--seq-len"),
-            (["data", "build", "--source", "stdlib"], "--tokenizer F.model, --output DIR"),
+            (["data", "build", "--source", "stdlib"], "--tokenizer TOKENIZER, --output DIR"),
             (["convert", "--to", "gguf", "a", "b"], "'hf'"),
             (["convert", "--to", "hf", "a", "b", "--dtype", "int8"], "'float32', 'bfloat16', 'float16'"),
             (["convert", "--to", "hf", "a", "b", "--verify", "most"], "'auto', 'tensors', 'logits', 'none'"),

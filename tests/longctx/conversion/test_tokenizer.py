@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longctx.conversion import check_tokenizer, export_checkpoint, export_tokenizer, import_hf, save_hf
-from longctx.conversion.tokenizer import HARD_TEXTS, SPACE_MARK, sentencepiece_ids
 from longctx.errors import ConfigError, DataError
 from longctx.model.decoder import Decoder
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.hard_texts import HARD_TEXTS
 from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
 from tests.longctx.samples import dense_config
 
@@ -51,12 +53,12 @@ def exported(tmp_path_factory):
 
 
 def assert_equal_ids(exported, text: str) -> None:
-    _, _, _, slow, fast = exported
+    model, _, _, slow, fast = exported
     ids = fast(text)["input_ids"]
-    assert ids == sentencepiece_ids(slow, text)
-    assert fast.decode(ids) == text
+    assert ids == load_tokenizer(model).encode_prompt(text)
+    assert fast.decode(ids, skip_special_tokens=True) == text
     if SPACE_MARK not in text:
-        assert ids == slow.encode(text)
+        assert ids == [1, *slow.encode(text)]
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
@@ -112,7 +114,7 @@ def test_special_tokens(exported):
     assert fast.model_max_length == 64
     text = "a<|document_end|>b"
     assert 2 not in fast(text)["input_ids"]
-    assert fast(text, split_special_tokens=False)["input_ids"] == [*slow.encode("a"), 2, *slow.encode("b")]
+    assert fast(text, split_special_tokens=False)["input_ids"] == [1, *slow.encode("a"), 2, *slow.encode("b")]
     assert fast.decode([1, *slow.encode("x y"), 2], skip_special_tokens=True) == "x y"
     assert (folder / "tokenizer.model").is_file()
 
@@ -154,20 +156,37 @@ def test_a_difference_is_found(exported, tmp_path):
         check_tokenizer(model, tmp_path, corpus())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"model_type": "unigram"}, "not a BPE"),
-        ({"byte_fallback": False}, "no byte fallback"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
-        ({"add_dummy_prefix": True}, "normalises"),
-        ({"remove_extra_whitespaces": True}, "normalises"),
-        ({"user_defined_symbols": ["<|call|>"]}, "user-defined"),
-    ],
-)
-def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path, options, said):
-    model = train_tokenizer(tmp_path / "source.model", **options)
-    with pytest.raises(DataError, match=said):
+FOREIGN = {
+    "a space in front": {"add_dummy_prefix": True},
+    "extra spaces removed": {"remove_extra_whitespaces": True, "add_dummy_prefix": True},
+    "user-defined symbols": {"user_defined_symbols": ["<|call|>", "\u2581\u2581", "\n\n"]},
+    "no byte fallback": {"byte_fallback": False},
+    "Unigram": {"model_type": "unigram", "add_dummy_prefix": True},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_models_are_exported_as_sentencepiece_encodes_them(tmp_path, kind):
+    lines = [line for text in corpus() for line in text.split("\n") if line]
+    pieces = {"bos_piece": "<s>", "eos_piece": "</s>"}
+    model = train_tokenizer(tmp_path / "source.model", texts=lines, **pieces, **FOREIGN[kind])
+    ids = export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    assert (ids["bos_token_id"], ids["eos_token_id"]) == (1, 2)
+    check_tokenizer(model, tmp_path, [*HARD_TEXTS, *corpus(), "a<|call|>b <|call|>\n\n\n"])
+    # The folder's tokenizer.json is a tokenizer of its own, with the same ids.
+    again = load_tokenizer(tmp_path)
+    for text in corpus():
+        assert again.encode_prompt(text) == load_tokenizer(model).encode_prompt(text)
+
+
+def test_a_model_that_no_tokenizer_json_expresses_is_refused(tmp_path):
+    """Hugging Face's copy of SentencePiece's normaliser composes letters otherwise."""
+    model = train_tokenizer(tmp_path / "source.model", bos_piece="<s>", normalization_rule_name="nmt_nfkc")
+    export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    with pytest.raises(DataError, match=r"differs from (?s:.*)--tokenizer none"):
+        check_tokenizer(model, tmp_path, HARD_TEXTS)
+    model = train_tokenizer(tmp_path / "source.model", model_type="char", bos_piece="<s>", vocab_size=400)
+    with pytest.raises(DataError, match=r"its type is characters.*\n.*--tokenizer none"):
         export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
 
 
@@ -186,7 +205,7 @@ def test_more_ids_than_the_model_are_refused(exported, tmp_path):
 def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"no model")
     for path in ("bad.model", "absent.model"):
-        with pytest.raises(DataError, match="not a readable SentencePiece model"):
+        with pytest.raises(DataError, match=r"is not a SentencePiece model|cannot be read"):
             export_tokenizer(tmp_path / path, tmp_path, max_vocab_size=1000, max_positions=64)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.checkpoint_format import MANIFEST, TOKENIZER, CheckpointReader, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint, upcycle_config, upcycle_tensors
@@ -165,11 +165,11 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     config, upcycling = dense_config(tie_embeddings=False), WAYS["granular"]
     dense = Decoder(config)
     randomize(dense, std=0.4)
-    (tmp_path / "t.model").write_bytes(b"a tokenizer")
+    (tmp_path / "tokenizer.model").write_bytes(b"a tokenizer")
     origin = {"imported": {"model_type": "llama", "token_ids": {"eos_token_id": 7}, "dtype": "bfloat16"}}
     save_masters(
         config, dense.state_dict().items(), tmp_path / "dense",
-        dtype=torch.bfloat16, training=origin, tokenizer=tmp_path / "t.model",
+        dtype=torch.bfloat16, training=origin, carried=[tmp_path / "tokenizer.model"],
     )  # fmt: skip
     seen = []
     upcycle_checkpoint(
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     reader = CheckpointReader(tmp_path / "out")
     assert (reader.verify(), reader.step, reader.roles, reader.dtype) == ([], 0, ("master",), torch.float32)
     assert model_config(reader) == upcycle_config(config, upcycling)
-    assert (tmp_path / "out" / TOKENIZER).read_bytes() == b"a tokenizer"
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"a tokenizer"
     said = reader.manifest["training"]
     assert said["imported"] == origin["imported"] | {"dtype": "float32", "dtypes": {}}
     assert said["upcycled"] == {"from": "dense", "step": 0, **dataclasses.asdict(upcycling)}

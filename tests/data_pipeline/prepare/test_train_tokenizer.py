@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.sources import Source
 from data_pipeline.prepare.train_tokenizer import SMALLEST_VOCAB_SIZE, train_tokenizer
-from data_pipeline.tokenizer import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SPACE_MARK, Tokenizer
 from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING
 
 AWKWARD = [
     "",
@@ -63,7 +65,7 @@ def test_long_texts_are_cut_for_encoding_without_a_trace(tokenizer: Tokenizer):
 def test_same_documents_give_the_same_file(source: Source, tokenizer: Tokenizer, tmp_path: Path):
     again = train_tokenizer(source, tmp_path / "again.model", vocab_size=tokenizer.vocab_size)
     assert again.path.read_bytes() == tokenizer.path.read_bytes()
-    assert again.fingerprint == tokenizer.fingerprint == Tokenizer.load(again.path).fingerprint
+    assert again.fingerprint == tokenizer.fingerprint == load_tokenizer(again.path).fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["again.model"]
 
 
@@ -116,7 +118,7 @@ def test_a_damaged_or_missing_model_is_an_error(tmp_path: Path, content: bytes |
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer=.*a.model") as caught:
-        Tokenizer.load(path)
+        load_tokenizer(path)
     assert len(str(caught.value).splitlines()) <= 3
 
 
@@ -125,7 +127,7 @@ def test_every_truncation_of_a_model_is_noticed(tokenizer: Tokenizer, tmp_path: 
     for size in range(1, len(content), 11):
         (tmp_path / "cut.model").write_bytes(content[:size])
         with pytest.raises(DataError):
-            Tokenizer.load(tmp_path / "cut.model")
+            load_tokenizer(tmp_path / "cut.model")
 
 
 def test_ids_outside_the_vocabulary_are_named(tokenizer: Tokenizer):

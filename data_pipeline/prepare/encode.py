@@ -1,0 +1,114 @@
+"""Documents as token ids, on all cores, with a proof for each that its ids give its text back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from data_pipeline.prepare.documents import Document
+from data_pipeline.shards.writer import EncodedDocument, token_dtype
+from longctx.tokenizer.contract import GROUP_CHARACTERS, Chunk, Tokenizer
+
+_SHOWN_CHARACTERS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where a document's text first differs from what its ids say."""
+
+    name: str
+    character: int
+    """Index in the text."""
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: character {self.character:,} {self.before!r} became {self.after!r}"
+
+
+@dataclass(kw_only=True)
+class _Document:
+    """A document on its way: what is encoded of it so far."""
+
+    name: str
+    parts: list[np.ndarray]
+    hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    text_bytes: int = 0
+    characters: int = 0
+    difference: Difference | None = None
+
+
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+    """Yield each document's tokens, in order, and where its text does not come back, None where it does.
+
+    Beside one document's text and ids, memory holds ``GROUP_CHARACTERS`` of text and what the library needs for them.
+    """
+    open_documents: list[_Document] = []
+    group: list[tuple[_Document, Chunk]] = []
+    size = 0
+    for document in documents:
+        current = _Document(name=document.name, parts=[_small(tokenizer.begins_with, tokenizer)])
+        open_documents.append(current)
+        for chunk in tokenizer.cut(document.text):
+            group.append((current, chunk))
+            size += len(chunk.text)
+            if size < GROUP_CHARACTERS:
+                continue
+            _encode_group(group, tokenizer)
+            group, size = [], 0
+            # The current document may have more chunks to come.
+            yield from _finished(open_documents[:-1], tokenizer)
+            open_documents = [current]
+    _encode_group(group, tokenizer)
+    yield from _finished(open_documents, tokenizer)
+
+
+def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) -> None:
+    """Encode chunks of one or many documents at once, and compare what their ids say."""
+    chunks = [chunk for _, chunk in group]
+    encoded = tokenizer.encode_chunks(chunks)
+    decoded = tokenizer.decode_chunks(encoded, chunks)
+    for (document, chunk), ids, text in zip(group, encoded, decoded, strict=True):
+        raw = chunk.text.encode()
+        document.hash.update(raw)
+        document.text_bytes += len(raw)
+        document.parts.append(_small(ids, tokenizer))
+        if text != chunk.text and document.difference is None:
+            document.difference = _first_difference(document, chunk.text, text)
+        document.characters += len(chunk.text)
+
+
+def _first_difference(document: _Document, text: str, decoded: str) -> Difference:
+    """The first character of a chunk that did not come back, counted from the document's beginning."""
+    pairs = enumerate(zip(text, decoded, strict=False))
+    at = next((i for i, (before, after) in pairs if before != after), min(len(text), len(decoded)))
+    return Difference(
+        name=document.name,
+        character=document.characters + at,
+        before=text[at : at + _SHOWN_CHARACTERS],
+        after=decoded[at : at + _SHOWN_CHARACTERS],
+    )
+
+
+def _finished(documents: list[_Document], tokenizer: Tokenizer) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+    """Yield documents that are encoded to their end."""
+    for document in documents:
+        document.parts.append(_small(tokenizer.ends_with, tokenizer))
+        encoded = EncodedDocument(
+            tokens=np.concatenate(document.parts),
+            hash=document.hash.intdigest(),
+            name=document.name,
+            text_bytes=document.text_bytes,
+        )
+        yield encoded, document.difference
+
+
+def _small(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids as a shard stores them: two bytes each in a small vocabulary."""
+    assert not len(ids) or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+    return ids.astype(token_dtype(tokenizer.vocab_size))

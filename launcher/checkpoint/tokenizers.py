@@ -1,0 +1,42 @@
+"""The tokenizer of a checkpoint beside that of the data: ids must mean the same text in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_pipeline.shards.reader import ShardSet
+from longctx.errors import DataError
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import fingerprints, has_tokenizer, same_files
+
+
+def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
+    """DataError unless a checkpoint's tokenizer gives the ids that the shards hold; one without a tokenizer passes.
+
+    A checkpoint may hold its tokenizer in two forms, of which the data may have been built with either.
+    """
+    if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
+        return
+    known = fingerprints(checkpoint)
+    if data.manifest.tokenizer in known.values():
+        return
+    ours, theirs = load_tokenizer(data.folder), load_tokenizer(checkpoint)
+    raise DataError(
+        f"{data.folder} was built with another tokenizer than {checkpoint} has: ids would mean other text.\n"
+        f"  data:       {ours.describe()}\n"
+        f"  checkpoint: {theirs.describe()}\n"
+        f"Build the data again: longctx data build --tokenizer {checkpoint} …"
+    )
+
+
+def check_same_data(data: ShardSet, validation: ShardSet) -> None:
+    """DataError unless training and validation shards were built with one tokenizer."""
+    if data.manifest.tokenizer == validation.manifest.tokenizer:
+        return
+    ours, theirs = load_tokenizer(data.folder), load_tokenizer(validation.folder)
+    raise DataError(
+        f"data.train and data.validation were built with different tokenizers.\n"
+        f"  {data.folder}: {ours.describe()}\n"
+        f"  {validation.folder}: {theirs.describe()}\n"
+        f"Build one of them again: longctx data build --tokenizer {data.folder} …"
+    )

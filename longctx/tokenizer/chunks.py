@@ -1,0 +1,115 @@
+"""Where a long text is cut, so that memory stays bounded and the ids are those of the whole text.
+
+A cut between two characters changes no id where the tokenizer certainly cuts there itself:
+
+* *By pieces* (SentencePiece, and fast tokenizers that see a text as one word). A token is a piece of the vocabulary. No
+  token spans two neighbouring characters that stand side by side in no piece, and what is left and right of them is
+  encoded as if the other were not there. Text that is normalised is cut before a single space between two ASCII letters
+  or digits only, which no normaliser touches.
+* *By words* (fast tokenizers whose pre-tokenizer cuts text into words). An ASCII letter or digit ends a word before a
+  space or a newline, in every pre-tokenizer that cuts by words at all. The tokenizer itself is asked at each cut: the
+  ids of 128 characters around it must be those of the two halves.
+
+A text without such a point is cut every ``LIMIT_CHARACTERS`` all the same: a few ids at that cut may then differ from
+those of the whole, and its text comes back as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from longctx.tokenizer.contract import Chunk
+
+CHUNK_CHARACTERS = 1 << 18
+LIMIT_CHARACTERS = 1 << 22
+"""A chunk's length where no point is certain."""
+
+SPACE_MARK = "\u2581"
+"""SentencePiece writes a space as this character, and so reads the character itself back as a space."""
+
+IsCertain = Callable[[str, int], bool]
+"""Whether a tokenizer certainly cuts a text before the character of this index."""
+
+_LETTER_OR_DIGIT = re.compile(r"[A-Za-z0-9]")
+
+
+def certain_chunks(text: str, size: int, is_certain: IsCertain) -> Iterator[Chunk]:
+    """Yield ``text`` in chunks of about ``size`` characters, cut where ``is_certain``, else at the limit."""
+    start = 0
+    while start < len(text):
+        stop = len(text)
+        if stop - start > size:
+            stop = _find_cut(text, start, size, is_certain)
+        yield Chunk(text[start:stop], start == 0)
+        start = stop
+
+
+def newline_chunks(text: str, size: int) -> Iterator[Chunk]:
+    """Yield ``text``, cut after a newline about every ``size`` characters; a longer line is cut all the same.
+
+    The rule of our own models: their shards have it since the first release. Few tokens cross a newline.
+    """
+    start = 0
+    while start < len(text):
+        stop = start + size
+        if stop < len(text):
+            newline = text.rfind("\n", start, stop)
+            if newline >= 0:
+                stop = newline + 1
+        yield Chunk(text[start:stop], start == 0)
+        start = stop
+
+
+def _find_cut(text: str, start: int, size: int, is_certain: IsCertain) -> int:
+    """Where the chunk that begins at ``start`` ends: the last certain point in it, else the first one after it."""
+    middle = start + size
+    for at in range(middle, start, -1):
+        if is_certain(text, at):
+            return at
+    limit = min(start + max(LIMIT_CHARACTERS, size), len(text))
+    for at in range(middle + 1, limit):
+        if is_certain(text, at):
+            return at
+    return limit
+
+
+class Neighbours:
+    """Which characters stand side by side in some piece of a vocabulary."""
+
+    def __init__(self, pieces: Iterable[str], *, is_normalised: bool, has_byte_fallback: bool) -> None:
+        """``is_normalised``: the tokenizer changes more of a text than its spaces."""
+        self._pairs: set[str] = set()
+        self._known: set[str] = set()
+        for piece in pieces:
+            written = piece.replace(" ", SPACE_MARK)
+            self._known.update(written)
+            self._pairs.update(written[at : at + 2] for at in range(len(written) - 1))
+        self._is_normalised = is_normalised
+        self._has_byte_fallback = has_byte_fallback
+
+    def is_certain(self, text: str, at: int) -> bool:
+        """Whether no token can span the characters before and after this point."""
+        if self._is_normalised and not _is_plain_space(text, at):
+            return False
+        left, right = text[at - 1], text[at]
+        if left == " ":
+            left = SPACE_MARK
+        if right == " ":
+            right = SPACE_MARK
+        # Neighbours that are both unknown become one unknown token.
+        if not self._has_byte_fallback and left not in self._known and right not in self._known:
+            return False
+        return left + right not in self._pairs
+
+
+def ends_word(text: str, at: int) -> bool:
+    """Whether an ASCII letter or digit stands before this point, and a space or a newline after it."""
+    return text[at] in " \n" and _LETTER_OR_DIGIT.match(text[at - 1]) is not None
+
+
+def _is_plain_space(text: str, at: int) -> bool:
+    """Whether a single space stands after this point, between two ASCII letters or digits."""
+    if text[at] != " " or at + 1 >= len(text):
+        return False
+    return all(_LETTER_OR_DIGIT.match(character) for character in (text[at - 1], text[at + 1]))

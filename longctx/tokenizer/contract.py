@@ -1,0 +1,189 @@
+"""What the rest of the code knows of a tokenizer: ``Tokenizer``, the base of both kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.errors import DataError
+from longctx.files import write_atomically
+from longctx.tokenizer.special import SpecialIds
+
+GROUP_CHARACTERS = 1 << 22
+"""Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
+
+
+class Chunk(NamedTuple):
+    """A part of a document that is encoded by itself."""
+
+    text: str
+    is_first: bool
+    """Whether the document begins with it: some tokenizers put a space before a document, none before a later part."""
+
+
+class Tokenizer(ABC):
+    """A vocabulary and the rule that cuts text into its ids. ``load_tokenizer`` makes one.
+
+    What stands in a text is text: no text becomes a control id, whatever it spells. A document is framed by
+    ``document_begin`` and ``document_end``, each where the model's own files name one.
+    """
+
+    kind: str
+    """What encodes, for display: the library and the type of its model."""
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        vocab_size: int,
+        special: SpecialIds,
+        fingerprint: str,
+        files: Mapping[str, bytes],
+        is_control: np.ndarray,
+    ) -> None:
+        self.path = path
+        """The file or folder that was loaded."""
+        self.vocab_size = vocab_size
+        """Number of ids; every id is below it."""
+        self.special = special
+        self.fingerprint = fingerprint
+        """32 hex digits of all that decides which ids a document gets; names and places of files are no part of it."""
+        self.files = dict(files)
+        """The files that make this tokenizer again, by name: they travel with shards and checkpoints."""
+        self._is_control = is_control
+        """For each id whether it stands for no text, bool [vocab_size]."""
+        beyond = [token for token in (special.begin, special.end) if token is not None and token >= vocab_size]
+        if beyond:
+            raise DataError(
+                f"tokenizer={path} has {vocab_size} ids, but the files beside it name id {beyond[0]} as begin or end. "
+                "Take the tokenizer's files from one model."
+            )
+
+    @property
+    def document_begin(self) -> int | None:
+        """Id before a document's first token; None for a tokenizer that puts nothing before a text."""
+        return self.special.begin
+
+    @property
+    def document_end(self) -> int | None:
+        """Id after a document's last token; None where the model's files name no end id."""
+        return self.special.end
+
+    @property
+    def padding(self) -> int:
+        """Id that fills a row; its target never counts, so any id serves where the model has none of its own."""
+        for candidate in (self.special.padding, self.special.end, self.special.begin):
+            if candidate is not None:
+                return candidate
+        return 0
+
+    def describe(self) -> str:
+        """The tokenizer in a line: kind, size, begin and end, fingerprint."""
+        named = {"begin": self.special.begin, "end": self.special.end}
+        frame = [f"{role} {self._spelt(token)}" for role, token in named.items()]
+        return f"{self.kind}, {self.vocab_size:,} ids, {', '.join(frame)}, fingerprint {self.fingerprint}"
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``files`` into a folder, byte for byte as they were read; returns their paths."""
+        paths = [folder / name for name in self.files]
+        for path, content in zip(paths, self.files.values(), strict=True):
+            write_atomically(path, content)
+        return paths
+
+    def encode(self, text: str, *, chunk_characters: int | None = None) -> np.ndarray:
+        """The ids of ``text`` as int32, without begin and end.
+
+        Memory beyond text and ids is bounded. ``chunk_characters`` is how much is encoded at a time.
+        """
+        # The empty part stands for a text without any.
+        parts = [np.empty(0, dtype=np.int32)]
+        for group in groups(self.cut(text, chunk_characters), GROUP_CHARACTERS):
+            parts += self.encode_chunks(group)
+        return np.concatenate(parts)
+
+    def encode_document(self, text: str) -> np.ndarray:
+        """The ids of ``text`` between document begin and document end, int32."""
+        return np.concatenate([self.begins_with, self.encode(text), self.ends_with])
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a document's beginning, as training data has them: what a model continues."""
+        return np.concatenate([self.begins_with, self.encode(text)]).tolist()
+
+    @property
+    def begins_with(self) -> np.ndarray:
+        """The ids before every document: one or none."""
+        return _as_ids(self.special.begin)
+
+    @property
+    def ends_with(self) -> np.ndarray:
+        """The ids after every document: one or none."""
+        return _as_ids(self.special.end)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ``ids``; control ids give nothing, bytes that are no UTF-8 give U+FFFD."""
+        ids = np.asarray(ids, dtype=np.int64)
+        # The libraries' own errors name neither the id nor the file.
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(outside):
+            raise DataError(
+                f"id {outside[0]} is not in the vocabulary of {self.path}, which ends at {self.vocab_size - 1}."
+            )
+        return self._decode_text(ids[~self._is_control[ids]].tolist())
+
+    @abstractmethod
+    def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
+        """Yield ``text`` in parts whose ids, one after the other, are those of the whole."""
+
+    @abstractmethod
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+        """The ids of each chunk, int32, on all cores."""
+
+    @abstractmethod
+    def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
+        """What the ids of each chunk say: its text, where the tokenizer gives text back exactly."""
+
+    @abstractmethod
+    def piece(self, token: int) -> str:
+        """How the model's file spells one id, for display."""
+
+    def _spelt(self, token: int | None) -> str:
+        if token is None:
+            return "none"
+        return f"{self.piece(token)} ({token})"
+
+    @abstractmethod
+    def _decode_text(self, ids: list[int]) -> str:
+        """The text of ids that are in the vocabulary and no control ids."""
+
+
+def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
+    """Yield chunks in lists of about so many characters together, at least one chunk each."""
+    group: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        group.append(chunk)
+        size += len(chunk.text)
+        if size >= characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def check_characters(text: str) -> None:
+    """DataError for half of a surrogate pair, which no UTF-8 holds and no library encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"Text with a lone surrogate ({error.reason}) is not Unicode text. Replace it.") from error
+
+
+def _as_ids(token: int | None) -> np.ndarray:
+    """The id as an array of one, or an empty array."""
+    if token is None:
+        return np.empty(0, dtype=np.int32)
+    return np.array([token], dtype=np.int32)

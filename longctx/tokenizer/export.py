@@ -1,0 +1,252 @@
+"""A SentencePiece model as Hugging Face's fast tokenizer files.
+
+A model of ours is written with real spaces in its pieces. It needs no normaliser then, and U+2581 itself in a text
+falls back to its three bytes, as it does when training data is built. Other models keep SentencePiece's spelling of
+spaces, with the normaliser and the space in front that their own file asks for.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from longctx.errors import DataError
+from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+
+_NEVER_CHOSEN = -1e4
+"""Score of a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
+
+
+def fast_files(tokenizer: SentencePieceTokenizer, *, max_positions: int) -> dict[str, dict[str, Any]]:
+    """The contents of tokenizer.json and tokenizer_config.json; DataError for a model that no such file expresses.
+
+    The files begin a text with ``document_begin``, as ``generate`` and training data do.
+    """
+    _check_expressible(tokenizer)
+    if tokenizer.is_own:
+        content = _exact_json(tokenizer)
+    else:
+        content = _library_json(tokenizer)
+    content["post_processor"] = _frame(tokenizer)
+    return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, max_positions)}
+
+
+def piece_texts(tokenizer: SentencePieceTokenizer, group: int = 100) -> Iterator[str]:
+    """Yield the names of all pieces, ``group`` at a time, with and without white space between them."""
+    names = _spaced(tokenizer)
+    for start in range(0, len(names), group):
+        for between in ("", " ", "\n"):
+            yield between.join(names[start : start + group])
+
+
+def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
+    """DataError for a model whose ids no tokenizer.json can give."""
+    model = tokenizer.processor
+    pieces = range(tokenizer.vocab_size)
+    reasons = {
+        f"its type is {tokenizer.model_type}, not BPE or Unigram": tokenizer.model_type not in ("BPE", "Unigram"),
+        "it has unused pieces": any(model.is_unused(i) for i in pieces),
+        "it writes spaces after words": tokenizer.trainer.treat_whitespace_as_suffix,
+        "it has no piece for a space": tokenizer.is_own and model.is_unknown(model.piece_to_id(SPACE_MARK)),
+        "two of its pieces differ by U+2581 and a space only": tokenizer.is_own
+        and len(set(_spaced(tokenizer))) != tokenizer.vocab_size,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise DataError(
+            f"{tokenizer.path} has no exact fast tokenizer: {'; '.join(found)}.\n"
+            "Export with the model's own files (--tokenizer DIR), or without a tokenizer (--tokenizer none)."
+        )
+
+
+def _exact_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """A model of ours: pieces with real spaces, no normaliser."""
+    texts = _spaced(tokenizer)
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    model = _bpe(tokenizer, texts, unknown=None)
+    return _whole(tokenizer, texts, normalizer=None, pre_tokenizer=None, decoder=decoder, model=model)
+
+
+def _library_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """Another model: as SentencePiece encodes it, a space written as U+2581."""
+    texts = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
+    spec = tokenizer.normalizer
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if spec.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    if tokenizer.model_type == "Unigram":
+        model = _unigram(tokenizer, texts)
+    else:
+        model = _bpe(tokenizer, texts, unknown=texts[tokenizer.processor.unk_id()])
+    return _whole(
+        tokenizer,
+        texts,
+        normalizer={"type": "Sequence", "normalizers": list(_normalizers(tokenizer))},
+        pre_tokenizer=_prefix_step(tokenizer),
+        decoder={"type": "Sequence", "decoders": decoders},
+        model=model,
+    )
+
+
+def _whole(
+    tokenizer: SentencePieceTokenizer,
+    texts: list[str],
+    *,
+    normalizer: Any,
+    pre_tokenizer: Any,
+    decoder: Any,
+    model: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole tokenizer.json around a model."""
+    added = [_added(i, texts[i], special=True) for i in _controls(tokenizer)]
+    # Text becomes these ids wherever it spells them, before anything is merged.
+    added += [_added(i, texts[i], special=False) for i in tokenizer.user_defined]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _normalizers(tokenizer: SentencePieceTokenizer) -> Iterator[dict[str, Any]]:
+    """Yield what the model's file does to a text before its pieces are looked for."""
+    spec = tokenizer.normalizer
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        yield {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    if spec.remove_extra_whitespaces:
+        yield {"type": "Replace", "pattern": {"Regex": rf"\A +|[ {SPACE_MARK}]+\z"}, "content": ""}
+        yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    if spec.add_dummy_prefix and not tokenizer.user_defined:
+        yield {"type": "Prepend", "prepend": SPACE_MARK}
+    yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+
+
+def _prefix_step(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
+    """The step that puts a space before a text where user-defined symbols cut it: a normalizer sees each part."""
+    if not tokenizer.normalizer.add_dummy_prefix or not tokenizer.user_defined:
+        return None
+    return {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": "first", "split": False}
+
+
+def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | None) -> dict[str, Any]:
+    """A BPE by its pieces' ranks."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": unknown is not None,
+        "byte_fallback": tokenizer.has_byte_fallback,
+        "ignore_merges": False,
+        "vocab": {text: i for i, text in enumerate(texts)},
+        "merges": list(_merges(tokenizer, texts)),
+    }
+
+
+def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, Any]:
+    """A Unigram by its pieces' scores."""
+    bytes_alone = [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_byte(i)]
+    fixed = {*_controls(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
+    vocabulary: list[list[Any]] = []
+    for i, text in enumerate(texts):
+        score = tokenizer.processor.get_score(i)
+        if i in fixed:
+            score = _NEVER_CHOSEN
+        vocabulary.append([text, score])
+    return {
+        "type": "Unigram",
+        "unk_id": tokenizer.processor.unk_id(),
+        "vocab": vocabulary,
+        "byte_fallback": tokenizer.has_byte_fallback,
+    }
+
+
+def _merges(tokenizer: SentencePieceTokenizer, texts: list[str]) -> Iterator[list[str]]:
+    """Yield every way to make a piece of two others, best piece first.
+
+    SentencePiece ranks pieces and a fast tokenizer ranks merges, so the merges of one piece get an order that
+    SentencePiece does not have. The order did not matter in 1,500 vocabularies of one to three letters.
+    """
+    learned = _learned(tokenizer)
+    known = {texts[i] for i in learned}
+    for i in sorted(learned, key=tokenizer.processor.get_score, reverse=True):
+        text = texts[i]
+        for at in range(1, len(text)):
+            if text[:at] in known and text[at:] in known:
+                yield [text[:at], text[at:]]
+
+
+def _learned(tokenizer: SentencePieceTokenizer) -> list[int]:
+    """Pieces that text can become by merging."""
+    model = tokenizer.processor
+    fixed = {*_controls(tokenizer), *tokenizer.user_defined, model.unk_id()}
+    return [i for i in range(tokenizer.vocab_size) if i not in fixed and not model.is_byte(i)]
+
+
+def _controls(tokenizer: SentencePieceTokenizer) -> list[int]:
+    return [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_control(i)]
+
+
+def _spaced(tokenizer: SentencePieceTokenizer) -> list[str]:
+    """The text of each piece, its spaces as spaces; the names of control and byte pieces as they are."""
+    names = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
+    for i in _learned(tokenizer):
+        names[i] = names[i].replace(SPACE_MARK, " ")
+    return names
+
+
+def _added(token: int, content: str, *, special: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": special}
+    # A user-defined symbol is looked for where spaces are spelt as in the vocabulary.
+    return {"id": token, "content": content, "normalized": not special, **flags}
+
+
+def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
+    """What is put before a text: the id that begins a document."""
+    begin = tokenizer.document_begin
+    if begin is None:
+        return None
+    name = tokenizer.piece(begin)
+    before = {"SpecialToken": {"id": name, "type_id": 0}}
+    texts: Iterable[tuple[str, int]] = (("A", 0), ("B", 1))
+    single, second = ({"Sequence": {"id": which, "type_id": number}} for which, number in texts)
+    return {
+        "type": "TemplateProcessing",
+        "single": [before, single],
+        "pair": [before, single, second],
+        "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+    }
+
+
+def _config(tokenizer: SentencePieceTokenizer, max_positions: int) -> dict[str, Any]:
+    """The contents of tokenizer_config.json."""
+    special = tokenizer.special
+    roles = {"bos_token": special.bos, "eos_token": special.end, "pad_token": special.padding}
+    others = [tokenizer.piece(i) for i in _controls(tokenizer) if i not in roles.values()]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for role, token in roles.items():
+        config[role] = None
+        if token is not None:
+            config[role] = tokenizer.piece(token)
+    if not tokenizer.is_own:
+        config["unk_token"] = tokenizer.piece(tokenizer.processor.unk_id())
+    return config | {
+        "additional_special_tokens": others,
+        # Control symbols in a text are text, as for SentencePiece; control tokens are given as ids.
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_positions,
+    }

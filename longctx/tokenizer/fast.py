@@ -1,0 +1,303 @@
+"""Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
+
+Special tokens that a text spells out are text, as with transformers' ``split_special_tokens=True``. Some models would
+still choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again
+with entries that no text can spell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import xxhash
+
+from longctx.errors import DataError
+from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
+from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.special import read_object, special_ids, with_generation_config
+
+JSON_FILE = "tokenizer.json"
+
+_ANCHOR = "a"
+_PROOF_CHARACTERS = 64
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json of any kind; the library encodes with all cores."""
+
+    def __init__(self, content: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
+        """``companions`` are the other files of its folder, which name begin and end ids."""
+        files = {JSON_FILE: content} | dict(companions or {})
+        self._json = read_object(files, JSON_FILE, path)
+        self._fast = _build(content, self._json, path)
+        self._added = self._fast.get_added_tokens_decoder()
+        self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
+        before, after = _frame(self._fast)
+        special = special_ids(files, self._fast.token_to_id, path=path, bos=before, begin=before, end=after)
+        vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not vocab_size:
+            raise DataError(f"tokenizer={path} has no vocabulary. Copy it again.")
+        super().__init__(
+            path=path,
+            vocab_size=vocab_size,
+            special=special,
+            fingerprint=_fingerprint(self._json, special.begin, special.end),
+            files=with_generation_config(files, path),
+            is_control=_control_ids(vocabulary, self._special_numbers),
+        )
+
+    def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
+        """Yield ``text`` in chunks, cut where the tokenizer certainly cuts itself (``chunks``)."""
+        check_characters(text)
+        yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+        """The ids of each chunk, int32; a later chunk gets no space in front."""
+        ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
+        for is_first in (True, False):
+            numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
+            texts = [chunks[number].text for number in numbers]
+            for number, found in zip(numbers, self._encode_texts(texts, is_first=is_first), strict=True):
+                ids[number] = found
+        return ids
+
+    def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
+        """The text of each chunk's ids."""
+        anchor = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
+        anchor_text = self._fast.decode(anchor, skip_special_tokens=False)
+        parts: list[list[int]] = []
+        # After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
+        for part, chunk in zip(ids, chunks, strict=True):
+            before = anchor
+            if chunk.is_first:
+                before = []
+            parts.append(before + part.tolist())
+        texts = self._fast.decode_batch(parts, skip_special_tokens=False)
+        for number, chunk in enumerate(chunks):
+            if not chunk.is_first:
+                texts[number] = texts[number].removeprefix(anchor_text)
+        return texts
+
+    def piece(self, token: int) -> str:
+        """How the file spells one id, for display; empty for a number that it leaves out."""
+        return self._fast.id_to_token(int(token)) or ""
+
+    @cached_property
+    def _special_numbers(self) -> list[int]:
+        """Ids of special tokens; not the unknown token's, which stands for some text."""
+        unknown = self._json["model"].get("unk_token")
+        if self._json["model"].get("unk_id") is not None:
+            unknown = self._json["model"]["vocab"][self._json["model"]["unk_id"]][0]
+        return [token for token, added in self._added.items() if added.special and added.content != unknown]
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self._fast.decode(ids, skip_special_tokens=False)
+
+    def _encode_texts(self, texts: list[str], *, is_first: bool) -> list[np.ndarray]:
+        """The ids of each text, in which no special token is."""
+        if not texts:
+            return []
+        fast = self._fast
+        if not is_first:
+            fast = self._later
+        encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
+        for number, ids in enumerate(encoded):
+            if self._is_control[ids].any():
+                encoded[number] = _ids(self._guarded(is_first).encode(texts[number], add_special_tokens=False))
+        return encoded
+
+    @cached_property
+    def _later(self) -> tokenizers.Tokenizer:
+        """The tokenizer as a chunk needs it that does not begin its document."""
+        without_prefix = _without_prefix(self._json)
+        # Words are cut before a space, which stands in front then anyway.
+        if self._cuts_words or without_prefix == self._json:
+            return self._fast
+        return _from_json(without_prefix, self.path)
+
+    def _guarded(self, is_first: bool) -> tokenizers.Tokenizer:
+        """The tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
+        if is_first:
+            return self._guarded_first
+        return self._guarded_later
+
+    @cached_property
+    def _guarded_first(self) -> tokenizers.Tokenizer:
+        return _from_json(_unspellable(self._json, self._special_contents), self.path)
+
+    @cached_property
+    def _guarded_later(self) -> tokenizers.Tokenizer:
+        content = self._json
+        if not self._cuts_words:
+            content = _without_prefix(content)
+        return _from_json(_unspellable(content, self._special_contents), self.path)
+
+    @property
+    def _special_contents(self) -> set[str]:
+        return {self._added[number].content for number in self._special_numbers}
+
+    @cached_property
+    def _is_certain(self) -> IsCertain:
+        if self._cuts_words:
+            return self._ends_word
+        plain = [added.content for added in self._added.values() if not added.special]
+        normalised = not _keeps_characters(self._json.get("normalizer"))
+        # A Prepend stands before every part that an added token leaves, not before the text alone.
+        if plain and "Prepend" in json.dumps(self._json.get("normalizer")):
+            return _never
+        # The vocabulary spells bytes by other characters than the text's.
+        if "ByteLevel" in json.dumps(self._json.get("pre_tokenizer")):
+            return _never
+        pieces = list(self._fast.get_vocab(with_added_tokens=False))
+        has_bytes = bool(self._json["model"].get("byte_fallback"))
+        return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
+
+    @cached_property
+    def _cuts_words(self) -> bool:
+        """Whether the pre-tokenizer cuts text into words."""
+        words = self._fast.encode("a b", add_special_tokens=False).word_ids
+        return len(set(words)) > 1
+
+    def _ends_word(self, text: str, at: int) -> bool:
+        """Whether a word ends here, and the tokenizer gives the ids of both sides by themselves."""
+        if not ends_word(text, at):
+            return False
+        left, right = text[max(0, at - _PROOF_CHARACTERS) : at], text[at : at + _PROOF_CHARACTERS]
+        whole = self._fast.encode(left + right, add_special_tokens=False).ids
+        halves = self._fast.encode(left, add_special_tokens=False).ids
+        halves += self._later.encode(right, add_special_tokens=False).ids
+        return whole == halves
+
+
+def _never(text: str, at: int) -> bool:
+    """No point is certain."""
+    return False
+
+
+def _control_ids(vocabulary: Mapping[str, int], special: list[int]) -> np.ndarray:
+    """For each id whether it is a special token, or a number that no token has."""
+    control = np.ones(max(vocabulary.values()) + 1, dtype=bool)
+    control[list(vocabulary.values())] = False
+    control[special] = True
+    return control
+
+
+def _ids(encoding: tokenizers.Encoding) -> np.ndarray:
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer, without truncation, padding and chance; DataError for what is no tokenizer.json."""
+    if not isinstance(parsed.get("model"), dict):
+        raise DataError(f"tokenizer={path} is not a tokenizer.json: it has no model. Copy it again.")
+    if parsed["model"].get("dropout"):
+        return _from_json(parsed | {"model": parsed["model"] | {"dropout": None}}, path)
+    try:
+        fast = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
+    return _plain(fast)
+
+
+def _from_json(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer of an edited tokenizer.json."""
+    try:
+        return _plain(tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
+
+
+def _plain(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    fast.no_truncation()
+    fast.no_padding()
+    # Special tokens that a text spells out are text.
+    fast.encode_special_tokens = True
+    return fast
+
+
+def _frame(fast: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
+    """What the post-processor puts before a text, and after it."""
+    ids = fast.encode("a", add_special_tokens=False).ids
+    framed = fast.encode("a", add_special_tokens=True).ids
+    if len(framed) <= len(ids):
+        return None, None
+    start = next((at for at in range(len(framed)) if framed[at : at + len(ids)] == ids), 0)
+    before, after = framed[:start], framed[start + len(ids) :]
+    if len(before) > 1 or len(after) > 1:
+        raise DataError("a tokenizer that puts more than one token before or after a text is not supported.")
+    return (before or [None])[0], (after or [None])[0]
+
+
+def _fingerprint(content: dict[str, Any], begin: int | None, end: int | None) -> str:
+    """xxh3_128 of what decides ids: not the decoder, the post-processor's pairs, truncation, padding or version."""
+    model = dict(content["model"])
+    if model.get("merges"):
+        model["merges"] = _pairs(model["merges"])
+    model["dropout"] = None
+    deciding = [content.get(key) for key in ("normalizer", "pre_tokenizer", "added_tokens")]
+    canonical = json.dumps([deciding, model, begin, end], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def _pairs(merges: list[Any]) -> list[list[str]]:
+    """Merges as pairs: older files write one as "a b", newer ones as ["a", "b"]."""
+    if isinstance(merges[0], str):
+        return [merge.split(" ", 1) for merge in merges]
+    return merges
+
+
+def _without_prefix(content: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer without the space that it puts before a text."""
+    edited = dict(content)
+    for part in ("normalizer", "pre_tokenizer"):
+        edited[part] = _edit_steps(content.get(part))
+    return edited
+
+
+def _edit_steps(step: Any) -> Any:
+    """A step of the pipeline without its prefix; None for a step that does nothing else."""
+    if not isinstance(step, dict):
+        return step
+    if step.get("type") == "Prepend":
+        return None
+    if step.get("type") == "Metaspace":
+        return step | {"prepend_scheme": "never"}
+    if step.get("type") == "Sequence":
+        key = "normalizers"
+        if key not in step:
+            key = "pretokenizers"
+        steps = [_edit_steps(inner) for inner in step[key]]
+        return step | {key: [inner for inner in steps if inner is not None]}
+    return step
+
+
+def _keeps_characters(normalizer: Any) -> bool:
+    """Whether a normalizer does nothing but spell spaces and put one in front."""
+    if normalizer is None:
+        return True
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return all(_keeps_characters(inner) for inner in normalizer["normalizers"])
+    return kind == "Prepend" or (kind == "Replace" and normalizer.get("pattern") == {"String": " "})
+
+
+def _unspellable(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
+    """The same tokenizer with special tokens under names that no text holds, and without merges that make them."""
+    names = {token: f"\U0010ffff{xxhash.xxh3_128_hexdigest(token.encode())}\U0010fffe" for token in special}
+    model = dict(content["model"])
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): token for piece, token in model["vocab"].items()}
+    if model.get("merges"):
+        pairs = _pairs(model["merges"])
+        model["merges"] = [pair for pair in pairs if not special.intersection((pair[0], pair[1], pair[0] + pair[1]))]
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in content["added_tokens"]]
+    return content | {"model": model, "added_tokens": added, "post_processor": None}

@@ -1,0 +1,213 @@
+"""``load_tokenizer``: the tokenizer of whatever path a user names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
+from longctx.errors import DataError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.special import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    read_object,
+)
+
+MODEL_FILE = "tokenizer.model"
+JSON_FILE = "tokenizer.json"
+TOKENIZER_FILES = (
+    MODEL_FILE,
+    JSON_FILE,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The files of a Hugging Face folder that belong to its tokenizer."""
+CARRIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
+"""What travels with shards and checkpoints."""
+
+_FORMS = (
+    "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder "
+    "or a shard folder."
+)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
+
+    The folder may be Hugging Face's, a checkpoint, a run (its newest checkpoint) or a shard folder. Begin and end ids
+    come from the files beside the tokenizer. ``DataError`` if there is none, or if it is damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_folder(path)
+    content = _read(path)
+    companions: dict[str, bytes] = {}
+    # Of a model's own folder the settings hold; a file of another name stands for itself.
+    if path.name in (MODEL_FILE, JSON_FILE):
+        companions = _companions(path.parent)
+        companions = {name: found for name, found in companions.items() if name not in (MODEL_FILE, JSON_FILE)}
+    if content.lstrip()[:1] == b"{":
+        return _load_json(content, path, companions)
+    return _load_model(content, path, companions)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer that ``load_tokenizer`` reads."""
+    return any((folder / name).is_file() for name in (MODEL_FILE, JSON_FILE))
+
+
+def fingerprints(folder: str | Path) -> dict[str, str]:
+    """The fingerprint of each tokenizer in a folder, by file: a model may come as tokenizer.json and .model at once."""
+    folder = Path(folder)
+    found = {load_tokenizer(folder).fingerprint: str(folder)}
+    for name in (MODEL_FILE, JSON_FILE):
+        if (folder / name).is_file():
+            found[load_tokenizer(folder / name).fingerprint] = str(folder / name)
+    return {file: fingerprint for fingerprint, file in found.items()}
+
+
+def same_files(folder: Path, other: Path) -> bool:
+    """Whether two folders hold the same bytes of all that decides ids: then nothing need be loaded to compare them."""
+    names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+    return all(_bytes_or_none(folder / name) == _bytes_or_none(other / name) for name in names)
+
+
+def _bytes_or_none(path: Path) -> bytes | None:
+    if not path.is_file():
+        return None
+    return _read(path)
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder; a run's newest checkpoint's."""
+    if not has_tokenizer(folder) and (folder / CHECKPOINTS).is_dir():
+        checkpoints = list_checkpoints(folder)
+        if not checkpoints:
+            raise DataError(
+                f"tokenizer={folder} is a run without a checkpoint. Name another one, or its data's folder."
+            )
+        folder = checkpoints[-1]
+    if not has_tokenizer(folder):
+        raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
+    files = _companions(folder)
+    if MODEL_FILE in files:
+        model = _load_own_model(files, folder)
+        if model is not None:
+            return model
+    if JSON_FILE in files:
+        content = files.pop(JSON_FILE)
+        return _load_json(content, folder, files)
+    content = files.pop(MODEL_FILE)
+    return _load_model(content, folder, files)
+
+
+def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | None:
+    """A model of ours, of which its tokenizer.json is an export. Else None: the tokenizer.json holds."""
+    from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+
+    companions = {name: content for name, content in files.items() if name != MODEL_FILE}
+    if JSON_FILE not in files:
+        return None
+    try:
+        tokenizer = SentencePieceTokenizer(files[MODEL_FILE], path=folder, companions=companions)
+    except DataError:
+        # A tokenizer.model beside a tokenizer.json may be of another library (Llama 3 has tiktoken's).
+        return None
+    if tokenizer.is_own:
+        return tokenizer
+    return None
+
+
+def _load_json(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
+    """A tokenizer.json."""
+    from longctx.tokenizer.fast import FastTokenizer
+
+    return FastTokenizer(content, path=path, companions=companions)
+
+
+def _load_model(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
+    """A SentencePiece model; DataError for what it could be taken for."""
+    from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+
+    if _is_tiktoken(content):
+        raise DataError(
+            f"tokenizer={path} is a tiktoken file, which says nothing of how it cuts words. Use the tokenizer.json of "
+            "the same model."
+        )
+    tokenizer = SentencePieceTokenizer(content, path=path, companions=companions)
+    _check_added_tokens(tokenizer, companions, path)
+    return tokenizer
+
+
+def _is_tiktoken(content: bytes) -> bool:
+    """Whether a file begins as tiktoken's do: a token in base64, a space, its rank."""
+    parts = content[:400].split(b"\n")[0].split(b" ")
+    return len(parts) == 2 and parts[1].strip().isdigit()
+
+
+def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], path: Path) -> None:
+    """DataError for added tokens that text would become and the model file alone does not know."""
+    added = read_object(companions, TOKENIZER_CONFIG, path).get("added_tokens_decoder", {})
+    beyond = [entry for number, entry in added.items() if int(number) >= tokenizer.vocab_size]
+    plain = [entry["content"] for entry in beyond if not entry.get("special")]
+    if plain:
+        raise DataError(
+            f"tokenizer={path} has {len(plain)} added tokens, {plain[0]!r} among them, that its {MODEL_FILE} does not "
+            "know.\nWrite a tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+        )
+
+
+def _companions(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in a folder, and the settings that name begin and end ids."""
+    names = [*CARRIED_FILES, MODEL_CONFIG]
+    files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
+    # A checkpoint has no config.json; what that of its import named stands in its manifest.
+    if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
+        ids = _imported_ids(folder / MANIFEST)
+        if ids:
+            files[MODEL_CONFIG] = json.dumps(ids).encode()
+    return files
+
+
+def _imported_ids(manifest: Path) -> dict[str, Any]:
+    """The ids that the config.json of an imported checkpoint named; empty for any other manifest."""
+    # A damaged manifest is the error of whoever reads the checkpoint: this is about its tokenizer alone.
+    with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
+        return json.loads(manifest.read_bytes())["training"]["imported"]["token_ids"]
+    return {}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"tokenizer={path} cannot be read ({error.strerror}). {_FORMS}\n"
+            "Train one with `longctx tokenizer train --source … --vocab-size … --output …`."
+        ) from error
+
+
+def _why_none(folder: Path) -> str:
+    """Why a folder has no tokenizer that we read, and what to do."""
+    known = {
+        "tekken.json": "it has a tekken.json, which the model's Hugging Face version has as tokenizer.json. Use that",
+        "vocab.json": "it has a vocab.json but no tokenizer.json. Write one: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+        "vocab.txt": "it has a vocab.txt but no tokenizer.json. Write one: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+    }
+    for name, advice in known.items():
+        if (folder / name).is_file():
+            return f"{advice}."
+    return f"the folder holds no tokenizer. {_FORMS}"

@@ -1,0 +1,237 @@
+"""SentencePiece models, encoded by the library itself; and the rule of the models that we train.
+
+SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` spell it in
+its three bytes instead, so that every text comes back. Other models follow the library, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece as spm
+import xxhash
+from sentencepiece import sentencepiece_model_pb2
+
+from longctx.errors import DataError
+from longctx.tokenizer.chunks import (
+    CHUNK_CHARACTERS,
+    SPACE_MARK,
+    IsCertain,
+    Neighbours,
+    certain_chunks,
+    newline_chunks,
+)
+from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.special import special_ids, with_generation_config
+
+DOCUMENT_BEGIN = "<|document_begin|>"
+DOCUMENT_END = "<|document_end|>"
+PADDING = "<|padding|>"
+
+MODEL_FILE = "tokenizer.model"
+
+OWN_CHUNK_CHARACTERS = 1 << 20
+"""Chunks of the models that we train. Another number would change ids where a long document is cut."""
+
+_ANCHOR = "a"
+_ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+_USER_DEFINED = 4
+_TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model of any type; the library encodes with all cores."""
+
+    def __init__(self, model: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
+        """``companions`` are the other files of a Hugging Face folder, which may name begin and end ids."""
+        processor = _parse(model, path)
+        self.processor = processor
+        self._proto = _ModelProto.FromString(model)
+        self.trainer, self.normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
+        """How the model was trained, and what it does to a text first (sentencepiece's own messages)."""
+        self.model_type = _TYPES[self.trainer.model_type]
+        self.kind = f"SentencePiece {self.model_type}"
+        files = dict(companions or {})
+        own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
+        ids = {role: _id_or_none(token) for role, token in own.items()}
+        special = special_ids(files, self._id_of, path=path, begin=ids["bos"], **ids)
+        fingerprint = xxhash.xxh3_128_hexdigest(model)
+        # Of a model that frames documents as its own file says, the fingerprint is the file's hash: shards have it so.
+        if (special.begin, special.end) != (ids["bos"], ids["end"]):
+            fingerprint = xxhash.xxh3_128_hexdigest(f"{fingerprint} {special.begin} {special.end}".encode())
+        super().__init__(
+            path=path,
+            vocab_size=processor.vocab_size(),
+            special=special,
+            fingerprint=fingerprint,
+            files={MODEL_FILE: model} | with_generation_config(files, path),
+            is_control=np.array([processor.is_control(i) for i in range(processor.vocab_size())]),
+        )
+
+    @cached_property
+    def is_own(self) -> bool:
+        """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
+        names = [self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)]
+        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
+        is_plain = self.model_type == "BPE" and not self.user_defined
+        return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and is_plain
+
+    @cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether a character without a piece becomes its bytes."""
+        return self.processor.is_byte(self.processor.piece_to_id("<0x00>"))
+
+    @cached_property
+    def user_defined(self) -> list[int]:
+        """Pieces that text becomes wherever it spells them (``user_defined_symbols``)."""
+        return [i for i, piece in enumerate(self._proto.pieces) if piece.type == _USER_DEFINED]
+
+    def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
+        """Yield ``text`` in chunks: by lines for a model of ours, else where no piece can span (``chunks``)."""
+        check_characters(text)
+        if self.is_own:
+            yield from newline_chunks(text, chunk_characters or OWN_CHUNK_CHARACTERS)
+        else:
+            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+        """The ids of each chunk, int32; a later chunk gets no space in front."""
+        if self.is_own:
+            return self._encode_own([chunk.text for chunk in chunks])
+        ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
+        for is_first in (True, False):
+            numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
+            texts = [chunks[number].text for number in numbers]
+            processor = self.processor
+            if not is_first and texts:
+                processor = self._later
+                if self.is_normalised:
+                    # The cut is before a space, which this processor puts there itself.
+                    texts = [text.removeprefix(" ") for text in texts]
+            for number, found in zip(numbers, self._encode_texts(processor, texts), strict=True):
+                ids[number] = found
+        return ids
+
+    def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
+        """The text of each chunk's ids."""
+        if self.is_own:
+            return self._decode_texts([part.tolist() for part in ids])
+        # After some letter a later chunk keeps its first space, which decoding takes from a text's beginning.
+        anchor = self.processor.encode(_ANCHOR)
+        anchor_text = self.processor.decode(anchor)
+        parts: list[list[int]] = []
+        for part, chunk in zip(ids, chunks, strict=True):
+            before = anchor
+            if chunk.is_first:
+                before = []
+            parts.append(before + part.tolist())
+        texts = self._decode_texts(parts)
+        for number, chunk in enumerate(chunks):
+            if not chunk.is_first:
+                texts[number] = texts[number].removeprefix(anchor_text)
+        return texts
+
+    def piece(self, token: int) -> str:
+        """How the model file spells one id, for display."""
+        return self.processor.id_to_piece(int(token))
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self.processor.decode(ids)
+
+    def _id_of(self, token: str) -> int | None:
+        found = self.processor.piece_to_id(token)
+        # The library answers with the unknown id for what it does not have.
+        if self.processor.id_to_piece(found) != token:
+            return None
+        return found
+
+    def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
+        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts))
+
+    def _decode_texts(self, parts: list[list[int]]) -> list[str]:
+        return self.processor.decode(parts, num_threads=_num_threads(parts))
+
+    def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
+        split = [text.split(SPACE_MARK) for text in texts]
+        encoded = iter(self._encode_texts(self.processor, [part for parts in split for part in parts]))
+        ids: list[np.ndarray] = []
+        for parts in split:
+            joined = [next(encoded)]
+            for _ in parts[1:]:
+                joined.append(self._space_mark_ids)
+                joined.append(next(encoded))
+            ids.append(np.concatenate(joined).astype(np.int32, copy=False))
+        return ids
+
+    @cached_property
+    def _space_mark_ids(self) -> np.ndarray:
+        ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        return np.array(ids, dtype=np.int32)
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether the model changes more of a text than its spaces' spelling."""
+        return bool(self.normalizer.precompiled_charsmap) or self.normalizer.remove_extra_whitespaces
+
+    @cached_property
+    def _later(self) -> spm.SentencePieceProcessor:
+        """The model as a chunk needs it that does not begin its document."""
+        proto = _ModelProto()
+        proto.CopyFrom(self._proto)
+        proto.normalizer_spec.add_dummy_prefix = self.is_normalised
+        return _parse(proto.SerializeToString(), self.path)
+
+    @cached_property
+    def _is_certain(self) -> IsCertain:
+        return _certain_rule(self)
+
+
+def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
+    """Where no piece of a model can span."""
+    if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
+        return _never
+    model = tokenizer.processor
+    texts = [i for i in range(tokenizer.vocab_size) if not (model.is_control(i) or model.is_byte(i))]
+    neighbours = Neighbours(
+        model.id_to_piece(texts),
+        is_normalised=tokenizer.is_normalised,
+        has_byte_fallback=tokenizer.has_byte_fallback,
+    )
+    return neighbours.is_certain
+
+
+def _num_threads(texts: Sequence[Any]) -> int:
+    """Threads for so many texts: −1 is one for each core, and starting them takes longer than a single text."""
+    if len(texts) > 1:
+        return -1
+    return 1
+
+
+def _never(text: str, at: int) -> bool:
+    """A model that writes spaces in a way of its own has no point that is certain."""
+    return False
+
+
+def _id_or_none(token: int) -> int | None:
+    """SentencePiece says −1 of an id that the model does not have."""
+    if token < 0:
+        return None
+    return token
+
+
+def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
+    """The processor of a model file; ``DataError`` if it is damaged."""
+    damaged = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
+    processor = spm.SentencePieceProcessor()
+    try:
+        processor.load_from_serialized_proto(model)
+    except (RuntimeError, OSError) as error:
+        raise DataError(damaged) from error
+    if not model or processor.vocab_size() == 0:
+        raise DataError(damaged)
+    return processor

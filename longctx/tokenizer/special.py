@@ -1,0 +1,131 @@
+"""The ids that frame a document, from the files that a model came with.
+
+A document begins with what the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does), so that
+training, ``generate`` and an exported model begin alike. It ends with the model's end token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import DataError
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+
+IdOf = Callable[[str], int | None]
+"""The id of a token by its text; None for one that the tokenizer does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """Ids that stand for no text."""
+
+    bos: int | None
+    """What the files name as the begin token, whether or not documents begin with it."""
+    begin: int | None
+    """Put before a document; None where the tokenizer puts nothing there."""
+    end: int | None
+    """Put after a document."""
+    padding: int | None
+    stops: tuple[int, ...]
+    """Ids that end a generated text: ``end``, and the further ones that generation_config.json names."""
+
+
+def special_ids(
+    files: Mapping[str, bytes],
+    id_of: IdOf,
+    *,
+    path: Path,
+    bos: int | None = None,
+    begin: int | None = None,
+    end: int | None = None,
+    padding: int | None = None,
+) -> SpecialIds:
+    """The ids by a folder's ``files``; ``bos`` … ``padding`` are what the model's own file says, where those do not.
+
+    ``begin`` is what the model's file puts before a text when no setting asks for it or against it.
+    """
+    settings = read_object(files, TOKENIZER_CONFIG, path)
+    named = {role: _named_id(role, files, id_of, path) for role in ("bos", "eos", "pad")}
+    own_bos = named["bos"]
+    if own_bos is None:
+        own_bos = bos
+    own_begin = begin
+    # transformers builds the frame anew as soon as one of the two settings is there.
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        own_begin = None
+        if settings.get("add_bos_token"):
+            own_begin = own_bos
+    own_end = named["eos"]
+    if own_end is None:
+        own_end = end
+    own_padding = named["pad"]
+    if own_padding is None:
+        own_padding = padding
+    stops = [own_end, *_listed_ids("eos", files, path)]
+    return SpecialIds(
+        bos=own_bos,
+        begin=own_begin,
+        end=own_end,
+        padding=own_padding,
+        stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
+    )
+
+
+def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
+    """The files to carry: without config.json, whose ids go into a generation_config.json where there is none."""
+    carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
+    if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
+        config = read_object(files, MODEL_CONFIG, path)
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {key: config[key] for key in keys if config.get(key) is not None}
+        if ids:
+            carried[GENERATION_CONFIG] = (json.dumps(ids, indent=2) + "\n").encode()
+    return carried
+
+
+def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
+    """The JSON object in one of the files, empty where there is no such file; DataError where it is something else."""
+    if name not in files:
+        return {}
+    try:
+        content = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name} of tokenizer={path} cannot be read: {error}. Copy it again.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{name} of tokenizer={path} is not a JSON object. Copy it again.")
+    return content
+
+
+def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
+    """The id of a role by the token's text, else by the number that the model's settings give."""
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+        token = read_object(files, name, path).get(f"{role}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found = id_of(token)
+            if found is not None:
+                return found
+    listed = _listed_ids(role, files, path)
+    if listed:
+        return listed[0]
+    return None
+
+
+def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
+    """The ids of a role in generation_config.json, else in config.json: either may list several."""
+    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+        value = read_object(files, name, path).get(f"{role}_token_id")
+        if isinstance(value, int):
+            return [value]
+        if isinstance(value, list) and value:
+            return [token for token in value if isinstance(token, int)]
+    return []
