@@ -56,6 +56,11 @@ def say(text: str) -> None:
     _write(sys.stdout, f"{text}\n")
 
 
+def write(text: str) -> None:
+    """Write a part of a line of the result to standard output."""
+    _write(sys.stdout, text)
+
+
 def say_json(value: Any) -> None:
     """Write a result for machines; paths become strings."""
     say(json.dumps(value, indent=2, ensure_ascii=False, default=str))

@@ -115,6 +115,7 @@ def _check_ranges(config: RunConfig) -> None:
         "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
         "validation.every_steps": (config.validation.every_steps, 0),
         "validation.rows": (config.validation.rows, 0),
+        "validation.sample_tokens": (config.validation.sample_tokens, 0),
         "run.seed": (config.run.seed, 0),
         "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
     }

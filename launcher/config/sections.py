@@ -179,6 +179,10 @@ class ValidationSection:
     """Steps between validations; 0 validates at the end only."""
     rows: int = 16
     """Rows of data.seq_len tokens that a validation reads, always the same ones; 0 never validates."""
+    sample_tokens: int = 0
+    """Tokens of sample text that every validation writes into its record, greedy; 0 writes none."""
+    sample_prompt: str = ""
+    """Beginning of the document that the sample text continues; may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

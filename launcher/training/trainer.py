@@ -16,6 +16,7 @@ from launcher.metrics.writer import RecordWriter
 from launcher.report.page import write_report
 from launcher.run_folder import write_config_and_environment
 from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.validation import validate
@@ -41,6 +42,9 @@ class Trainer:
         self.run, self.progress = run, run.progress
         self._train_step = train_step or TrainStep(run)
         self._save_checkpoint = save
+        self._sampler = None
+        if run.validation is not None and run.config.validation.sample_tokens:
+            self._sampler = Sampler(run)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
 
     def train(self) -> None:
@@ -113,6 +117,8 @@ class Trainer:
             vocab_size=run.model.vocab_size,
             bytes_per_token=run.validation.shards.manifest.bytes_per_token,
         )
+        if self._sampler is not None:
+            record["sample"] = self._sampler.sample()
         return {**record, "step": self.progress.step}
 
     def _is_due(self, every: int) -> bool:

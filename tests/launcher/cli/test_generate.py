@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_it_ends_with_the_document(capsys, run, monkeypatch):
     from longctx.generation import loop as generation
 
     asked = []
-    monkeypatch.setattr(generation, "generate", lambda *args, **options: asked.append(options) or [300, 2])
+    monkeypatch.setattr(generation, "stream", lambda *args, **options: asked.append(options) or iter([300, 2]))
     code, _, err = call(capsys, *words(run))
     assert code == 0
     assert asked[0]["stop_ids"] == {2}
@@ -77,7 +78,44 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(capsys, damaged_run, worl
     assert out
 
 
-def test_a_hugging_face_folder_is_told_the_way_in(capsys, world, run):
-    code, _, err = call(capsys, *words(world / "hf"))
-    assert code == 1
-    assert "convert --from hf" in err
+def test_a_hugging_face_folder_is_taken_as_it_is(capsys, world, run):
+    code, out, _ = call(capsys, *words(world / "hf"))
+    assert (code, out) == (0, reference(run, "def main", 8) + "\n")
+
+
+def test_a_prompt_of_any_length_comes_from_a_file(capsys, run, tmp_path, monkeypatch):
+    prompt = "def main():\r\n\tpass  ä\n"
+    (tmp_path / "prompt").write_bytes(prompt.encode())
+    asked = from_file(run, tmp_path / "prompt")
+    assert call(capsys, *asked)[1] == reference(run, prompt, 8) + "\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt.encode())))
+    assert call(capsys, *from_file(run, "-"))[1] == reference(run, prompt, 8) + "\n"
+    assert call(capsys, *asked, "--prompt=x")[0] == 2
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(capsys, run, tmp_path):
+    (tmp_path / "prompt").write_bytes(b"abc\xff")
+    code, _, err = call(capsys, *from_file(run, tmp_path / "prompt"))
+    assert (code, "not UTF-8 at byte 3" in err) == (1, True)
+    assert call(capsys, *from_file(run, tmp_path / "none"))[0] == 1
+
+
+def from_file(run: Path, path: object) -> list[object]:
+    return ["generate", f"--checkpoint={run}", f"--prompt-file={path}", "--max-new-tokens=8"]
+
+
+def test_text_comes_token_by_token(capsys, run, monkeypatch):
+    """Each token is written before the next one is computed."""
+    from longctx.generation import loop as generation
+
+    written, stream = [], generation.stream
+    monkeypatch.setattr("launcher.cli.generate.write", lambda text: written.append(text))
+
+    def watched(*args, **options):
+        for number, token in enumerate(stream(*args, **options)):
+            assert len(written) == number
+            yield token
+
+    monkeypatch.setattr(generation, "stream", watched)
+    assert call(capsys, *words(run))[0] == 0
+    assert len(written) == 8
