@@ -61,10 +61,11 @@ def find_clashes() -> Iterator[str]:
         # Two distributions in one folder: the later one has overwritten files of the earlier one.
         digest = installed.get(f"{name}/__init__.py")
         if digest is not None and digest != _hash(expected / "__init__.py"):
+            others = _owners(name, packages)
             yield (
-                f"{expected}/__init__.py is not the file that {DISTRIBUTION} installed: {_owners(name)} has written "
-                f"over it.\nTry: pip uninstall {_owner_name(name)}; pip install --force-reinstall --no-deps PATH_TO_"
-                "THIS_REPOSITORY"
+                f"{expected}/__init__.py is not the file that {DISTRIBUTION} installed: {_versions(others)} has "
+                f"written over it.\nTry: {sys.executable} -m pip uninstall {' '.join(others)} {DISTRIBUTION}, then "
+                f"install {DISTRIBUTION} again."
             )
 
 
@@ -96,20 +97,21 @@ def _found_elsewhere(name: str, found: Path | None, expected: Path) -> str:
         f"`import {name}` finds {found}, not {expected}.\n"
         f"PyPI has unrelated packages named longctx, launcher and parallel; the name of this one is {DISTRIBUTION}.\n"
     )
-    if _owner_name(name):
-        return f"{message}{_owners(name)} provides it. Try: {sys.executable} -m pip uninstall {_owner_name(name)}"
+    others = _owners(name, found.parent)
+    if others:
+        return f"{message}{_versions(others)} provides it. Try: {sys.executable} -m pip uninstall {' '.join(others)}"
     return f"{message}Start from another folder, or take {found.parent} out of PYTHONPATH."
 
 
-def _owner_name(name: str) -> str:
-    """The distributions but ours that provide a package of this name, with spaces between them."""
-    return " ".join(sorted(set(packages_distributions().get(name, [])) - {DISTRIBUTION}))
+def _owners(name: str, site: Path) -> list[str]:
+    """The distributions but ours that have installed a package of this name in the folder ``site``."""
+    others = sorted(set(packages_distributions().get(name, [])) - {DISTRIBUTION})
+    return [other for other in others if Path(str(distribution(other).locate_file(""))).resolve() == site]
 
 
-def _owners(name: str) -> str:
-    """The same with their versions; "something" where there is none."""
-    named = [f"{owner} {distribution(owner).version}" for owner in _owner_name(name).split()]
-    return " and ".join(named) or "something"
+def _versions(names: list[str]) -> str:
+    """Distributions with their versions; "something" where there is none."""
+    return " and ".join(f"{name} {distribution(name).version}" for name in names) or "something"
 
 
 def _installed_hashes() -> dict[str, str]:

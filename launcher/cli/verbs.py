@@ -66,7 +66,7 @@ UNBUILT = {
     "evaluate": "The loss by position stands in `report DIR`; `generate` shows what a checkpoint says.",
     "plan": "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
     "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
-    "run": "Start `deepspeed … launcher/pretrain.py`, and after a failure again with --run.resume newest-good.",
+    "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
     "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
     "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
