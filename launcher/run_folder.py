@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # the report reads this file's names without torch
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
+IMPORTED = "imported"
+"""Checkpoint that a Hugging Face folder was converted into, to start from."""
 
 
 def prepare_folder(config: RunConfig) -> Path:

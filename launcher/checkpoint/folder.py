@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from launcher.config.model import is_hf_folder
 from longctx.checkpoint_format import (
     CHECKPOINTS,
     MANIFEST,
@@ -19,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def find_start(start_from: str) -> Path | None:
-    """The checkpoint that ``run.start_from`` names, of a run folder its newest; None for "no"."""
+    """The checkpoint that ``run.start_from`` names, of a run folder its newest, or a Hugging Face folder.
+
+    None for "no".
+    """
     if start_from == "no":
         return None
     folder = Path(start_from)
-    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
-        raise CheckpointError(
-            f"run.start_from={start_from!r} is a Hugging Face folder, not a checkpoint.\n"
-            f"Convert it first: longctx convert --from hf {start_from} OUT"
-        )
+    if is_hf_folder(folder):
+        return folder
     try:
         return find_checkpoint(folder)
     except CheckpointError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from launcher.config.model import MAY_CHANGE, fixed_differences
 from longctx.checkpoint_format import (
     ROLES,
     CheckpointReader,
@@ -30,7 +31,7 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
     def read_and_check() -> CheckpointReader:
         # From cheap to expensive: the manifest, then shapes, then every byte.
         reader = CheckpointReader(folder)
-        _check_model(reader, model)
+        check_model(reader, model)
         _check_shapes(reader, engine)
         _check_files(reader, "Try --run.resume newest-good, which passes damaged ones over.")
         return reader
@@ -53,7 +54,7 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
 
     def read_and_check() -> CheckpointReader:
         reader = CheckpointReader(folder)
-        _check_start(reader, model)
+        check_start(reader, model)
         _check_shapes(reader, engine)
         _check_files(reader, "Copy or convert it again, or start from another one.")
         return reader
@@ -63,29 +64,18 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
     reader.close()
 
 
-def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
+def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
     """CheckpointError unless the checkpoint's model and the run's are the same function of the same weights."""
     differing = model_config(reader).differences(model)
     if differing:
         raise CheckpointError(_of_another_model(reader, differing))
 
 
-def _check_start(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Beyond what ``differences`` lets pass, only how far positions reach may change."""
-    differing = model_config(reader).differences(model)
-    differing.pop("window", None)
-    if "rope" in differing:
-        theirs, ours = differing.pop("rope")
-        # The weights have learned which channels are rotated together.
-        for name in ("partial", "interleaved"):
-            if getattr(theirs, name) != getattr(ours, name):
-                differing[f"rope.{name}"] = getattr(theirs, name), getattr(ours, name)
+def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Beyond what training alone reads, only how far positions reach may change."""
+    differing = fixed_differences(model_config(reader), model)
     if differing:
-        raise CheckpointError(f"{_of_another_model(reader, differing)}\n{_MAY_CHANGE}")
-
-
-_MAY_CHANGE = """A run that starts from it may change model.max_positions, model.window and how model.rope is stretched
-(kind, factor, theta, …). Set the other fields as the checkpoint has them."""
+        raise CheckpointError(f"{_of_another_model(reader, differing)}\n{MAY_CHANGE}")
 
 
 def _of_another_model(reader: CheckpointReader, differing: dict[str, tuple[Any, Any]]) -> str:

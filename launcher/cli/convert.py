@@ -114,7 +114,7 @@ def _upcycle(source: Path, output: Path, wanted: str) -> None:
             Upcycling.parse(wanted),
             progress=lambda done, total: update(done, total, f"{done:,} of {total:,} tensors"),
         )
-    say(f"{folder}: a checkpoint of step 0. Next: --run.start_from {folder}, with its shape under [model].")
+    say(f"{folder}: a checkpoint of step 0. Next: --run.start_from {folder}")
 
 
 def _verified(done: Conversion) -> Iterator[str]:

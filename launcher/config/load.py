@@ -14,7 +14,9 @@ from typing import Any
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.config.sections import RunConfig, expand_preset
+from launcher.config.model import find_base, lay_over, settle_model
+from launcher.config.sections import RunConfig
+from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 
 QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
@@ -23,24 +25,28 @@ QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
 
+    Fields of ``[model]`` are laid over the model of the checkpoint that the run starts from or resumes from, unless a
+    preset is named. A run that starts from a checkpoint has no file unless it names one.
+
     ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
     like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
     """
     # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     argv, path = _take_flag(argv, "--config")
-    # The preset sets fields that the file and the other flags then change, so it is read before them.
-    argv, preset = _take_flag(argv, "--model.preset")
-    values = read_toml(Path(path or QUICKSTART))
-    if preset is not None:
-        values.setdefault("model", {})["preset"] = preset
-    defaults = from_values(values)
+    argv, values = _file_and_early_flags(argv, path)
+    named = _named_keys(values) | {_key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    base = None
+    # Help is for those, too, who have no checkpoint yet.
+    if not {"-h", "--help"} & set(argv):
+        base = find_base(values)
+    defaults = from_values(values, base)
     with contextlib.ExitStack() as stack:
         if quiet:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        return tyro.cli(
+        config = tyro.cli(
             RunConfig,
             # TOML's spelling of booleans works on the command line too.
             args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
@@ -51,6 +57,42 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
         )
+    return settle_model(config, base, named)
+
+
+_EARLY_FLAGS = ("model.preset", "run.start_from", "run.resume", "run.output_dir")
+"""Keys that say what the fields of the model are laid over: they are read before the other flags."""
+
+
+def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without the early flags, and the file's values with these flags' over them."""
+    early: dict[str, str] = {}
+    for key in _EARLY_FLAGS:
+        argv, value = _take_flag(argv, f"--{key}")
+        if value is not None:
+            early[key] = value
+    if path is not None:
+        values = read_toml(Path(path))
+    elif early.get("run.start_from", "no") != "no":
+        # The quickstart's model and rates are those of a toy that is new.
+        values = {}
+    else:
+        values = read_toml(QUICKSTART)
+    _check_keys(values)
+    for key, value in early.items():
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = value
+    return argv, values
+
+
+def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
+    """The keys that a file gives, each with its section."""
+    return {f"{section}.{key}" for section, entries in values.items() for key in entries}
+
+
+def _key_of_flag(argument: str) -> str:
+    """The key that a flag gives; dashes stand for underscores."""
+    return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -66,16 +108,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not TOML: {error}.") from error
 
 
-def from_values(values: dict[str, Any]) -> RunConfig:
-    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path."""
-    values = dict(values)
-    if not all(isinstance(v, dict) for v in values.values()):
-        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
-        raise ConfigError(
-            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
-        )
-    _refuse_unknown(values)
-    values["model"] = expand_preset(values.get("model", {}))
+def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:
+    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path.
+
+    Without a preset the model's fields are laid over ``base``, or over a plain decoder.
+    """
+    _check_keys(values)
+    values = {**values, "model": lay_over(values.get("model", {}), base)}
     try:
         # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
         return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
@@ -90,8 +129,13 @@ def _refuse_date(value: Any) -> None:
     raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
-def _refuse_unknown(values: dict[str, dict[str, Any]]) -> None:
+def _check_keys(values: dict[str, Any]) -> None:
     """ConfigError, with the nearest known name, for a section or key that no dataclass has."""
+    if not all(isinstance(v, dict) for v in values.values()):
+        loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
+        raise ConfigError(
+            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
+        )
     # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tomli_w
 import torch
 
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
-from longctx.presets import PRESETS
+
+NO_PRESET = "none"
+"""What ``model.preset`` is where the model comes from a checkpoint, or from the section's own fields."""
+
+PLAIN = ModelConfig(qkv_bias=False, norm_eps=1e-5, tie_embeddings=False)
+"""A decoder like Llama's, but for its sizes: what fields without a preset and without a checkpoint are laid over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +28,11 @@ class RunSection:
     resume: str = "no"
     """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, or "no"."""
     start_from: str = "no"
-    """Checkpoint, or run folder (its newest), whose weights a new run begins with, at step 0 with an optimiser and
-    schedule of its own; rope, max_positions and window may be others there. A run that resumes does not read it."""
+    """Checkpoint, run folder (its newest) or Hugging Face folder whose model and weights a new run takes, at step 0
+    with an optimiser and schedule of its own. [model] names only what shall change: rope, max_positions, window, and
+    how the model is trained. A run that resumes does not read it."""
+    memory_check: bool = True
+    """Whether a run that needs more memory than is free is refused at its start, with the arithmetic."""
     seed: int = 0
     """Seed of the initial weights and the order of the data."""
     hostfile: str = "launcher"
@@ -40,10 +47,11 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ModelConfig):
-    """The decoder: a preset, or fields of its own, or a preset with some fields changed."""
+    """The decoder: a preset, the model of run.start_from, or neither (a plain decoder), with some fields changed."""
 
-    preset: str = "quickstart"
-    """Named shape that the other fields start from; see longctx/presets.py."""
+    preset: str = NO_PRESET
+    """Named shape that the other fields start from (longctx/presets.py). none: the model of run.start_from, else a
+    plain decoder like Llama, whose sizes must then be named."""
 
     def config(self) -> ModelConfig:
         """The model without the preset's name."""
@@ -82,8 +90,8 @@ class TrainSection:
     products: Literal["auto", "native", "float32"] = "auto"
     """How a CPU multiplies bfloat16: native as it is; float32 converted, and rounded once at the end; auto is native
     where the processor (rank 0's) has bfloat16 instructions, else float32, which is faster there. GPUs are native."""
-    lr: float = 5e-3
-    """Peak learning rate."""
+    lr: float = 3e-4
+    """Peak learning rate. A run with run.start_from must set it."""
     warmup_steps: int = 40
     """Steps of linear warm-up."""
     final_lr_ratio: float = 0.05
@@ -180,7 +188,7 @@ class RunConfig:
     """A pretraining run. Every key can stand in a TOML file (`--config run.toml`) or be a flag (`--train.lr 1e-3`)."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: ModelSection = field(default_factory=lambda: ModelSection.from_dict(expand_preset({})))
+    model: ModelSection = field(default_factory=lambda: ModelSection(**vars(PLAIN)))
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -238,15 +246,3 @@ class RunConfig:
     def to_toml(self) -> str:
         """The resolved config as TOML."""
         return tomli_w.dumps(dataclasses.asdict(self))
-
-
-def expand_preset(model: dict[str, Any]) -> dict[str, Any]:
-    """The model section's values, the preset's under the ones that are given."""
-    preset = model.get("preset", "quickstart")
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}.")
-    values = dataclasses.asdict(PRESETS[preset]) | model | {"preset": preset}
-    # A table within the section is merged too: one key of rope leaves the preset's other keys.
-    if isinstance(model.get("rope"), dict):
-        values["rope"] = dataclasses.asdict(PRESETS[preset].rope) | model["rope"]
-    return values

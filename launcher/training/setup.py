@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
-from launcher.checkpoint.folder import find_resume, find_start
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.expert_record import expert_layers
+from launcher.training.memory import check_memory, free_bytes, memory_of_rank
+from launcher.training.origin import Kind, Origin, converted, find_origin
 from launcher.training.routing_files import RoutingFiles
+from launcher.training.summary import Start, summary, warnings
 from longctx.batch import Batch
 from longctx.checkpoint_format import TOKENIZER
 from longctx.config import ModelConfig
@@ -30,14 +33,12 @@ from parallel.layout.select import AUTO, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.runtime.process import broadcast_object, on_every_rank
+from parallel.runtime.device import device_name
+from parallel.runtime.process import on_every_rank
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.options import OptimizerOptions
 
 log = logging.getLogger(__name__)
-
-Origin = Literal["new", "resumed", "started"]
-"""A run begins with initial weights, goes on from a checkpoint of its own, or takes the weights of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Run:
     """None where the run never validates."""
     engine: ZeroEngine
     routing: RoutingFiles
-    origin: Origin
+    origin: Kind
     progress: Progress
     """Where the run begins."""
 
@@ -107,26 +108,29 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
     on_every_rank(check_tensorboard)
 
     # Before anything is allocated: what the run goes on from, and what it reads.
-    resume_from, start_from = _find_origin(config, folder, mesh)
+    origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     config = settle_layout(config, model, loader)
+    _say_start(config, model, mesh, device, origin, loader)
+    origin = converted(origin, folder)
+    _compare_tokenizers(origin, loader, is_rank_0=mesh.rank == 0)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
-    origin, progress = "new", Progress()
-    if resume_from is not None:
-        origin, progress = "resumed", _resume(resume_from, engine, model, loader)
-    elif start_from is not None:
-        origin = "started"
-        _start(start_from, engine, model, loader, is_rank_0=mesh.rank == 0)
+    progress = Progress()
+    if origin.kind == "resumed":
+        progress = _resume(origin, engine, model, loader)
+    elif origin.kind == "started":
+        _start(origin, engine, model)
 
     # Last, because only now the steps that this process takes are known.
-    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin == "resumed")
+    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin.kind == "resumed")
     return Run(
         config=config,
         model=model,
@@ -137,24 +141,44 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         validation=validation,
         engine=engine,
         routing=routing,
-        origin=origin,
+        origin=origin.kind,
         progress=progress,
     )
 
 
-def _find_origin(config: RunConfig, folder: Path, mesh: Mesh) -> tuple[Path | None, Path | None]:
-    """The checkpoint to resume from, and else the one whose weights to start with. Collective."""
+def _say_start(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, device: torch.device, origin: Origin, loader: Loader
+) -> None:
+    """Log what the run is, and what it may not have meant."""
+    # The plan of an epoch's rows takes time, and no other rank needs the figures.
+    if mesh.rank != 0:
+        return
+    start = Start(
+        config=config,
+        model=model,
+        mesh=mesh,
+        device=device_name(device),
+        origin=origin,
+        memory=memory_of_rank(config, model, mesh.world_size),
+        free_bytes=free_bytes(device),
+        free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
+        rows_per_epoch=loader.num_rows,
+        padding_share=loader.pack_report().padding_share,
+    )
+    for line in summary(start):
+        log.info("%s", line)
+    for line in warnings(start):
+        log.warning("%s", line)
 
-    def find_on_rank_0() -> Path | None:
-        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
-        if mesh.rank != 0:
-            return None
-        return find_resume(folder, config.run.resume)
 
-    resume_from = broadcast_object(on_every_rank(find_on_rank_0))
-    if resume_from is not None:
-        return resume_from, None
-    return None, on_every_rank(lambda: find_start(config.run.start_from))
+def _compare_tokenizers(origin: Origin, loader: Loader, *, is_rank_0: bool) -> None:
+    """Warn where the data's tokenizer is not the one of the checkpoint that the run starts from."""
+    if origin.kind != "started" or origin.folder is None or not is_rank_0:
+        return
+    # A warning, not an error: a tokenizer that was only extended or renamed is a fair start.
+    theirs, ours = origin.folder / TOKENIZER, loader.shards.folder / TOKENIZER
+    if theirs.is_file() and hash_file(theirs) != hash_file(ours):
+        log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)
 
 
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
@@ -169,9 +193,12 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, seed=config.run.seed, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
+        advice = f"Try --model.vocab_size {vocab_size}."
+        if config.run.start_from != "no" or config.run.resume != "no":
+            advice = "The checkpoint's vocabulary is smaller: build the data with the checkpoint's tokenizer."
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
-            f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
+            f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
     if not config.validation.rows:
         return loader, None
@@ -228,28 +255,24 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
     )
 
 
-def _resume(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
+def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
     """Take weights, moments and data order from a checkpoint; returns where its run stood. Collective."""
-    training = load_checkpoint(checkpoint, engine, model).manifest["training"]
-    step, load_LE = 0, None
-    # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
+    assert origin.folder is not None
+    training = load_checkpoint(origin.folder, engine, model).manifest["training"]
+    load_LE = None
     if "loader" in training:
         on_every_rank(lambda: loader.load_state_dict(training["loader"]))
-        step = training["step"]
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
-    log.info("Resumed from %s at step %d.", checkpoint, step)
-    return Progress(step=step, expert_load_LE=load_LE)
+    log.info("Resumed from %s at step %d.", origin.folder, origin.step)
+    return Progress(step=origin.step, expert_load_LE=load_LE)
 
 
-def _start(checkpoint: Path, engine: ZeroEngine, model: ModelConfig, loader: Loader, *, is_rank_0: bool) -> None:
+def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
     """Take a checkpoint's weights and nothing else. Collective."""
-    load_weights(checkpoint, engine, model)
-    log.info("Started from the weights of %s.", checkpoint)
-    # A warning, not an error: a tokenizer that was only extended or renamed is a fair start.
-    theirs, ours = checkpoint / TOKENIZER, loader.shards.folder / TOKENIZER
-    if is_rank_0 and theirs.is_file() and hash_file(theirs) != hash_file(ours):
-        log.warning("%s is not the tokenizer that %s was made with: ids may mean other text.", theirs, ours.parent)
+    assert origin.folder is not None
+    load_weights(origin.folder, engine, model)
+    log.info("Started from the weights of %s.", origin.folder)
 
 
 def _open_routing(config: RunConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:

@@ -20,9 +20,7 @@ from launcher.training.step import TrainStep
 from launcher.training.validation import validate
 from longctx.checkpoint_format import TOKENIZER, list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank
-from parallel.transport.select import resolve_transport
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class Trainer:
                 "Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.progress.step, last
             )
             return
-        announce(run)
         lines = Lines(
             total_steps=config.train.steps,
             first_step=self.progress.step,
@@ -177,42 +174,3 @@ def rewind(folder: Path, step: int) -> None:
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
     set_aside_newer(folder, step)
     truncate_after(folder, step)
-
-
-def announce(run: Run) -> None:
-    """Log what the run is: its mesh, its model, its steps and its data."""
-    config, mesh = run.config, run.mesh
-    rows = config.parallel.layout
-    if mesh.context > 1:
-        rows += f" rows by {resolve_transport(config.parallel.transport, mesh)}"
-    log.info(
-        "%s on %s, %s, ZeRO %d, %s; %.2fM parameters; %d rows of %d tokens a step in %d micro-batches a rank.",
-        mesh.describe(),
-        device_name(run.device),
-        rows,
-        config.zero.stage,
-        config.train.dtype,
-        run.engine.num_parameters / 1e6,
-        config.rows_per_step,
-        config.data.seq_len,
-        run.loader.micro_batches_per_step,
-    )
-    if run.model.num_experts:
-        log.info("%s", _describe_experts(run))
-    padding = run.loader.pack_report().padding_share
-    log.info("Data: %d rows an epoch, %.2f %% padding.", run.loader.num_rows, 100 * padding)
-
-
-def _describe_experts(run: Run) -> str:
-    """The model's experts and their ranks, one line for the log."""
-    model, parallel = run.model, run.config.parallel
-    line = f"{model.num_experts} experts a layer, {model.experts_per_token} a token"
-    if model.shared_ffn_size:
-        line += ", one shared"
-    if parallel.expert > 1:
-        line += f"; {model.num_experts // parallel.expert} on a rank"
-    if parallel.expert_tile_tokens:
-        line += f", {parallel.expert_tile_tokens} tokens at a time"
-    if model.capacity_factor:
-        line += f"; capacity {model.capacity_factor:g}"
-    return f"{line}."

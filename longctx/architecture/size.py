@@ -81,6 +81,17 @@ def _position_table(config: ModelFields) -> int:
     return 0
 
 
+def widest_ffn(config: ModelFields) -> int:
+    """Inner values that a token has in the widest FFN: experts and the dense FFN count where there are any."""
+    if not config.num_experts:
+        return config.ffn_size
+    # All experts that a token is routed to are computed together.
+    widths = [config.experts_per_token * config.expert_ffn_size, config.shared_ffn_size]
+    if config.dense_layers:
+        widths.append(config.ffn_size)
+    return max(widths)
+
+
 # ---------------------------------------------------------------------------------------------------------- matrices
 
 

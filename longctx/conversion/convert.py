@@ -127,6 +127,7 @@ def import_hf(
     dtype: torch.dtype | None = None,
     verify: str = "tensors",
     shard_bytes: int = 5_000_000_000,
+    source_id: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Write a Hugging Face folder as a checkpoint of step 0 to train on from.
@@ -134,7 +135,8 @@ def import_hf(
     It holds fp32 masters and no optimiser moments. ``dtype`` is what exports of it default to (default: each tensor's
     own). Tokenizer files and generation settings come along byte for byte (``companions``). ``verify`` (see
     ``verify.KINDS``) reads every master back and compares it, cast to the dtype it came in, with the source's bytes,
-    and compares logits with transformers'. The checkpoint appears verified or not at all.
+    and compares logits with transformers'. ``source_id`` is noted in the manifest, for a caller who wants to know the
+    source again. The checkpoint appears verified or not at all.
     """
     check_kind(verify)
     check_folders(folder, output)
@@ -152,6 +154,8 @@ def import_hf(
         "dtype": dtype_name(source_dtype),
         "dtypes": {},  # of the tensors that have another dtype; filled as they are read
     }
+    if source_id is not None:
+        origin["source"] = source_id
 
     def source() -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, and note the dtype that each came in."""

@@ -15,11 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from longctx.architecture.size import widest_ffn
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
 from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
+from longctx.kernels.memory import available_bytes
 
 if TYPE_CHECKING:
     from longctx.model.training_pass import Execution
@@ -283,26 +285,8 @@ def _silent_transformers() -> Iterator[None]:
 def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
     """Memory of one model, of three times the logits in float32, of some blocks in float64, and of activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
-    width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * max(config.ffn_size, config.expert_ffn_size)
+    width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * widest_ffn(config)
     return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
-
-
-def available_bytes() -> int:
-    """Memory that this process can still get: the machine's, or its control group's if that is less."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    # In a container the machine's memory is not ours: the kernel ends who asks for more than the group's.
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    # "max" stands for no limit.
-    if not limit.isdigit():
-        return free
-    return min(free, max(0, int(limit) - used))
 
 
 def check_kind(verify: str) -> None:

@@ -88,6 +88,24 @@ def on_every_rank(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
+def on_rank_0(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
+    if not dist.is_initialized():
+        return action()
+    # Collectives of the usual groups give up after run.timeout_seconds. A rank 0 that dies still ends the wait.
+    patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(days=7)))
+    problem, result = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except LongCtxError as error:
+            problem = error
+    dist.barrier(patient)
+    dist.destroy_process_group(patient)
+    agree_or_raise(problem)
+    return broadcast_object(result)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value, on every rank. Collective."""
     if not dist.is_initialized():

@@ -17,7 +17,7 @@ from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import pretrain
+from tests.launcher.runs import pretrain, recipe_flags
 
 SCRIPT = "launcher/pretrain.py"
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
@@ -54,6 +54,12 @@ def check_start(words: Sequence[str]) -> None:
         at = flags.index("--config")  # the config of a run that the reader has and we have not
         assert Path(flags[at + 1]).parts[0] in ("runs", "run.toml"), flags
         del flags[at : at + 2]
+    if "--run.start_from" in flags:  # a checkpoint that the reader has: its model is a preset of ours here
+        at = flags.index("--run.start_from")
+        flags[at : at + 2] = ["--run.start_from", "no", "--model.preset", "llama-2-7b"]
+    if "--config" in flags:
+        at = flags.index("--config")
+        flags[at : at + 2] = recipe_flags(Path(flags[at + 1]))
     config = load_run_config(flags)
     check_run(config.resolve(native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
 

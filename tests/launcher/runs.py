@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,24 @@ def flags(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) 
 def tiny_config(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) -> RunConfig:
     """The same as a config, for workers that no launcher started."""
     return load_run_config(flags(shards, output, {"run.hostfile": "none", **(changed or {})}))
+
+
+def recipe_flags(recipe: Path) -> list[str]:
+    """Flags that load a recipe. One that starts from a checkpoint begins with new weights of the same shape instead."""
+    named = ["--config", str(recipe)]
+    if tomllib.loads(recipe.read_text())["run"].get("start_from", "no") == "no":
+        return named
+    return [*named, "--run.start_from", "no", "--model.preset", SHAPES[recipe.stem]]
+
+
+SHAPES = {"extend-yarn": "llama-2-7b"}
+"""Preset of the shape of the checkpoint that a recipe starts from."""
+
+
+def tiny_start(shards: Path, output: Path, changed: Mapping[str, Any]) -> RunConfig:
+    """A tiny run that takes its model from ``run.start_from``."""
+    keys = {"data.train": shards, "run.output_dir": output, **TINY_RUN, "run.hostfile": "none", **changed}
+    return load_run_config([word for key, value in keys.items() for word in (f"--{key}", str(value))])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.generation import load_model
 from tests.helpers import REPOSITORY
+from tests.launcher.runs import recipe_flags
 from tests.launcher.workers import leave_out_pictures, run
 
 RECIPES = sorted((REPOSITORY / "launcher" / "recipes").glob("*.toml"))
@@ -36,7 +37,6 @@ REDUCED = {
     "train.dtype": "float32",
     "train.warmup_steps": 1,
     "parallel.context": RANKS,
-    "run.start_from": "no",
     "run.hostfile": "none",
     "run.timeout_seconds": 40.0,
     "validation.rows": 2,
@@ -46,13 +46,13 @@ REDUCED = {
 
 def reduced(recipe: Path, shards: Path, output: Path) -> RunConfig:
     """The recipe for a tiny model on two ranks."""
-    whole = load_run_config(["--config", str(recipe)])
+    whole = load_run_config(recipe_flags(recipe))
     keys = {**REDUCED, "data.train": shards, "run.output_dir": output}
     keys["model.num_kv_heads"] = 4 if whole.model.num_kv_heads == whole.model.num_heads else 2
     keys["parallel.ulysses"] = min(RANKS, whole.parallel.ulysses)
     keys["parallel.expert"] = min(RANKS, whole.parallel.expert)
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return load_run_config(["--config", str(recipe), *flags])
+    return load_run_config([*recipe_flags(recipe), *flags])
 
 
 def train_each(shards: Path, runs: Sequence[tuple[Path, Path]]) -> None:

@@ -21,7 +21,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.processor import PRODUCTS
 from longctx.presets import PRESETS
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import SCREEN
+from tests.launcher.runs import SCREEN, recipe_flags
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 NOT_BUILT = {
@@ -97,7 +97,10 @@ def test_the_resolved_config_reads_back_as_itself():
 
 
 def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
-    assert load_run_config(["--config", str(recipe(tmp_path, "[train]\nlr = 1\n"))]).train.lr == 1.0
+    assert (
+        load_run_config(["--config", str(recipe(tmp_path, "[train]\nlr = 1\n")), "--model.preset", "gpt-1"]).train.lr
+        == 1.0
+    )
 
 
 # What is refused, from a file.
@@ -213,7 +216,7 @@ def test_help_is_said_once_and_ends_well(capfd, monkeypatch):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_every_recipe_loads_and_fits_its_ranks(path):
-    config = load_run_config(["--config", str(path)])
+    config = load_run_config(recipe_flags(path))
     for native in (True, False):
         for copies in (1, 2):
             unit = config.data.seq_len * config.train.micro_batch_rows * copies

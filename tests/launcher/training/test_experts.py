@@ -193,7 +193,9 @@ def kill_an_expert(shards: Path, output: Path) -> None:
     run.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
     watch = DeadExpertWatch(run.expert_layers, run.model.num_experts, window=3)
     Trainer(run, dead_experts=watch).train()
-    started = build(shards, output / "next", {**changed, "run.start_from": output})
+    started = build(
+        shards, output / "next", {**changed, "run.start_from": output, "model.preset": "none", "train.lr": 1e-3}
+    )
     assert started.progress.expert_load_LE is None, "a start takes weights and nothing else"
 
 

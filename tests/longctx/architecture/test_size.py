@@ -18,6 +18,7 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.presets import PRESETS
+from tests.launcher.runs import recipe_flags
 from tests.longctx.samples import dense_config, tiny_config
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
@@ -154,7 +155,7 @@ def test_the_count_is_the_modules_for_every_preset(name):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_the_count_is_the_modules_for_every_recipe(path):
-    check_against_the_module(load_run_config(["--config", str(path)]).model.config())
+    check_against_the_module(load_run_config(recipe_flags(path)).model.config())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,0 +1,222 @@
+"""The ``[model]`` section: what its fields are laid over, what they may change, and what they must name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+from launcher.config.sections import NO_PRESET, PLAIN, ModelSection, RunConfig
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, list_checkpoints, model_config
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError, ConfigError
+from longctx.presets import PRESETS
+
+SHAPE_OF_ROPE = ("partial", "interleaved")
+"""Keys of ``rope`` that weights have learned: which channels are rotated, and which of them together."""
+
+_KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
+"""Keys of ``rope`` that every kind reads; the others say how one kind stretches."""
+
+MAY_CHANGE = "A run that starts from it may change model.max_positions, model.window and how model.rope is stretched."
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder holds a Hugging Face model, and not a checkpoint of ours."""
+    return (folder / "config.json").is_file() and not (folder / MANIFEST).is_file()
+
+
+def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
+    """Every field of the section: the ones that are given, over those of the preset, of ``base`` or of ``PLAIN``."""
+    preset = model.get("preset", NO_PRESET)
+    if not isinstance(preset, str) or preset not in (NO_PRESET, *PRESETS):
+        raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}, or {NO_PRESET}.")
+    under = base or PLAIN
+    if preset != NO_PRESET:
+        under = PRESETS[preset]
+    values = dataclasses.asdict(under) | model | {"preset": preset}
+    # A table within the section is merged too: one key of rope leaves the other keys.
+    rope = model.get("rope")
+    if isinstance(rope, dict):
+        values["rope"] = _rope_under(under, rope) | rope
+    return values
+
+
+def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the model's own rope that stay, beside the ones that are given."""
+    values = dataclasses.asdict(under.rope)
+    # What one kind stretches by means nothing to another: a new kind begins with its own defaults.
+    if rope.get("kind", under.rope.kind) != under.rope.kind:
+        values = {name: values[name] for name in _KEPT_BY_ANOTHER_KIND}
+    return values
+
+
+# ------------------------------------------------------------------------------------------------- the model's source
+
+
+def find_base(values: dict[str, Any]) -> ModelConfig | None:
+    """The model that the file's and the early flags' values take from a checkpoint; None without one.
+
+    That is the checkpoint that a run resumes from, else the one that it starts from. ConfigError beside a preset.
+    """
+    run = values.get("run", {})
+    preset = values.get("model", {}).get("preset", NO_PRESET)
+    resume, start_from = run.get("resume", "no"), run.get("start_from", "no")
+    # Values of other types are refused by their names later, with all other keys.
+    if not isinstance(resume, str) or not isinstance(start_from, str):
+        return None
+    if resume != "no":
+        if preset != NO_PRESET:
+            return None
+        return _resumed_model(Path(str(run.get("output_dir", RunConfig().run.output_dir))), resume)
+    if start_from == "no":
+        return None
+    if preset != NO_PRESET:
+        raise ConfigError(
+            f"model.preset={preset!r} and run.start_from={start_from!r} both say what the model is.\n"
+            f"Leave model.preset out (on the command line: --model.preset {NO_PRESET}): the checkpoint's model is "
+            "taken, and [model] names only what shall change."
+        )
+    return started_model(start_from)
+
+
+def started_model(start_from: str) -> ModelConfig:
+    """The model of ``run.start_from``: a checkpoint, a run folder (its newest) or a Hugging Face folder."""
+    folder = Path(start_from)
+    try:
+        if is_hf_folder(folder):
+            # Seldom needed, and its imports take time.
+            from longctx.conversion.weights.json_files import read_json
+
+            return ModelConfig.from_hf(read_json(folder / "config.json"))
+        return model_config(CheckpointReader(find_checkpoint(folder)))
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"run.start_from={start_from!r}: {error}") from error
+
+
+def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
+    """The model of the checkpoint that a run resumes from; None where there is none, which the start will say."""
+    candidates = [Path(resume)]
+    if resume in ("latest", "newest-good"):
+        candidates = list_checkpoints(output_dir)[::-1]
+    for folder in candidates:
+        # All checkpoints of a run are of one model, so a damaged newest one hides nothing.
+        try:
+            return model_config(CheckpointReader(folder))
+        except CheckpointError:
+            continue
+    return None
+
+
+# ------------------------------------------------------------------------------------- what a starting run may change
+
+
+def model_changes(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Every field in which the run's model differs from the checkpoint's: name -> (theirs, ours)."""
+    changes = _differing_fields(theirs, ours)
+    if "rope" in changes:
+        del changes["rope"]
+        rope = _differing_fields(theirs.rope, ours.rope)
+        changes.update({f"rope.{name}": values for name, values in rope.items()})
+    return changes
+
+
+def fixed_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """The changes among them that a checkpoint's weights do not allow."""
+    fixed = theirs.differences(ours)
+    fixed.pop("window", None)
+    if "rope" in fixed:
+        del fixed["rope"]
+        for name in SHAPE_OF_ROPE:
+            values = getattr(theirs.rope, name), getattr(ours.rope, name)
+            if values[0] != values[1]:
+                fixed[f"rope.{name}"] = values
+    # A table of learned positions is a weight, as long as the positions.
+    if ours.position == "learned" and theirs.max_positions != ours.max_positions:
+        fixed["max_positions"] = theirs.max_positions, ours.max_positions
+    return fixed
+
+
+def describe_change(name: str, theirs: Any, ours: Any) -> str:
+    """A change as ``rope.theta 500000 → 1000000``."""
+    return f"{name} {_plain(theirs)} → {_plain(ours)}"
+
+
+def _plain(value: Any) -> str:
+    """A value as a TOML file has it; a whole number without its point."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value)
+
+
+def _differing_fields(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two values of one dataclass differ."""
+    pairs = {f.name: (getattr(theirs, f.name), getattr(ours, f.name)) for f in dataclasses.fields(theirs)}
+    return {name: (mine, other) for name, (mine, other) in pairs.items() if mine != other}
+
+
+# ---------------------------------------------------------------------------------------- what the section has to name
+
+
+def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -> RunConfig:
+    """The config with its model settled; ConfigError where the section changes too much, or names too little.
+
+    ``named`` are the keys that the file or a flag gives, such as ``model.hidden_size``.
+    """
+    if config.run.resume != "no":
+        return config
+    if base is not None:
+        _check_changes(config, base)
+        _check_rate(config, named)
+    elif config.model.preset == NO_PRESET:
+        return dataclasses.replace(config, model=_complete(config.model, named))
+    return config
+
+
+def _check_changes(config: RunConfig, base: ModelConfig) -> None:
+    """ConfigError for a field that the checkpoint's weights fix."""
+    fixed = fixed_differences(base, config.model.config())
+    if fixed:
+        lines = [f"run.start_from={config.run.start_from!r} is of another model:"]
+        lines.extend(f"  model.{name}: checkpoint {theirs!r}, run {ours!r}" for name, (theirs, ours) in fixed.items())
+        lines.append(f"{MAY_CHANGE} Leave the other fields out: they are the checkpoint's.")
+        raise ConfigError("\n".join(lines))
+
+
+def _check_rate(config: RunConfig, named: Set[str]) -> None:
+    """ConfigError unless the learning rate was chosen: one for new weights undoes what a checkpoint has learned."""
+    if "train.lr" not in named:
+        raise ConfigError(
+            f"run.start_from={config.run.start_from!r} goes on with trained weights, and train.lr is not set; "
+            f"its default, {config.train.lr:g}, is for new ones.\nSet it, such as --train.lr 2e-5."
+        )
+
+
+def _complete(model: ModelSection, named: Set[str]) -> ModelSection:
+    """A plain decoder of the sizes that are named, heads as Llama has them; ConfigError for a size that is not."""
+    sizes = ["vocab_size", "hidden_size", "num_layers", "num_heads"]
+    if not model.num_experts or model.dense_layers:
+        sizes.append("ffn_size")
+    if model.num_experts:
+        sizes.append("expert_ffn_size")
+    derived: dict[str, int] = {}
+    if "model.num_kv_heads" not in named:
+        derived["num_kv_heads"] = model.num_heads
+    if "model.head_dim" not in named and not model.is_latent and not model.hidden_size % model.num_heads:
+        derived["head_dim"] = model.hidden_size // model.num_heads
+    elif "model.head_dim" not in named:
+        sizes.append("head_dim")
+    missing = [f"model.{name}" for name in sizes if f"model.{name}" not in named]
+    if missing:
+        raise ConfigError(
+            "The config says no model: without model.preset and run.start_from, [model] names the sizes itself. "
+            f"Missing: {', '.join(missing)}.\n"
+            f"Name them, or take a preset (--model.preset {' | '.join(sorted(PRESETS))}), or a checkpoint's model "
+            "(--run.start_from DIR)."
+        )
+    return dataclasses.replace(model, **derived)

@@ -1,0 +1,180 @@
+"""The memory that a run is sure to need, by arithmetic, beside what the machine has free."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from launcher.config.sections import RunConfig
+from longctx.architecture.rules import GATED
+from longctx.architecture.size import count_parameters
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.kernels.memory import available_bytes
+
+GIB = 2**30
+FLOAT32 = 4
+BUCKET_VALUES = 500_000_000
+"""Gradients that DeepSpeed collects before it reduces them (its ``reduce_bucket_size``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that one rank needs at least. Buffers of kernels and collectives, and the program itself, come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Float32 masters, where weights are not their own, and AdamW's two moments."""
+    activations: int
+    """What one micro-batch's forward pass saves for its backward pass."""
+    building: int
+    """Float32 weights of a model that is not yet spread over ranks: in the machine's memory, also beside a GPU."""
+
+    @property
+    def training(self) -> int:
+        """Bytes that are held at once within a step."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Memory:
+    """What each of ``world_size`` ranks needs; ``config`` has its dtype settled."""
+    counts = count_parameters(model)
+    whole = sum(counts.values())
+    # Before ZeRO a rank holds its own experts and everything else.
+    held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
+    part = -(-whole // world_size)
+    width, stage = config.dtype.itemsize, config.zero.stage
+    weights, gradients, masters = held * width, held * FLOAT32, part * FLOAT32
+    if stage == 0:
+        masters, part = 0, held
+    elif stage == 2:
+        gradients = part * FLOAT32 + min(held, BUCKET_VALUES) * width
+    elif stage == 3:
+        weights = part * width
+        gradients = part * FLOAT32
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=masters + 2 * part * FLOAT32,
+        activations=_activation_bytes(config, model),
+        building=held * FLOAT32,
+    )
+
+
+def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
+    """What all blocks save of this rank's tokens of a micro-batch."""
+    tokens = config.data.seq_len * config.train.micro_batch_rows // config.parallel.context
+    heads = model.num_heads * model.value_dim
+    if config.train.recompute:
+        # Each block's input, and attention's result: the rest is computed again.
+        return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
+    queries_and_keys = model.head_dim * (model.num_heads + model.num_kv_heads)
+    # Inputs of both norms and of both parts; queries, keys, values and attention's result.
+    values = 4 * model.hidden_size + queries_and_keys + model.num_kv_heads * model.value_dim + heads
+    ffn = sum(_ffn_values(config, model, layer) for layer in range(model.num_layers))
+    return tokens * (model.num_layers * values + ffn) * config.dtype.itemsize
+
+
+def _ffn_values(config: RunConfig, model: ModelConfig, layer: int) -> int:
+    """Values that a layer's FFN saves of one token."""
+    # Before the activation; a gate beside it.
+    projections = 1
+    if model.activation in GATED:
+        projections = 2
+    if not model.has_experts(layer):
+        return projections * model.ffn_size
+    values = projections * model.shared_ffn_size
+    if config.train.recompute_experts != "all":
+        values += projections * model.experts_per_token * model.expert_ffn_size
+    return values
+
+
+# ------------------------------------------------------------------------------------------------------- the machine
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()
+
+
+def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device) -> None:
+    """ConfigError, with the arithmetic, where this machine has less memory free than the run is sure to need."""
+    if not config.run.memory_check:
+        return
+    need = memory_of_rank(config, model, world_size)
+    host, gpu = available_bytes(), None
+    if device.type == "cuda":
+        gpu = free_bytes(device)
+    problem = why_too_large(config, model, need, ranks_here=ranks_here, host_bytes=host, gpu_bytes=gpu)
+    if problem is not None:
+        raise ConfigError(f"{problem}\n{_advice(config, model, need, world_size)}")
+
+
+def why_too_large(
+    config: RunConfig, model: ModelConfig, need: Memory, *, ranks_here: int, host_bytes: int, gpu_bytes: int | None
+) -> str | None:
+    """Why the run does not fit into what is free, line by line; None where it does.
+
+    ``gpu_bytes`` are free on each rank's GPU, and None where ranks compute on the CPU. ``host_bytes`` are free on the
+    machine.
+    """
+    parameters = sum(count_parameters(model).values())
+    if gpu_bytes is not None and need.training > gpu_bytes:
+        headline = f"a GPU holds one rank, and {gib(gpu_bytes)} of it are free"
+        return "\n".join([_headline(parameters, headline), *_parts(config, need, parameters)])
+    if gpu_bytes is None and ranks_here * need.training > host_bytes:
+        headline = f"this machine runs {ranks_here} of them, and {gib(host_bytes)} are free"
+        return "\n".join([_headline(parameters, headline), *_parts(config, need, parameters)])
+    if ranks_here * need.building > host_bytes:
+        return (
+            f"{_headline(parameters, f'{gib(host_bytes)} of memory are free')}\n  A model is built whole in float32 "
+            f"before it is spread: {gib(need.building)} on each of this machine's {ranks_here} ranks."
+        )
+    return None
+
+
+def _headline(parameters: int, has: str) -> str:
+    return f"This run does not fit: a rank needs at least what follows, {has} ({parameters:,} parameters)."
+
+
+def _parts(config: RunConfig, need: Memory, parameters: int) -> list[str]:
+    """The sum, a line for each part."""
+    how = {
+        "weights": f"{config.train.dtype}",
+        "gradients": "float32",
+        "optimizer": "float32 masters and moments",
+        "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",
+    }
+    lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
+    return [*lines, f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero.stage})"]
+
+
+def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int) -> str:
+    """What would make it smaller, with the figure."""
+    zero = dataclasses.replace(config.zero, stage=3)
+    train = dataclasses.replace(config.train, recompute=True)
+    smaller = memory_of_rank(dataclasses.replace(config, zero=zero, train=train), model, world_size)
+    lines = []
+    if smaller.training < need.training:
+        lines.append(
+            f"--zero.stage 3 and --train.recompute true would need {gib(smaller.training)} a rank with {world_size} "
+            "of them; more ranks need less each."
+        )
+    else:
+        lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
+    lines.append("--run.memory_check false starts all the same.")
+    return "\n".join(lines)
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in MiB or GiB."""
+    if num_bytes < 10 * 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"

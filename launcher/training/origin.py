@@ -1,0 +1,165 @@
+"""Where a run begins: the checkpoint that it resumes from, or the one whose model and weights it starts with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from launcher.checkpoint.folder import find_resume, find_start
+from launcher.checkpoint.load import check_model, check_start
+from launcher.config.model import is_hf_folder, started_model
+from launcher.config.sections import RunConfig
+from launcher.run_folder import IMPORTED
+from longctx.architecture.size import count_parameters
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError
+from parallel.runtime.process import broadcast_object, environment_rank, on_every_rank, on_rank_0
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["new", "resumed", "started"]
+"""A run begins with initial weights, goes on from a checkpoint of its own, or takes the weights of another."""
+
+SECONDS_BETWEEN_NOTES = 10.0
+"""How often a conversion says how far it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a run begins."""
+
+    kind: Kind
+    folder: Path | None = None
+    """The checkpoint; of a start also a Hugging Face folder. None in a new run."""
+    model: ModelConfig | None = None
+    """The checkpoint's model, before the run's config changes it."""
+    step: int = 0
+    """Steps that were taken before."""
+    settings: dict[str, Any] | None = None
+    """The config of the run that is resumed, as its checkpoint has it; None where it was imported."""
+
+
+def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
+    """Find what the run goes on from, and check that its model is the run's; nothing is read but manifests. Collective.
+
+    CheckpointError on every rank alike where there is no such checkpoint, or its model differs too much.
+    """
+
+    def find_on_rank_0() -> Path | None:
+        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
+        if environment_rank()[0] != 0:
+            return None
+        return find_resume(run_folder, config.run.resume)
+
+    resume_from = broadcast_object(on_every_rank(find_on_rank_0))
+    if resume_from is not None:
+        return on_every_rank(lambda: _resumed(resume_from, model))
+    return on_every_rank(lambda: _started(config.run.start_from, model))
+
+
+def _resumed(folder: Path, model: ModelConfig) -> Origin:
+    """A checkpoint to go on from."""
+    reader = CheckpointReader(folder)
+    check_model(reader, model)
+    training = reader.manifest["training"]
+    # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
+    step = 0
+    if "loader" in training:
+        step = training["step"]
+    return Origin(kind="resumed", folder=folder, model=model_config(reader), step=step, settings=training.get("config"))
+
+
+def _started(start_from: str, model: ModelConfig) -> Origin:
+    """A checkpoint or a Hugging Face folder to start with; a new run without one."""
+    folder = find_start(start_from)
+    if folder is None:
+        return Origin(kind="new")
+    if is_hf_folder(folder):
+        if environment_rank()[0] == 0:
+            from longctx.conversion.hf import HfReader
+
+            # Opening it checks names and shapes of all tensors: what cannot be converted is refused here.
+            HfReader(folder)
+        return Origin(kind="started", folder=folder, model=started_model(start_from))
+    reader = CheckpointReader(folder)
+    check_start(reader, model)
+    return Origin(kind="started", folder=folder, model=model_config(reader))
+
+
+# --------------------------------------------------------------------------------------------------------- conversion
+
+
+def converted(origin: Origin, run_folder: Path) -> Origin:
+    """The origin as a checkpoint: a Hugging Face folder is converted into the run's folder. Collective.
+
+    Rank 0 converts, and the others wait as long as it takes. What an earlier start converted from the same files is
+    taken again.
+    """
+    if origin.folder is None or not is_hf_folder(origin.folder):
+        return origin
+    source, output = origin.folder, run_folder / IMPORTED
+    on_rank_0(lambda: _convert(source, output))
+    return dataclasses.replace(origin, folder=output)
+
+
+def _convert(source: Path, output: Path) -> None:
+    """Write a Hugging Face folder as a checkpoint, unless it was written from the same files before."""
+    mark = _mark_of(source)
+    if _is_converted(output, mark):
+        log.info("%s was converted before: %s is taken.", source, output)
+        return
+    # Imports that a run without a conversion is spared.
+    from longctx.conversion import import_hf
+
+    # Of another source, and made by us: nothing else is in it.
+    shutil.rmtree(output, ignore_errors=True)
+    _check_disk(source, output)
+    started = noted = time.monotonic()
+
+    def note(done_to_them: str, done: int, total: int) -> None:
+        nonlocal noted
+        if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+            noted = time.monotonic()
+            log.info("Converting %s: %d of %d tensors %s.", source, done, total, done_to_them)
+
+    import_hf(source, output, verify="tensors", source_id=mark, progress=note)
+    log.info("Converted %s into %s in %.1f s; every tensor was read back.", source, output, time.monotonic() - started)
+
+
+def _is_converted(output: Path, mark: str) -> bool:
+    """Whether the folder is a whole checkpoint that was converted from these files."""
+    if not (output / MANIFEST).is_file():
+        return False
+    try:
+        imported = CheckpointReader(output).manifest["training"].get("imported", {})
+    except CheckpointError:
+        return False
+    return imported.get("source") == mark
+
+
+def _mark_of(source: Path) -> str:
+    """A hash of the folder's files by name, size and time of change: other weights under the old names change it."""
+    stats = {path.name: path.stat() for path in sorted(source.iterdir()) if path.is_file()}
+    files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
+    return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+
+
+def _check_disk(source: Path, output: Path) -> None:
+    """CheckpointError where the float32 masters of the model would fill the disk."""
+    needed = 4 * sum(count_parameters(started_model(str(source))).values())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output.parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"run.start_from={str(source)!r} is converted into {output} first: its float32 masters take "
+            f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there.\nChoose another run.output_dir."
+        )

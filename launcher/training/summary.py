@@ -1,0 +1,248 @@
+"""What a run says of itself before anything is built: from figures to lines, and what deserves a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config.model import describe_change, model_changes
+from launcher.config.sections import RunConfig
+from launcher.training.memory import Memory, gib
+from launcher.training.origin import Origin
+from launcher.wording import plural
+from longctx.architecture.size import count_parameters
+from longctx.config import ModelConfig
+from parallel.mesh import Mesh
+from parallel.transport.select import resolve_transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The figures of a run before its first step."""
+
+    config: RunConfig
+    model: ModelConfig
+    mesh: Mesh
+    device: str
+    """Name of the device that ranks compute on."""
+    origin: Origin
+    memory: Memory
+    free_bytes: int
+    """Memory that is free: on one GPU, or on the CPU for all ranks of the machine."""
+    free_disk_bytes: int
+    rows_per_epoch: int
+    padding_share: float
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this process takes."""
+        return max(0, self.config.last_step - self.origin.step)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint: a float32 master and two moments of each parameter."""
+        return 12 * sum(count_parameters(self.model).values())
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that this process writes."""
+        if not self.num_steps:
+            return 0
+        every, last = self.config.checkpoint.every_steps, self.config.last_step
+        if not every:
+            return 1
+        # The last step is saved in any case.
+        return last // every - self.origin.step // every + bool(last % every)
+
+
+def summary(start: Start) -> list[str]:
+    """The lines that a run begins with."""
+    lines = [_model(start), *_origin(start), _ranks(start), _memory(start), _steps(start), _data(start)]
+    return [*lines, _checkpoints(start)]
+
+
+def _model(start: Start) -> str:
+    """The model's size and experts."""
+    model = start.model
+    counts = count_parameters(model)
+    line = f"Model: {_short(sum(counts.values()))} parameters"
+    if model.num_experts:
+        line += f", {_short(sum(count_parameters(model, active=True).values()))} of them for a token"
+    line += f"; {plural(model.num_layers, 'layer')} of width {model.hidden_size:,}"
+    return f"{line}{_experts(start)}."
+
+
+def _experts(start: Start) -> str:
+    """The model's experts and their ranks; empty in a dense model."""
+    model, parallel = start.model, start.config.parallel
+    if not model.num_experts:
+        return ""
+    line = f"; {model.num_experts} experts a layer, {model.experts_per_token} a token"
+    if model.shared_ffn_size:
+        line += ", one shared"
+    if parallel.expert > 1:
+        line += f", {model.num_experts // parallel.expert} on a rank"
+    if parallel.expert_tile_tokens:
+        line += f", {parallel.expert_tile_tokens} tokens at a time"
+    if model.capacity_factor:
+        line += f", capacity {model.capacity_factor:g}"
+    return line
+
+
+def _origin(start: Start) -> list[str]:
+    """What the run goes on from, and every field that it changes of that model."""
+    origin = start.origin
+    if origin.folder is None or origin.model is None:
+        return []
+    verb = {"resumed": "Resumes", "started": "Starts"}[origin.kind]
+    lines = [f"{verb} from {origin.folder}, with its model."]
+    changes = model_changes(origin.model, start.model)
+    if changes:
+        lines = [f"{verb} from {origin.folder}, whose model it changes:"]
+    lines.extend(f"  {describe_change(name, theirs, ours)}" for name, (theirs, ours) in changes.items())
+    return lines
+
+
+def _ranks(start: Start) -> str:
+    """The mesh, and how ranks divide the work."""
+    config, mesh = start.config, start.mesh
+    rows = config.parallel.layout
+    if mesh.context > 1:
+        rows += f" rows by {resolve_transport(config.parallel.transport, mesh)}"
+    where = f"{mesh.describe()} on {start.device}"
+    return f"Ranks: {where}, {rows}, ZeRO {config.zero.stage}, {config.train.dtype}."
+
+
+def _memory(start: Start) -> str:
+    """Bytes a rank, beside what the machine has."""
+    need, here = start.memory, plural(start.mesh.ranks_per_node, "rank")
+    if start.device != "cpu":
+        here = "each"
+    parts = ", ".join(
+        f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations")
+    )
+    return f"Memory: at least {gib(need.training)} a rank ({parts}); {gib(start.free_bytes)} are free for {here}."
+
+
+def _steps(start: Start) -> str:
+    """Steps to come, their rows and tokens, and the learning rate."""
+    config, train = start.config, start.config.train
+    each = f"{plural(config.rows_per_step, 'row')} of {config.data.seq_len:,} tokens"
+    micro_batches = plural(config.accumulation(start.mesh.world_size), "micro-batch").replace("batchs", "batches")
+    rate = f"rate {train.lr:g}"
+    if train.warmup_steps:
+        rate += f" after {plural(train.warmup_steps, 'step')}"
+    if train.final_lr_ratio != 1:
+        rate += f", then down to {train.lr * train.final_lr_ratio:g}"
+    steps = f"Steps: {plural(start.num_steps, 'step')} of {train.tokens_per_step:,} tokens"
+    return f"{steps} = {each}, in {micro_batches} a rank; {rate}."
+
+
+def _data(start: Start) -> str:
+    """Tokens in all, and how often the data is seen."""
+    rows = start.num_steps * start.config.rows_per_step
+    passes = rows / start.rows_per_epoch
+    return (
+        f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {passes:.2f} passes over "
+        f"{plural(start.rows_per_epoch, 'row')} with {100 * start.padding_share:.2f} % padding."
+    )
+
+
+def _checkpoints(start: Start) -> str:
+    """Checkpoints to come, and their size."""
+    line = f"Checkpoints: {start.num_checkpoints} to come, {gib(start.checkpoint_bytes)} each"
+    if start.config.checkpoint.keep_last:
+        line += f"; the newest {start.config.checkpoint.keep_last} stay"
+    return f"{line}; {gib(start.free_disk_bytes)} of disk are free."
+
+
+def _short(count: int) -> str:
+    """A count in thousands, millions or billions, as models' sizes are given."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
+# ---------------------------------------------------------------------------------------------------------- warnings
+
+
+def warnings(start: Start) -> list[str]:
+    """What a run may not have meant, one line each."""
+    found = [_beyond_positions(start), _all_warm_up(start), _repeated_rows(start), _full_disk(start), _changed(start)]
+    return [line for line in found if line]
+
+
+def _beyond_positions(start: Start) -> str:
+    seq_len, most = start.config.data.seq_len, start.model.max_positions
+    if seq_len <= most:
+        return ""
+    return (
+        f"data.seq_len={seq_len} exceeds model.max_positions={most}: documents reach positions that the model is not "
+        f"meant for. Stretch model.rope and set model.max_positions={seq_len}, or shorten the rows."
+    )
+
+
+def _all_warm_up(start: Start) -> str:
+    train = start.config.train
+    if train.warmup_steps < train.steps:
+        return ""
+    return (
+        f"train.warmup_steps={train.warmup_steps} is not below train.steps={train.steps}: the rate ends at "
+        f"{train.lr * min(1.0, train.steps / train.warmup_steps):g}, still in its warm-up."
+    )
+
+
+def _repeated_rows(start: Start) -> str:
+    rows = start.config.rows_per_step
+    if rows <= start.rows_per_epoch:
+        return ""
+    return (
+        f"A step takes {plural(rows, 'row')} and the data has {start.rows_per_epoch:,}: rows repeat within a step. "
+        "Lower train.tokens_per_step, or build more data."
+    )
+
+
+def _full_disk(start: Start) -> str:
+    # A new checkpoint is written before an old one goes.
+    most = start.num_checkpoints
+    if start.config.checkpoint.keep_last:
+        most = min(most, start.config.checkpoint.keep_last + 1)
+    needed = most * start.checkpoint_bytes
+    if needed <= start.free_disk_bytes:
+        return ""
+    return (
+        f"{plural(most, 'checkpoint')} take {gib(needed)}, and {gib(start.free_disk_bytes)} of disk are free: lower "
+        "checkpoint.keep_last, or write to another disk."
+    )
+
+
+def _changed(start: Start) -> str:
+    if start.origin.settings is None:
+        return ""
+    changes = changed_settings(start.origin.settings, start.config)
+    if not changes:
+        return ""
+    listed = ", ".join(describe_change(name, theirs, ours) for name, (theirs, ours) in changes.items())
+    return f"This run goes on otherwise than it was begun: {listed}. The schedule is that of the new values."
+
+
+_WATCHED = ("data", "train", "parallel", "zero")
+_FREE = ("data.train", "data.validation", "train.stop_after", "train.record_routing", "train.replay_routing")
+"""Keys that may differ without another course of training: where files are, and where this process ends."""
+
+
+def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys of a resumed run that are not as its checkpoint has them: name -> (before, now)."""
+    now = dataclasses.asdict(config)
+    changes: dict[str, tuple[Any, Any]] = {}
+    for section in _WATCHED:
+        for key, value in now[section].items():
+            name = f"{section}.{key}"
+            # A key that the checkpoint's release did not have says nothing.
+            was = before.get(section, {}).get(key, value)
+            if was != value and name not in _FREE:
+                changes[name] = was, value
+    return changes

@@ -1,0 +1,55 @@
+"""How much memory this process can still get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_FILES = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+}
+"""A control group's limit, what it uses, and of that the cached files, which the kernel gives up; versions 2 and 1."""
+
+
+def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process can still get: the machine's, or that of its control groups where that is less.
+
+    In a container the machine's memory is not ours: the kernel ends who asks for more than the group's.
+    """
+    free = psutil.virtual_memory().available
+    for folder in _group_folders(proc, groups):
+        free = min(free, _left_in_group(folder, free))
+    return free
+
+
+def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's groups and of those around them, as both versions of cgroups have them."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    # A container sees its own group as the root, whatever its path is outside.
+    names = {"", *(line.split(":", 2)[2].strip("/") for line in lines if line.count(":") >= 2)}
+    for name in sorted(names):
+        inner = Path(name)
+        for part in (inner, *inner.parents):
+            yield groups / part
+            yield groups / "memory" / part
+
+
+def _left_in_group(folder: Path, otherwise: int) -> int:
+    """What a group may still take; ``otherwise`` where it has no limit."""
+    for limit_file, (used_file, cached) in _FILES.items():
+        try:
+            limit = (folder / limit_file).read_text().strip()
+            used = int((folder / used_file).read_text())
+            stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # "max" stands for no limit.
+        if limit.isdigit():
+            return max(0, int(limit) - used + int(stats.get(cached, 0)))
+    return otherwise

@@ -1,0 +1,108 @@
+"""Bytes of a rank by arithmetic, and the refusal of a run that does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher.config.load import load_run_config
+from launcher.training import memory
+from launcher.training.memory import GIB, Memory, check_memory, memory_of_rank, why_too_large
+from longctx.architecture.size import count_parameters
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from tests.launcher.runs import SCREEN
+from tests.longctx.samples import dense_config, tiny_config
+
+LLAMA = ["--model.preset", "llama-2-7b", "--data.seq_len", "4096", "--train.tokens_per_step", "4096"]
+P = 6_738_415_616
+
+
+def need(flags: list[str], world_size: int = 2) -> Memory:
+    config = load_run_config(flags).resolve(native_bfloat16=False)
+    return memory_of_rank(config, config.model.config(), world_size)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "weights", "gradients", "optimizer"),
+    [
+        (0, "float32", 4 * P, 4 * P, 8 * P),
+        (1, "float32", 4 * P, 4 * P, 12 * P // 2),
+        (1, "bfloat16", 2 * P, 4 * P, 12 * P // 2),
+        (2, "bfloat16", 2 * P, 4 * P // 2 + 2 * 500_000_000, 12 * P // 2),
+        (3, "bfloat16", 2 * P // 2, 4 * P // 2, 12 * P // 2),
+    ],
+)
+def test_what_each_stage_holds_of_seven_billion_parameters(stage, dtype, weights, gradients, optimizer):
+    own = need([*LLAMA, "--zero.stage", str(stage), "--train.dtype", dtype, "--parallel.context", "2"])
+    assert (own.weights, own.gradients, own.optimizer) == (weights, gradients, optimizer)
+    assert own.building == 4 * P
+
+
+def test_experts_are_held_by_the_ranks_that_share_them():
+    flags = ["--model.preset", "mixtral-8x7b", "--data.seq_len", "64", "--train.tokens_per_step", "512"]
+    counts = count_parameters(load_run_config(flags).model.config())
+    routed = counts["routed_experts"]
+    one, four = (need([*flags, "--parallel.expert", str(n)], 8) for n in (1, 4))
+    assert one.weights - four.weights == 4 * (routed - routed // 4)
+    assert one.optimizer == four.optimizer, "spread over all ranks in any case"
+
+
+def test_recomputation_saves_less_of_each_token():
+    plain, recomputed = (need([*LLAMA, "--train.recompute", word]) for word in ("false", "true"))
+    assert recomputed.activations == 2048 * 32 * 2 * 4096 * 4
+    assert plain.activations == 2048 * 32 * (8 * 4096 + 2 * 11_008) * 4
+
+
+@pytest.mark.parametrize("config", [dense_config(), tiny_config(), tiny_config(dense_layers=(1,))], ids=str)
+def test_every_kind_of_layer_has_its_share(config: ModelConfig):
+    run = load_run_config(["--data.seq_len", "8", "--train.tokens_per_step", "8", "--parallel.context", "1"])
+    M, ffn = config.hidden_size, 2 * config.ffn_size
+    experts = 2 * config.shared_ffn_size + 2 * config.experts_per_token * config.expert_ffn_size
+    widths = sum(experts if config.has_experts(n) else ffn for n in range(2))
+    attention = 4 * M + config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    assert memory_of_rank(run, config, 1).activations == 8 * (2 * attention + widths) * 4
+
+
+def refusal(flags: list[str], world_size: int, *, host: float, gpu: float | None = None) -> str:
+    config = load_run_config(flags).resolve(native_bfloat16=False)
+    gpu_bytes = None if gpu is None else int(gpu * GIB)
+    own = memory_of_rank(config, config.model.config(), world_size)
+    return (
+        why_too_large(
+            config, config.model.config(), own, ranks_here=world_size, host_bytes=int(host * GIB), gpu_bytes=gpu_bytes
+        )
+        or ""
+    )
+
+
+def test_seven_billion_parameters_on_a_laptop_are_refused_with_the_arithmetic():
+    """It died after 98 s of silence, killed by the kernel."""
+    said = refusal([*LLAMA, "--train.dtype", "bfloat16"], 2, host=23)
+    for words in ("6,738,415,616 parameters", "2 of them", "23.0 GiB", "12.6 GiB", "25.1 GiB", "37.7 GiB", "stage=1"):
+        assert words in said, said
+
+
+def test_what_fits_is_not_refused():
+    assert refusal([*LLAMA, "--train.dtype", "bfloat16"], 2, host=200) == ""
+    assert refusal([*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3"], 8, host=300, gpu=39) == ""
+
+
+def test_a_gpu_holds_one_rank_and_the_machine_builds_every_ranks_model():
+    flags = [*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3"]
+    assert "a GPU holds one rank, and 10.0 GiB of it are free" in refusal(flags, 8, host=300, gpu=10)
+    said = refusal(flags, 8, host=100, gpu=39)
+    assert "25.1 GiB on each of this machine's 8 ranks" in said
+    assert "100.0 GiB of memory are free" in said
+
+
+def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: GIB)
+    config = load_run_config(LLAMA).resolve(native_bfloat16=False)
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
+    assert "--zero.stage 3 and --train.recompute true would need" in str(caught.value)
+    assert "--run.memory_check false" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < SCREEN
+    off = load_run_config([*LLAMA, "--run.memory_check", "false"]).resolve(native_bfloat16=False)
+    check_memory(off, off.model.config(), 2, 2, torch.device("cpu"))

@@ -1,0 +1,137 @@
+"""Where a run begins: a Hugging Face folder that is converted on the way, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from launcher.checkpoint.folder import find_start
+from launcher.run_folder import IMPORTED
+from launcher.training.origin import Origin, converted
+from launcher.training.setup import build_run
+from launcher.training.trainer import Trainer
+from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
+from longctx.conversion import load_hf, save_hf
+from longctx.errors import CheckpointError
+from longctx.model.decoder import Decoder
+from parallel.runtime.process import on_rank_0
+from tests.launcher.runs import tiny_start
+from tests.launcher.workers import leave_out_pictures, rows, run
+from tests.longctx.samples import dense_config
+
+LLAMA = dense_config(vocab_size=512, qkv_bias=False, tie_embeddings=False, max_positions=256, expert_ffn_size=128)
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return save_hf(LLAMA, Decoder(LLAMA).state_dict(), tmp_path / "hf")
+
+
+def convert(source: Path, run_folder: Path) -> Path:
+    folder = converted(Origin(kind="started", folder=source), run_folder).folder
+    assert folder == run_folder / IMPORTED
+    return folder
+
+
+def test_a_hugging_face_folder_becomes_a_checkpoint_of_the_run(hf, tmp_path):
+    reader = CheckpointReader(convert(hf, tmp_path / "run"))
+    assert model_config(reader) == LLAMA
+    _, weights = load_hf(hf)
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in weights.items())
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [IMPORTED], "nothing half-written beside it"
+
+
+def test_the_same_files_are_converted_once_and_others_again(hf, tmp_path, caplog):
+    folder = convert(hf, tmp_path / "run")
+    first = (folder / "manifest.json").stat().st_mtime_ns
+    with caplog.at_level(logging.INFO, logger="launcher.training.origin"):
+        logging.getLogger("launcher").propagate = True
+        convert(hf, tmp_path / "run")
+    assert "was converted before" in caplog.text
+    assert (folder / "manifest.json").stat().st_mtime_ns == first
+    file = hf / "model.safetensors"
+    changed = {name: tensor + 1 for name, tensor in load_file(file).items()}
+    save_file(changed, file, {"format": "pt"})
+    os.utime(file, ns=(1, 1))  # of the same size, and within the clock's tick
+    convert(hf, tmp_path / "run")
+    assert torch.equal(CheckpointReader(folder).read("lm_head.weight"), changed["lm_head.weight"])
+
+
+def test_what_a_killed_conversion_left_is_not_taken(hf, tmp_path):
+    folder = convert(hf, tmp_path / "run")
+    (folder / "manifest.json").unlink()
+    assert CheckpointReader(convert(hf, tmp_path / "run")).verify() == []
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 7}))
+    assert CheckpointReader(convert(hf, tmp_path / "run")).step == 0, "a damaged one neither"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_byte_is_written(hf, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(CheckpointError, match="float32 masters take"):
+        convert(hf, tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(hf, tmp_path):
+    first, newest = (convert(hf, tmp_path / name) for name in "ab")
+    (tmp_path / "run" / CHECKPOINTS).mkdir(parents=True)
+    first, newest = (
+        folder.rename(tmp_path / "run" / CHECKPOINTS / f"step_00000{n}") for n, folder in enumerate((first, newest), 1)
+    )
+    assert find_start("no") is None
+    assert find_start(str(tmp_path / "run")) == find_checkpoint(tmp_path / "run") == newest
+    assert find_start(str(first)) == first
+    assert find_start(str(hf)) == hf
+
+
+# Across ranks.
+
+
+def wait_for_rank_0() -> None:
+    assert on_rank_0(lambda: (time.sleep(0.2), os.environ["RANK"])[1]) == "0"
+
+    def fail() -> None:
+        raise CheckpointError("no such thing")
+
+    with pytest.raises(CheckpointError, match="no such thing"):
+        on_rank_0(fail)
+    assert dist.get_world_size() == 2
+
+
+def test_ranks_wait_for_what_rank_0_does():
+    run(wait_for_rank_0, 2)
+
+
+def start_from_hf(shards: Path, source: Path, output: Path) -> None:
+    leave_out_pictures()
+    changed = {
+        "run.start_from": source,
+        "model.rope.theta": 2e4,
+        "train.lr": 1e-4,
+        "train.steps": 1,
+        "train.warmup_steps": 0,
+    }
+    for _ in range(2):
+        built = build_run(tiny_start(shards, output, changed), torch.device("cpu"))
+    Trainer(built).train()
+
+
+def test_a_run_starts_from_a_hugging_face_folder(shards, hf, tmp_path):
+    run(start_from_hf, 2, shards, hf, tmp_path / "run")
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert log.count("every tensor was read back") == log.count("was converted before") == 1
+    assert "  rope.theta 10000 → 20000" in log
+    assert "WARNING" not in log
+    assert [r["step"] for r in rows(tmp_path / "run") if r["kind"] == "validation"] == [0, 1]
+    saved = model_config(CheckpointReader(list_checkpoints(tmp_path / "run")[-1]))
+    assert (saved.rope.theta, saved.tie_embeddings) == (2e4, False)

@@ -1,0 +1,135 @@
+"""What a run says before anything is built, and what it warns of: figures to lines, without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config.load import load_run_config
+from launcher.training.memory import GIB, memory_of_rank
+from launcher.training.origin import Origin
+from launcher.training.summary import Start, changed_settings, summary, warnings
+from longctx.architecture.rope import Rope
+from parallel.mesh import Mesh
+
+FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--parallel.layout", "zigzag"]
+
+
+def start(flags: list[str] | None = None, **figures: Any) -> Start:
+    """A run of the quickstart over two ranks, with some figures changed."""
+    config = load_run_config([*FLAGS, *(flags or [])]).resolve(native_bfloat16=False)
+    mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
+    known: dict[str, Any] = {
+        "config": config,
+        "model": config.model.config(),
+        "mesh": mesh,
+        "device": "cpu",
+        "origin": Origin(kind="new"),
+        "memory": memory_of_rank(config, config.model.config(), 2),
+        "free_bytes": 12 * GIB,
+        "free_disk_bytes": 100 * GIB,
+        "rows_per_epoch": 2000,
+        "padding_share": 0.0125,
+    }
+    return Start(**(known | figures))
+
+
+def line(name: str, said: Start) -> str:
+    (found,) = [line for line in summary(said) if line.startswith(f"{name}:")]
+    return found
+
+
+def test_a_run_says_what_it_is():
+    assert summary(start()) == [
+        "Model: 1.61M parameters, 1.02M of them for a token; 2 layers of width 128; 8 experts a layer, 2 a token, one "
+        "shared.",
+        "Ranks: 2 ranks = data 1 × context 2 on cpu, zigzag rows by p2p, ZeRO 1, float32.",
+        "Memory: at least 36 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, optimizer 9.2 MiB, activations 15 MiB); "
+        "12.0 GiB are free for 2 ranks.",
+        "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches a rank; rate 0.005 after 40 "
+        "steps, then down to 0.00025.",
+        "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding.",
+        "Checkpoints: 4 to come, 18 MiB each; the newest 2 stay; 100.0 GiB of disk are free.",
+    ]
+    assert warnings(start()) == []
+
+
+def test_a_dense_model_has_no_experts_to_name():
+    said = start(["--model.preset", "llama-2-7b", "--train.final_lr_ratio", "1", "--train.warmup_steps", "0"])
+    assert line("Model", said) == "Model: 6.74B parameters; 32 layers of width 4,096."
+    assert line("Steps", said).endswith("rate 0.005.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "to_come"),
+    [
+        ([], 0, 4),
+        ([], 350, 2),
+        ([], 351, 2),
+        ([], 700, 0),
+        (["--checkpoint.every_steps", "0"], 0, 1),
+        (["--checkpoint.every_steps", "300"], 0, 3),
+        (["--train.stop_after", "200"], 0, 2),
+    ],
+)
+def test_checkpoints_to_come(flags, step, to_come):
+    origin = Origin(kind="resumed", folder=Path("x"), step=step)
+    assert start(flags, origin=origin).num_checkpoints == to_come
+
+
+def test_every_change_of_a_started_model_is_a_line():
+    ours = start().model
+    theirs = dataclasses.replace(ours, max_positions=1024, rope=Rope(theta=500_000.0))
+    origin = Origin(kind="started", folder=Path("runs/base"), model=theirs)
+    said = summary(start(origin=origin))
+    at = said.index("Starts from runs/base, whose model it changes:")
+    assert said[at + 1 : at + 3] == ["  max_positions 1024 → 4096", "  rope.theta 500000 → 10000"]
+    same = Origin(kind="resumed", folder=Path("runs/base"), model=ours, step=100)
+    assert "Resumes from runs/base, with its model." in summary(start(origin=same))
+    assert line("Steps", start(origin=same)).startswith("Steps: 600 steps of")
+
+
+# Warnings: each of these was silent.
+
+
+def only_warning(said: Start) -> str:
+    (found,) = warnings(said)
+    return found
+
+
+def test_rows_beyond_the_models_positions():
+    said = only_warning(start(["--model.max_positions", "1024"]))
+    assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
+    assert "model.max_positions=2048" in said
+
+
+def test_a_run_that_is_all_warm_up():
+    said = only_warning(start(["--train.steps", "10"]))
+    assert "train.warmup_steps=40 is not below train.steps=10" in said
+    assert "0.00125" in said
+
+
+def test_rows_that_repeat_within_a_step():
+    assert "takes 2 rows and the data has 1" in only_warning(start(rows_per_epoch=1))
+
+
+def test_checkpoints_that_fill_the_disk():
+    assert "3 checkpoints take 55 MiB, and 30 MiB of disk are free" in only_warning(start(free_disk_bytes=30 * 2**20))
+
+
+def test_a_resume_that_changes_rate_layout_or_steps():
+    before = dataclasses.asdict(start().config)
+    origin = Origin(kind="resumed", folder=Path("x"), step=100, settings=before)
+    assert warnings(start(origin=origin)) == []
+    changed = ["--train.lr", "1e-3", "--train.steps", "900", "--data.train", "moved", "--train.stop_after", "300"]
+    said = only_warning(start([*changed, "--parallel.layout", "striped", "--zero.stage", "2"], origin=origin))
+    assert "train.steps 700 → 900, train.lr 0.005 → 0.001, parallel.layout zigzag → striped, zero.stage 1 → 2." in said
+
+
+def test_a_key_of_a_later_release_is_no_change():
+    before = dataclasses.asdict(start().config)
+    del before["train"]["z_loss"], before["zero"]
+    assert changed_settings(before, start().config) == {}

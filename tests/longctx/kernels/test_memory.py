@@ -1,0 +1,59 @@
+"""Memory that is left: the machine's, or that of a control group of either version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longctx.kernels.memory import available_bytes
+
+FREE = 10_000_000
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Machine:
+        available = FREE
+
+    monkeypatch.setattr(psutil, "virtual_memory", Machine)
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def left(tmp_path: Path, cgroup: str = "0::/\n") -> int:
+    write(tmp_path / "proc" / "self", cgroup=cgroup)
+    return available_bytes(tmp_path / "proc", tmp_path / "sys")
+
+
+def test_without_groups_it_is_the_machines(tmp_path):
+    assert available_bytes(tmp_path / "proc", tmp_path / "sys") == FREE
+    write(tmp_path / "sys", memory__max="max\n", memory__current="5", memory__stat="inactive_file 3\n")
+    assert left(tmp_path) == FREE
+
+
+def test_cached_files_of_a_group_are_not_used_up(tmp_path):
+    write(tmp_path / "sys", memory__max="4000\n", memory__current="3000\n", memory__stat="anon 1\ninactive_file 500\n")
+    assert left(tmp_path) == 1500
+
+
+def test_the_tightest_of_the_groups_around_a_process_counts(tmp_path):
+    write(tmp_path / "sys/a/b", memory__max="9000", memory__current="0", memory__stat="")
+    write(tmp_path / "sys/a", memory__max="700", memory__current="100", memory__stat="")
+    assert left(tmp_path, "0::/a/b\n") == 600
+
+
+def test_groups_of_the_first_version(tmp_path):
+    files = {"memory__limit_in_bytes": "800", "memory__usage_in_bytes": "300", "memory__stat": "total_inactive_file 50"}
+    write(tmp_path / "sys/memory/job", **files)
+    assert left(tmp_path, "4:memory:/job\n1:name=systemd:/\n") == 550
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path):
+    write(tmp_path / "sys", memory__max="100", memory__current="200", memory__stat="")
+    assert left(tmp_path) == 0
