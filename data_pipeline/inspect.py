@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.build import VALIDATION_FOLDER
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.pack import PackReport, plan_rows
 from data_pipeline.shards.manifest import TOKENIZER_FILE, Manifest
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.tokenizer import Tokenizer
 from longctx.errors import ConfigError, DataError
+from longctx.files import hash_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,8 @@ def _problems(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.arrow")):
         if path.name not in listed:
             yield f"{path} is not listed in the manifest."
+    if manifest.left_out:
+        yield from _list_problems(folder / LEFT_OUT_FILE, manifest.left_out)
     broken = list(_broken_shards(folder, manifest))
     yield from broken
     # Opening the folder would only repeat the first broken shard.
@@ -156,6 +160,14 @@ def _problems(folder: Path) -> Iterator[str]:
             ShardSet.open(folder, verify=False).tokenizer()
         except DataError as error:
             yield str(error)
+
+
+def _list_problems(path: Path, hash: str) -> Iterator[str]:
+    """Yield what is wrong with the list of what the source left out."""
+    if not path.exists():
+        yield f"{path} is missing."
+    elif hash_file(path) != hash:
+        yield f"{path} was changed after it was written."
 
 
 def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:

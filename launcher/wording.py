@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -12,9 +13,30 @@ def plural(count: int, thing: str) -> str:
     return f"{count:,} {thing}s"
 
 
+def short_duration(seconds: float) -> str:
+    """Two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    # What rounds up to the next unit is told in it: 59.9 s are a minute.
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
 def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
     """``a, b and 3 more``: at most ``most`` names, and how many others there are, counted in ``thing`` if given."""
     shown = ", ".join(names[:most])
     if len(names) <= most:
         return shown
     return f"{shown} and {len(names) - most} more {thing}".rstrip()
+
+
+def did_you_mean(word: str, known: Sequence[str], most: int = 3) -> str:
+    """A question, with a space before it, that offers the known names that look most like ``word``."""
+    close = difflib.get_close_matches(word, known, n=most, cutoff=0.5) or sorted(known)
+    return f" Did you mean {' or '.join(close[:most])}?"

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, LeftOutFile, read_left_out
 from data_pipeline.prepare.sources import Source
 from data_pipeline.shards.manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
 from data_pipeline.shards.reader import ShardSet
@@ -55,6 +56,10 @@ class BuildReport:
     """None if no document was held out."""
     skipped: dict[str, int]
     """What the source left out, by reason."""
+    left_out: dict[str, list[str]]
+    """The first names of each reason."""
+    left_out_file: Path | None
+    """The whole list; None if nothing was left out, or by a release that wrote no list."""
     seconds: float
 
 
@@ -113,7 +118,8 @@ def _write_splits(
     training = ShardWriter(folder, **sizes)
     validation = ShardWriter(held_out, **sizes)
     text_bytes = 0
-    for number, document in enumerate(source, start=1):
+    left_out = LeftOutFile(folder)
+    for number, document in enumerate(source.read(left_out.add), start=1):
         encoded = _encode(document, tokenizer)
         # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
         if falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT):
@@ -123,6 +129,7 @@ def _write_splits(
         text_bytes += encoded.text_bytes
         if progress is not None:
             progress(number, text_bytes)
+    left_out_hash = left_out.close()
     # Can happen with a handful of documents, and a run would only find out when it starts.
     if not training.num_documents:
         raise DataError(
@@ -133,7 +140,9 @@ def _write_splits(
     for writer, split_folder, split in ((training, folder, "training"), (validation, held_out, "validation")):
         if writer.num_documents:
             tokenizer.save(split_folder / TOKENIZER_FILE)
-            writer.finish(split=split, **common)
+            # The list belongs to the source: it lies once in the folder, beside the training split.
+            listed = left_out_hash if split == "training" else ""
+            writer.finish(split=split, left_out=listed, **common)
     if not validation.num_documents:
         held_out.rmdir()
 
@@ -183,12 +192,17 @@ def _report(output: Path, *, up_to_date: bool, started: float) -> BuildReport:
         validation = _split_report(held_out, Manifest.load(held_out))
     if validation is None and training.options["validation_fraction"]:
         logger.warning("%s: no document fell into the validation split; it holds training data only", output)
+    left_out, left_out_file = LeftOut(), None
+    if training.left_out:
+        left_out, left_out_file = read_left_out(output), output / LEFT_OUT_FILE
     return BuildReport(
         output=output,
         up_to_date=up_to_date,
         training=_split_report(output, training),
         validation=validation,
         skipped=training.skipped,
+        left_out=left_out.examples,
+        left_out_file=left_out_file,
         seconds=time.monotonic() - started,
     )
 

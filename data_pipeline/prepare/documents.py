@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+
+class DamageError(Exception):
+    """A reader cannot go on in its file; what it yielded before is good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and its name: a relative path, with ``:line`` in JSON Lines and ``:row`` in Parquet."""
+    """One text and its name: a relative path, with ``:line`` in JSON Lines and ``:row`` in arrays and tables."""
 
     name: str
     text: str
@@ -16,11 +20,27 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A file, line or row that was left out."""
+    """A folder (its name ends in ``/``), file, line or row that was left out."""
 
     name: str
     reason: str
     """A few words, such as ``empty`` or ``binary``: skips are counted by them."""
+    detail: str = ""
+    """What was found; without absolute paths, so that the same corpus gives the same list everywhere."""
+    is_fault: bool = False
+    """Whether something is wrong with it: a strict reading ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a file is read."""
+
+    kind: str
+    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``arrow``."""
+    compression: str = ""
+    """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or nothing."""
+    ending: str = ""
+    """The ending of the name that says so; empty for plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +49,10 @@ class File:
 
     path: Path
     name: str
-    """Path relative to the source, with ``/`` on every system."""
+    """Path relative to the source, with ``/`` on every system; bytes that are not UTF-8 are spelt ``\\xNN``."""
     size: int
     """Bytes on disk."""
+    format: Format = field(default_factory=lambda: Format("text"))
 
 
 Item = Document | Skip

@@ -1,31 +1,37 @@
-"""Where text comes from: the interpreter's own standard library, folders, text files, JSON Lines, Parquet.
+"""Where text comes from: the interpreter's own standard library, folders, files of text, JSON, CSV, Parquet, Arrow.
 
-Documents come in a fixed order: by relative path, then by line or row. What is left out is counted by reason.
+Documents come in a fixed order: by relative path, then by line or row. What is left out is counted by reason, and
+listed.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import logging
-import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from data_pipeline.prepare.documents import Document, File, Skip
-from data_pipeline.prepare.readers import read
+from data_pipeline.prepare.left_out import LeftOut
+from data_pipeline.prepare.listing import list_files
+from data_pipeline.prepare.readers.formats import READABLE
+from data_pipeline.prepare.readers.read import check, read
+from data_pipeline.prepare.readers.records import no_field_reason
+from data_pipeline.prepare.selection import Selection
 from longctx.errors import DataError
 from longctx.files import hash_file
 
 logger = logging.getLogger(__name__)
 
-_NEVER = {"site-packages", "dist-packages", "__pycache__"}
+# Formats whose files have always been read so: a fingerprint that names no format means these.
+_FIRST_FORMATS = ("", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_SHOWN_FILES = 3
 
 
 class Source:
@@ -37,40 +43,65 @@ class Source:
         *,
         kind: str,
         files: list[File],
+        left_out: list[Skip],
         text_field: str,
-        exclude: Sequence[str],
-        left_out: Counter[str],
+        selection: Selection,
+        strict: bool,
     ) -> None:
         self.spec = spec
         self.kind = kind
+        self.left_out = LeftOut(left_out)
+        """What was left out, with the first names of each reason; complete after one full reading."""
+        self.bytes_read = 0
+        """Bytes on disk that the reading has passed, of ``num_bytes``: how far it has come."""
         self._files = files
+        self._not_listed = left_out
         self._text_field = text_field
-        self._exclude = tuple(exclude)
-        self._left_out = left_out
-        self._skipped = Counter(left_out)
+        self._selection = selection
+        self._strict = strict
         self._fingerprint: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield every document; raise ``DataError`` at a damaged file, or at the end if there was no text at all."""
-        skipped = Counter(self._left_out)
-        num_documents = 0
-        for file in self._files:
-            for item in read(file, self._text_field):
-                if isinstance(item, Skip):
-                    logger.info("left out %s: %s", item.name, item.reason)
-                    skipped[item.reason] += 1
-                else:
-                    num_documents += 1
-                    yield item
+        """Yield every document, as ``read`` does."""
+        return self.read()
+
+    def read(self, on_left_out: Callable[[Skip], None] | None = None) -> Iterator[Document]:
+        """Yield every document; call ``on_left_out`` for everything that is left out, the listing's part first.
+
+        A damaged file or record is left out, or with ``strict`` a ``DataError``. So is a source without any text, at
+        the end.
+        """
+        left_out = LeftOut()
+        num_documents = self.bytes_read = 0
+        for skip in self._not_listed:
+            _note(skip, left_out, on_left_out)
+        for item in self._items():
+            if isinstance(item, Document):
+                num_documents += 1
+                yield item
+                continue
+            if item.is_fault and self._strict:
+                raise DataError(_fault(self.spec, item))
+            _note(item, left_out, on_left_out)
         # Only now, so that a reading that was broken off leaves no half count.
-        self._skipped = skipped
+        self.left_out = left_out
         if not num_documents:
-            raise DataError(_no_text(self.spec, skipped))
+            raise DataError(_no_text(self.spec, left_out))
+
+    def _items(self) -> Iterator[Document | Skip]:
+        """Yield what the files hold, one file after the other."""
+        passed = 0
+        for file in self._files:
+            for item, bytes_read in read(file, self._text_field):
+                self.bytes_read = passed + bytes_read
+                yield item
+            passed += file.size
+            self.bytes_read = passed
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of files, lines or rows that were left out, by reason; complete after one full reading."""
-        return dict(sorted(self._skipped.items()))
+        """Number of folders, files, lines or rows that were left out, by reason; complete after one full reading."""
+        return dict(sorted(self.left_out.counts.items()))
 
     @property
     def num_files(self) -> int:
@@ -82,57 +113,138 @@ class Source:
         """Size of those files on disk."""
         return sum(file.size for file in self._files)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, progress: Callable[[int], object] | None = None) -> dict[str, Any]:
         """What the corpus is, JSON-able and the same on every machine that has the same files.
 
         ``files_xxh3_128`` covers each file's relative path, size and content; absolute paths and dates are not in it.
-        The files are read once for this, which takes far less time than tokenizing them.
+        The files are read once for this, which takes far less time than tokenizing them; ``progress`` is told the
+        bytes so far.
         """
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
+            done = 0
             for file in self._files:
                 digest.update(json.dumps([file.name, file.size, _hash(file)]).encode())
-            # How the files are read belongs to it: the same bytes are other documents under another field.
-            if self.kind == "stdlib":
-                read_as = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
-            else:
-                read_as = {"text_field": self._text_field}
+                done += file.size
+                if progress is not None:
+                    progress(done)
             self._fingerprint = {
                 "kind": self.kind,
-                **read_as,
-                "exclude": list(self._exclude),
+                **self._read_as(),
+                "exclude": list(self._selection.exclude),
                 "files": self.num_files,
                 "bytes": self.num_bytes,
                 "files_xxh3_128": digest.hexdigest(),
             }
         return dict(self._fingerprint)
 
+    def _read_as(self) -> dict[str, Any]:
+        """How the files are read: the same bytes are other documents under another field or format."""
+        if self.kind == "stdlib":
+            read_as: dict[str, Any] = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
+        else:
+            read_as = {"text_field": self._text_field}
+        # Only what differs from the beginnings: folders built then are still up to date.
+        if self._selection.include:
+            read_as["include"] = list(self._selection.include)
+        if self._selection.as_text:
+            read_as["as_text"] = list(self._selection.as_text)
+        formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
+        if formats:
+            read_as["formats"] = dict(sorted(formats.items()))
+        return read_as
 
-def open_source(spec: str | Path, *, text_field: str = "text", exclude: Sequence[str] = ()) -> Source:
-    """The corpus that ``spec`` names, listed but not yet read.
+
+def open_source(
+    spec: str | Path,
+    *,
+    text_field: str = "text",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    as_text: Sequence[str] = (),
+    strict: bool = False,
+) -> Source:
+    """The corpus that ``spec`` names, listed and checked but not yet read.
 
     ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path: a folder
-    (read recursively, hidden files left out), a text file, ``.jsonl`` (also ``.gz``, ``.zst``) or ``.parquet`` with
-    the text in ``text_field``. ``exclude`` takes glob patterns on relative paths, where ``*`` also crosses folders and
-    a folder's own path leaves out all below it. Raises ``DataError`` if there is nothing to read.
+    (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
+    Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
+    plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
+    folder's own path stands for all below it. What cannot be read is left out and listed; ``strict`` makes it an error.
+
+    Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
+    text field is in none of the files that should have it and these are most of the source.
     """
     kind, root = _locate(str(spec))
-    left_out: Counter[str] = Counter()
-    found = _list_files(root, python_only=kind == "stdlib", left_out=left_out)
-    # A pattern without a match is most often a typing error.
-    unused = [pattern for pattern in exclude if not any(_matches(file.name, pattern) for file in found)]
+    selection = Selection(include=include, exclude=exclude, as_text=as_text)
+    listing = list_files(root, selection, python_only=kind == "stdlib")
+    unused = selection.unused()
     if unused:
-        logger.warning("%s: exclude pattern %s matches no file", spec, ", ".join(map(repr, unused)))
-    files = [file for file in found if not any(_matches(file.name, pattern) for pattern in exclude)]
-    left_out["excluded"] += len(found) - len(files)
-    # A Counter's plus sign drops zero counts.
-    left_out = +left_out
+        logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
+    files, problems = _check_files(listing.files, text_field)
+    left_out = listing.left_out + problems
+    faults = [skip for skip in left_out if skip.is_fault]
+    if strict and faults:
+        raise DataError(_fault(str(spec), faults[0]))
+    _check_field(str(spec), text_field, files=files, listed=listing.files, problems=problems)
     if not files:
-        raise DataError(_no_text(str(spec), left_out))
-    return Source(str(spec), kind=kind, files=files, text_field=text_field, exclude=exclude, left_out=left_out)
+        raise DataError(_no_text(str(spec), LeftOut(left_out)))
+    if problems:
+        lines = LeftOut(problems).lines()
+        logger.warning("%s: left out %s", spec, "; ".join(lines))
+    return Source(
+        str(spec),
+        kind=kind,
+        files=files,
+        left_out=left_out,
+        text_field=text_field,
+        selection=selection,
+        strict=strict,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- listing files
+def _check_files(files: list[File], text_field: str) -> tuple[list[File], list[Skip]]:
+    """The files of which something can be used, and why the others cannot."""
+    usable: list[File] = []
+    problems: list[Skip] = []
+    for file in files:
+        problem = check(file, text_field)
+        if problem is None:
+            usable.append(file)
+        else:
+            problems.append(problem)
+    return usable, problems
+
+
+def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
+    """Raise ``DataError`` where the text field is most likely another one: it is nowhere, and much would be lost."""
+    without = {skip.name: skip for skip in problems if skip.reason == no_field_reason(text_field)}
+    if not without or any(file.format.kind != "text" for file in files):
+        return
+    lost = sum(file.size for file in listed if file.name in without)
+    # A stray table among the files of a program is no reason to stop.
+    if lost <= sum(file.size for file in files):
+        return
+    shown = [f"{skip.name}: {skip.detail}" for skip in list(without.values())[:_SHOWN_FILES]]
+    if len(without) > _SHOWN_FILES:
+        shown.append(f"… and {len(without) - _SHOWN_FILES} more files")
+    lines = "\n".join(shown)
+    raise DataError(
+        f"source={spec} has no text in field {text_field!r}.\n{lines}\n"
+        "Name the right field with --text-field (text_field), leave such files out with --exclude, "
+        "or read them as plain text with --as-text."
+    )
+
+
+def _note(skip: Skip, left_out: LeftOut, on_left_out: Callable[[Skip], None] | None) -> None:
+    """Count something that is left out, and pass it on."""
+    logger.info("left out %s: %s %s", skip.name, skip.reason, skip.detail)
+    left_out.add(skip)
+    if on_left_out is not None:
+        on_left_out(skip)
+
+
+# ----------------------------------------------------------------------------------------------------- where it lies
 
 
 def _locate(spec: str) -> tuple[str, Path]:
@@ -158,50 +270,23 @@ def _nearest(path: Path) -> str:
     return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
 
 
-def _list_files(root: Path, *, python_only: bool, left_out: Counter[str]) -> list[File]:
-    """Files below ``root`` by relative path; a file given itself is the whole list."""
-    if root.is_file():
-        return [File(root, root.name, root.stat().st_size)]
-    files: list[File] = []
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
-        if python_only:
-            entered = [name for name in folders if name not in _NEVER]
-        else:
-            entered = [name for name in folders if not name.startswith(".")]
-            left_out["hidden"] += len(folders) - len(entered)
-        # os.walk goes into those alone that its list still holds.
-        folders[:] = entered
-        for name in names:
-            path = Path(folder, name)
-            if python_only and path.suffix != ".py":
-                continue
-            if name.startswith(".") and not python_only:
-                left_out["hidden"] += 1
-            elif not path.is_file():
-                left_out["not a regular file"] += 1
-            else:
-                files.append(File(path, path.relative_to(root).as_posix(), path.stat().st_size))
-    # File systems list in any order; documents and their shards must not depend on it.
-    return sorted(files, key=lambda file: file.name)
+# ---------------------------------------------------------------------------------------------------------- messages
 
 
-def _unreadable(error: OSError) -> None:
-    raise DataError(
-        f"{error.filename} cannot be read ({error.strerror}). Mend its permissions or exclude it."
-    ) from error
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a file, or a folder above it."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
-
-
-def _no_text(spec: str, skipped: Counter[str]) -> str:
-    """The message about a source without a document."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "it is empty"
+def _fault(spec: str, skip: Skip) -> str:
+    """The message of a strict reading about the first thing that is wrong."""
     return (
-        f"source={spec} holds no text that can be used ({reasons}).\n"
-        'Give UTF-8 text files, .jsonl (also .gz, .zst) or .parquet; or "stdlib", which every Python has.'
+        f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"
+        f"Mend it, leave it out with --exclude, or read without --strict: it is then left out and listed."
+    )
+
+
+def _no_text(spec: str, left_out: LeftOut) -> str:
+    """The message about a source without a document."""
+    reasons = "\n".join(f"  {line}" for line in left_out.lines()) or "  it is empty"
+    return (
+        f"source={spec} holds no text that can be used:\n{reasons}\n"
+        f'Give {READABLE}; or "stdlib", which every Python has.'
     )
 
 

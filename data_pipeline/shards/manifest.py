@@ -56,10 +56,15 @@ class Manifest:
     """Documents by length in tokens: key ``2^k`` counts lengths of at least 2^k and less than 2^(k+1)."""
     skipped: dict[str, int]
     """What the source left out, by reason."""
+    left_out: str = ""
+    """xxh3_128 of the list of what was left out; empty if there is none."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        # Older folders have no such list, and their hash must stay what it was.
+        if not self.left_out:
+            del body["left_out"]
         return {**body, "hash": hash_json(body)}
 
     @property

@@ -93,6 +93,7 @@ class ShardWriter:
         sources: list[dict[str, Any]],
         options: Mapping[str, Any],
         skipped: Mapping[str, int],
+        left_out: str = "",
     ) -> Manifest:
         """Write the last shard and the manifest, and return the manifest."""
         if self._open:
@@ -110,6 +111,7 @@ class ShardWriter:
             text_bytes=self._text_bytes,
             length_histogram=length_histogram(self._lengths),
             skipped=dict(skipped),
+            left_out=left_out,
         )
         manifest.save(self._folder)
         return manifest

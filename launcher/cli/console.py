@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Annotated, Any, Protocol, TextIO, TypeVar
 
 from tyro.conf import arg
 
+from launcher.wording import short_duration
+
 Result = TypeVar("Result")
 Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 """The option of every verb that prints a table."""
@@ -30,9 +33,16 @@ Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 
 
 def program() -> str:
-    """How the user called us, for commands that we suggest."""
-    if Path(sys.argv[0]).name == "longctx":
-        return "longctx"
+    """How the user called us, for commands that we suggest: what works once works again."""
+    script = Path(sys.argv[0])
+    if script.name == "longctx":
+        # The bare name works where the PATH leads to this very script.
+        on_path = shutil.which("longctx")
+        if on_path is not None and script.exists() and script.samefile(on_path):
+            return "longctx"
+        return shlex.quote(str(script))
+    if sys.orig_argv[1:3] == ["-m", "launcher"]:
+        return f"{shlex.quote(sys.orig_argv[0])} -m launcher"
     return "python -m launcher"
 
 
@@ -123,15 +133,50 @@ class Update(Protocol):
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
+def byte_rate(per_second: float) -> str:
+    """``4.1 MiB/s``."""
+    return f"{human_bytes(per_second)}/s"
+
+
+class Pace:
+    """How fast work goes, and how long it will still take, since it was first reported."""
+
+    def __init__(self, rate: Callable[[float], str] | None) -> None:
+        """``rate`` words what is done a second; without it there is nothing to say."""
+        self._rate = rate
+        self._first: tuple[float, int] | None = None
+
+    def text(self, done: int, total: float | None, now: float) -> str:
+        """``4.1 MiB/s, 2 min left``; empty before a second has passed."""
+        if self._first is None:
+            self._first = now, done
+        started, done_before = self._first
+        if self._rate is None or now - started < 1 or done <= done_before:
+            return ""
+        per_second = (done - done_before) / (now - started)
+        text = self._rate(per_second)
+        if total is not None and done < total:
+            text += f", {short_duration((total - done) / per_second)} left"
+        return text
+
+
 @contextmanager
-def progress(label: str, *, total: int | None = None, seconds_between_lines: float = 10.0) -> Iterator[Update]:
+def progress(
+    label: str,
+    *,
+    total: int | None = None,
+    rate: Callable[[float], str] | None = None,
+    seconds_between_lines: float = 10.0,
+) -> Iterator[Update]:
     """Show that work goes on: a bar on a terminal, otherwise a line every ``seconds_between_lines``.
 
-    ``done`` beyond ``total`` means that the total was only a guess: the bar then shows activity alone.
+    ``done`` beyond ``total`` means that the total was only a guess: the bar then shows activity alone. With ``rate``,
+    which words what is done a second, speed and time left are shown too.
     """
+    pace = Pace(rate)
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         note(f"{label} …")
-        yield _Lines(label, total, seconds_between_lines)
+        yield _Lines(label, total, pace, seconds_between_lines)
         return
     # Here, because rich takes longer to import than a short verb takes to run.
     from rich.console import Console
@@ -154,8 +199,9 @@ def progress(label: str, *, total: int | None = None, seconds_between_lines: flo
                 known = total
             if known is not None and done > known:
                 # The guess was too low. update() reads None as "unchanged", so the total is taken away by hand.
-                bar.tasks[0].total = total = None
-            bar.update(task, completed=done, total=total, note=note)
+                bar.tasks[0].total = total = known = None
+            parts = [part for part in (note, pace.text(done, known, time.monotonic())) if part]
+            bar.update(task, completed=done, total=total, note=", ".join(parts))
 
         yield update
 
@@ -163,19 +209,22 @@ def progress(label: str, *, total: int | None = None, seconds_between_lines: flo
 class _Lines:
     """Progress where there is no terminal: a line now and then."""
 
-    def __init__(self, label: str, total: int | None, seconds: float) -> None:
-        self._label, self._total, self._seconds = label, total, seconds
+    def __init__(self, label: str, total: int | None, pace: Pace, seconds: float) -> None:
+        self._label, self._total, self._pace, self._seconds = label, total, pace, seconds
         self._due = time.monotonic() + seconds
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + self._seconds
+        now = time.monotonic()
         whole = total or self._total
+        speed = self._pace.text(done, whole, now)
+        if now < self._due:
+            return
+        self._due = now + self._seconds
         share = ""
         if whole and done <= whole:
             share = f" {100 * done // whole}%"
-        _write(sys.stderr, f"{self._label}:{share} {note}".rstrip() + "\n")
+        parts = [part for part in (note, speed) if part]
+        _write(sys.stderr, f"{self._label}:{share} {', '.join(parts)}".rstrip() + "\n")
 
 
 def interruptible(action: Callable[[], Result]) -> Result:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from launcher.cli.console import Json, command, human_bytes, interruptible, progress, say, say_json, table
-from launcher.cli.corpus import Corpus
+from launcher.cli.console import Json, byte_rate, command, human_bytes, interruptible, progress, say, say_json, table
+from launcher.cli.corpus import Corpus, read_so_far, say_left_out
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
@@ -53,7 +53,10 @@ def build(
     source = corpus.open()
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
-    with progress(f"tokenizing {source.spec}", total=source.num_bytes) as update:
+    # The files are hashed first, and of a large corpus that takes minutes.
+    with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
+        source.fingerprint(progress=update)
+    with progress(f"tokenizing {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
         report = build_shards(
             source,
             loaded,
@@ -61,7 +64,7 @@ def build(
             validation_fraction=validation_fraction,
             shard_tokens=shard_tokens,
             overwrite=overwrite,
-            progress=lambda documents, done: update(done, note=f"{documents:,} documents, {human_bytes(done)}"),
+            progress=lambda documents, text_bytes: update(source.bytes_read, note=read_so_far(documents, text_bytes)),
         )
     if json:
         say_json(_build_json(report))
@@ -153,8 +156,7 @@ def _say_build(report: BuildReport) -> None:
         if s is not None
     ]
     say(table(["split", "documents", "tokens", "bytes/token", "shards", "folder"], rows))
-    if report.skipped:
-        say("Left out: " + ", ".join(f"{count:,} {reason}" for reason, count in report.skipped.items()) + ".")
+    say_left_out(report.skipped, report.left_out, report.left_out_file)
     if report.up_to_date:
         say(f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done.")
     else:

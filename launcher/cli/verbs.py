@@ -113,6 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.code, int):
             return end.code
         return DONE
+    except BrokenPipeError:
+        # `… --help | head`: the reader has what it wanted.
+        flush_results()
+        return DONE
     with warnings_on_stderr():
         code = run_to_exit_code(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
@@ -173,11 +177,15 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
         return functools.partial(verb.run, *positional, **options)
 
     called = f"{program()} {name}"
+    # tyro wraps its messages, which would cut a long path to Python in two: only a help shows it.
+    shown = name
+    if {"-h", "--help"} & set(arguments):
+        shown = called
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            return tyro.cli(bound, prog=called, args=arguments, config=markers)
+            return tyro.cli(bound, prog=shown, args=arguments, config=markers)
     except SystemExit as end:
         if not end.code:
             # tyro has printed the verb's help.
@@ -185,7 +193,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
             for example in verb.examples:
                 say(f"  {called} {example}")
             raise
-        message = unframed(complaint.getvalue()).replace(f" from {called}", "")
+        message = unframed(complaint.getvalue()).replace(f" from {name}", "")
         _complain(called, message, "shows what it takes, with an example.")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import tomllib
@@ -14,12 +13,13 @@ from typing import Any
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
+from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag
 from launcher.config.model import find_base, lay_over, settle_model
 from launcher.config.sections import RunConfig
+from launcher.recipes.find import QUICKSTART, find_config
+from launcher.wording import did_you_mean
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-
-QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
@@ -28,36 +28,47 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     Fields of ``[model]`` are laid over the model of the checkpoint that the run starts from or resumes from, unless a
     preset is named. A run that starts from a checkpoint has no file unless it names one.
 
-    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type; an unknown flag,
-    like ``--help``, ends the process through SystemExit (``quiet`` keeps a rank from repeating what rank 0 prints).
+    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type. An unknown flag,
+    ``--help`` and ``--print-config`` end the process through SystemExit; ``quiet`` keeps a rank from repeating what
+    rank 0 prints.
     """
     # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    argv, path = _take_flag(argv, "--config")
+    argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
-    named = _named_keys(values) | {_key_of_flag(argument) for argument in argv if argument.startswith("--")}
-    base = None
-    # Help is for those, too, who have no checkpoint yet.
-    if not {"-h", "--help"} & set(argv):
-        base = find_base(values)
-    defaults = from_values(values, base)
+    topic = help_topic(argv)
+    if topic is not None:
+        # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
+        from launcher.config.help import help_text
+
+        end_with(help_text(from_values(values), topic), quiet=quiet)
+    prints = "--print-config" in argv
+    argv = [argument for argument in argv if argument != "--print-config"]
+    named = _named_keys(values) | {key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    base = find_base(values)
+    config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
+    if prints:
+        end_with(config.to_toml().rstrip(), quiet=quiet)
+    return config
+
+
+def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConfig:
+    """The config with what the flags say; SystemExit, once it is printed, for what is wrong with them."""
     with contextlib.ExitStack() as stack:
         if quiet:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        config = tyro.cli(
+        return tyro.cli(
             RunConfig,
             # TOML's spelling of booleans works on the command line too.
             args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
             default=defaults,
             prog="pretrain.py",
-            description="Pretrain a model. `--config FILE.toml` names the recipe (default: quickstart); "
-            "the defaults below are that file's.",
             use_underscores=True,
+            add_help=False,
             config=(tyro.conf.FlagConversionOff,),
         )
-    return settle_model(config, base, named)
 
 
 _EARLY_FLAGS = ("model.preset", "run.start_from", "run.resume", "run.output_dir")
@@ -68,11 +79,11 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
     """The arguments without the early flags, and the file's values with these flags' over them."""
     early: dict[str, str] = {}
     for key in _EARLY_FLAGS:
-        argv, value = _take_flag(argv, f"--{key}")
+        argv, value = take_flag(argv, f"--{key}")
         if value is not None:
             early[key] = value
     if path is not None:
-        values = read_toml(Path(path))
+        values = read_toml(find_config(path))
     elif early.get("run.start_from", "no") != "no":
         # The quickstart's model and rates are those of a toy that is new.
         values = {}
@@ -90,18 +101,10 @@ def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
     return {f"{section}.{key}" for section, entries in values.items() for key in entries}
 
 
-def _key_of_flag(argument: str) -> str:
-    """The key that a flag gives; dashes stand for underscores."""
-    return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
-
-
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values; ConfigError when it is missing or malformed."""
+    """A TOML file's values; ConfigError when it is unreadable or malformed."""
     try:
         return tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        known = sorted(p.name for p in QUICKSTART.parent.glob("*.toml"))
-        raise ConfigError(f"--config {path} does not exist. Recipes in {QUICKSTART.parent}: {known}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:
@@ -141,10 +144,10 @@ def _check_keys(values: dict[str, Any]) -> None:
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     for section, entries in values.items():
         if section not in sections:
-            raise ConfigError(f"section [{section}] is unknown.{_nearest(section, list(sections))}")
+            raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")
         for key in _dotted(entries, sections[section]):
             if key not in sections[section]:
-                raise ConfigError(f"key {section}.{key} is unknown.{_nearest(f'{section}.{key}', known)}")
+                raise ConfigError(f"key {section}.{key} is unknown.{did_you_mean(f'{section}.{key}', known)}")
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
@@ -168,25 +171,3 @@ def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
         else:
             found.append(key)
     return found
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    """A question with the known names that look most like this one."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or sorted(known)
-    return f" Did you mean {' or '.join(close[:3])}?"
-
-
-def _take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
-    rest, value, at = [], None, 0
-    while at < len(argv):
-        if argv[at] == name:
-            if at + 1 == len(argv):
-                raise ConfigError(f"{name} needs a value.")
-            value, at = argv[at + 1], at + 2
-        elif argv[at].startswith(f"{name}="):
-            value, at = argv[at].split("=", 1)[1], at + 1
-        else:
-            rest.append(argv[at])
-            at += 1
-    return rest, value

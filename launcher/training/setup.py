@@ -117,6 +117,8 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     config = settle_layout(config, model, loader)
+    if validation is None:
+        config = _without_validation(config, is_rank_0=mesh.rank == 0)
     _say_start(config, model, mesh, device, origin, loader)
     origin = converted(origin, folder)
     _compare_tokenizers(origin, loader, is_rank_0=mesh.rank == 0)
@@ -200,9 +202,22 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
-    if not config.validation.rows:
+    has_folder = config.data.validation or Path(config.validation_folder).exists()
+    if not config.validation.rows or not has_folder:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:
+    """The config of a run that never validates; the log says what to set where that was not asked for."""
+    if config.validation.rows and is_rank_0:
+        log.warning(
+            "data.train=%s holds no held-out documents, so this run never validates.\n"
+            "Name a shard folder as data.validation, or build the data with a larger --validation-fraction; "
+            "validation.rows=0 says that it is meant.",
+            config.data.train,
+        )
+    return replace(config, validation=replace(config.validation, rows=0))
 
 
 def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunConfig:

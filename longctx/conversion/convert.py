@@ -75,7 +75,8 @@ def export_checkpoint(
     check_kind(verify)
     check_folders(checkpoint, output)
     reader = open_checked(checkpoint)
-    config, origin = model_config(reader), reader.manifest["training"].get("imported", {})
+    training = reader.manifest["training"]
+    config, origin = model_config(reader), training.get("imported", {})
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
@@ -92,7 +93,8 @@ def export_checkpoint(
             _recorded(masters(), prints, verify),
             staging,
             tokenizer=tokenizer,
-            model_type=origin.get("model_type"),
+            # Of a run that started from an import, its manifest has it.
+            model_type=origin.get("model_type", training.get("model_type")),
             token_ids=origin.get("token_ids"),
             shard_bytes=shard_bytes,
             progress=_count_written(progress),

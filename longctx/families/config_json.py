@@ -66,12 +66,18 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
         if not lost:
             return family
         reasons[family.model_type] = lost
-    nearest = min(reasons, key=lambda name: (_NOT_AT_ALL in reasons[name], len(reasons[name])))
+    nearest = min(reasons, key=lambda name: _distance(reasons[name]))
     listed = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
     raise ConfigError(
         f"no supported Hugging Face family can be this model; supported: {sorted(FAMILIES)}.\n"
         f"The nearest is {nearest}, whose config.json cannot say\n{listed}"
     )
+
+
+def _distance(lost: dict[str, str]) -> tuple[bool, bool, int]:
+    """How far a family that loses these fields is from the model; smaller is nearer."""
+    # Without experts one field is lost, and all that it decides goes uncounted.
+    return _NOT_AT_ALL in lost, "model.num_experts" in lost, len(lost)
 
 
 def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
-from longctx.families.gpt2 import GPT2
+from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
 from longctx.families.llama import LLAMA, MISTRAL
 from longctx.families.mixtral import MIXTRAL
@@ -12,20 +12,21 @@ from longctx.families.olmoe import OLMOE
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.spec import Family
 
-# Of several families that can be one model the first is written.
+# Of several families that can be one model the first is written: the type that most programs know.
 _ALL = (
-    QWEN2_MOE,
-    QWEN2,
     LLAMA,
     MISTRAL,
+    QWEN2,
     SEED_OSS,
     QWEN3,
+    QWEN2_MOE,
     QWEN3_MOE,
     MIXTRAL,
     OLMOE,
     GEMMA2,
     GEMMA3_TEXT,
     GPT2,
+    GPT1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,

@@ -37,8 +37,7 @@ class Whole:
         # The same norm on every rank, from averaged gradients: all of them update, or none does.
         norm = self._gradient_norm()
         if math.isfinite(norm):
-            if self._clip_norm > 0 and norm + 1e-6 > self._clip_norm:
-                self._scale_gradients(self._clip_norm / (norm + 1e-6))
+            self._clip_gradients(norm)
             self.engine.step()
         return norm
 
@@ -78,7 +77,11 @@ class Whole:
         dist.all_reduce(squares[1], group=experts.ep_group)
         return float(squares.sum().sqrt())
 
-    def _scale_gradients(self, factor: float) -> None:
+    def _clip_gradients(self, norm: float) -> None:
+        """Scale gradients of this norm down to ``clip_norm``; where experts are not spread, DeepSpeed does it."""
+        if self._clip_norm <= 0 or norm + 1e-6 <= self._clip_norm:
+            return
+        factor = self._clip_norm / (norm + 1e-6)
         for p in self._model.parameters():
             if p.grad is not None:
                 p.grad.mul_(factor)

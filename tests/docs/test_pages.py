@@ -15,6 +15,7 @@ from launcher.cli import main
 from launcher.cli.verbs import parse
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
@@ -49,8 +50,12 @@ def check_start(words: Sequence[str]) -> None:
     """Read the flags of a pretraining command, and check the run on as many ranks as share a row."""
     flags = list(words[words.index(SCRIPT) + 1 :])
     if "--help" in flags:
+        with pytest.raises(SystemExit) as ending:
+            load_run_config(flags)
+        assert ending.value.code == 0
         return
-    if "--config" in flags and not Path(flags[flags.index("--config") + 1]).is_file():
+    flags = [flag for flag in flags if flag != "--print-config"]
+    if "--config" in flags and not is_config(flags[flags.index("--config") + 1]):
         at = flags.index("--config")  # the config of a run that the reader has and we have not
         assert Path(flags[at + 1]).parts[0] in ("runs", "run.toml"), flags
         del flags[at : at + 2]
@@ -59,9 +64,14 @@ def check_start(words: Sequence[str]) -> None:
         flags[at : at + 2] = ["--run.start_from", "no", "--model.preset", "llama-2-7b"]
     if "--config" in flags:
         at = flags.index("--config")
-        flags[at : at + 2] = recipe_flags(Path(flags[at + 1]))
+        flags[at : at + 2] = recipe_flags(find_config(flags[at + 1]))
     config = load_run_config(flags)
     check_run(config.resolve(native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
+
+
+def is_config(given: str) -> bool:
+    """Whether a value of --config is a file or a recipe that we have."""
+    return given in recipes() or Path(given).is_file()
 
 
 def check_extras(words: Sequence[str]) -> None:

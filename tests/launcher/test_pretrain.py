@@ -103,14 +103,17 @@ def test_going_on_to_more_steps(shards, copied, finished):
     assert {n for n in after if after[n] != before.get(n)} <= {"environment.json"}, "nothing is left to do"
 
 
-def test_a_lone_process_needs_no_launcher_and_imports_no_more_than_its_steps_need(shards, tmp_path):
-    argv = flags(shards, tmp_path / "run", {"parallel.context": 1, "train.steps": 2, "validation.rows": 0})
+def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_imports(shards, tmp_path):
+    bare = Path(shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("validation")))
+    argv = flags(bare, tmp_path / "run", {"parallel.context": 1, "train.steps": 2})
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     command = [sys.executable, "-X", "importtime", "launcher/pretrain.py", *argv]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, timeout=100, **pipe)
     assert ended.returncode == 0, ended.stdout
-    assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2]
+    assert [(r["kind"], r["step"]) for r in rows(tmp_path / "run")] == [("train", 1), ("train", 2)]
+    assert ended.stdout.count("holds no held-out documents") == 1
+    assert "data.validation" in ended.stdout
     # One line for each import, among those of the log.
     before_the_first_step, _, after = ended.stdout.partition("step 1/2")
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", before_the_first_step, re.M))
@@ -182,7 +185,6 @@ def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
 
 
 def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_path):
-    bare = shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("validation"))
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     shard = damaged / "00000.arrow"
     data = bytearray(shard.read_bytes())
@@ -198,7 +200,7 @@ def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_
         ({"data.train": file}, 1, ["DataError", str(file)]),
         ({"data.train": damaged}, 1, [f"{shard} is damaged"]),
         ({"data.train": truncated}, 1, ["00000.arrow has 0 bytes"]),
-        ({"data.train": bare}, 1, ["DataError", str(Path(bare) / "validation")]),
+        ({"data.validation": tmp_path / "nowhere"}, 1, ["DataError", str(tmp_path / "nowhere")]),
         ({"model.vocab_size": 500}, 2, ["model.vocab_size=500", "Try --model.vocab_size 512"]),
         ({"run.output_dir": file / "below"}, 2, ["cannot be written", "Not a directory"]),
         ({"run.output_dir": "/proc/below"}, 2, ["run.output_dir='/proc/below' cannot be written"]),

@@ -51,7 +51,7 @@ class TestFolders:
         (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
         source = open_source(tmp_path)
         assert read(source) == [("good.txt", "good")]
-        expected = {"binary": 1, "empty": 1, "hidden": 2, "not UTF-8": 1, "not a regular file": 1}
+        expected = {"binary": 1, "empty": 1, "hidden": 2, "not UTF-8": 1, "broken link": 1}
         assert source.skipped == expected
         assert read(source) == [("good.txt", "good")]
         assert source.skipped == expected  # a second reading counts the same, not twice
@@ -81,7 +81,7 @@ class TestFolders:
     def test_a_folder_without_text_is_an_error(self, tmp_path: Path, content: bytes | None):
         if content is not None:
             (tmp_path / "file").write_bytes(content)
-        with pytest.raises(DataError, match=r"no text that can be used .*\n.*stdlib"):
+        with pytest.raises(DataError, match=r"no text that can be used:\n(.*\n)+.*stdlib"):
             read(open_source(tmp_path))
 
     def test_a_missing_path_names_what_is_there(self, tmp_path: Path):
@@ -107,26 +107,18 @@ class TestStructuredFiles:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            (b"{broken", "line 2: not JSON"),
-            (b'"text"', "line 2: a str where an object is wanted"),
-            (b'{"body": "x"}', "line 2: no text in field 'text'.\nFields with text: 'body'"),
-            (b'{"text": 3}', "line 2: no text in field 'text'"),
-            (b'{"text": "\xff"}', "line 2: not JSON"),
+            (b"{broken", "a.jsonl:2: not JSON"),
+            (b'"text"', "a.jsonl:2: not a JSON object (it is a str)"),
+            (b'{"body": "x"}', "a.jsonl:2: no field 'text' (fields: 'body'; with text: 'body')"),
+            (b'{"text": 3}', "a.jsonl:2: no text in field 'text' (it holds a int)"),
+            (b'{"text": "\xff"}', "a.jsonl:2: not UTF-8"),
         ],
     )
-    def test_a_bad_jsonl_line_is_named(self, tmp_path: Path, line: bytes, message: str):
+    def test_a_strict_reading_names_a_bad_jsonl_line(self, tmp_path: Path, line: bytes, message: str):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
         with pytest.raises(DataError) as caught:
-            read(open_source(tmp_path / "a.jsonl"))
+            read(open_source(tmp_path / "a.jsonl", strict=True))
         assert message in str(caught.value)
-
-    @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
-    def test_a_cut_off_compressed_file_is_an_error(self, tmp_path: Path, compress):
-        ending = ".gz" if compress is gzip.compress else ".zst"
-        path = tmp_path / f"a.jsonl{ending}"
-        path.write_bytes(compress(jsonl() * 50)[:-12])
-        with pytest.raises(DataError, match=r"a.jsonl.* cannot be read"):
-            read(open_source(path))
 
     def test_text_field_is_used(self, tmp_path: Path):
         (tmp_path / "a.jsonl").write_bytes(jsonl("body"))
@@ -139,15 +131,15 @@ class TestStructuredFiles:
         source = open_source(path, text_field="body")
         assert read(source) == [("a.parquet:0", "x")]
         assert source.skipped == {"null": 1}
-        with pytest.raises(DataError, match=r"no text column 'text'. .*'body', 'number'.\nColumns with text: 'body'"):
-            read(open_source(path))
-        with pytest.raises(DataError, match="no text column 'number'"):
-            read(open_source(path, text_field="number"))
+        with pytest.raises(DataError, match=r"no text in field 'text'.\n.*fields: 'body', 'number'; with text: 'body'"):
+            open_source(path)
+        with pytest.raises(DataError, match="no text in field 'number'"):
+            open_source(path, text_field="number")
 
     def test_a_damaged_parquet_file_is_an_error(self, tmp_path: Path):
         (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
-        with pytest.raises(DataError, match=r"a.parquet cannot be read"):
-            read(open_source(tmp_path))
+        with pytest.raises(DataError, match=r"no text that can be used:\n  1 damaged: a.parquet"):
+            open_source(tmp_path)
 
     def test_lone_surrogates_are_left_out(self, tmp_path: Path):
         (tmp_path / "a.jsonl").write_text('{"text": "half \\ud800"}\n{"text": "whole"}\n')

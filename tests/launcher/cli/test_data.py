@@ -37,6 +37,22 @@ def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
     assert "'nope/*' matches no file" in err
 
 
+def test_build_names_what_it_left_out(capsys, world, tmp_path):
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    for number in range(4):
+        (tmp_path / "corpus" / f".{number}").touch()
+    (tmp_path / "corpus" / "rubbish.json.gz").write_bytes(b"rubbish")
+    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
+    code, out, _ = call(capsys, *words, tmp_path / "d")
+    assert code == 0
+    assert f"Left out (all names in {tmp_path / 'd' / 'left_out.jsonl'}):\n  1 damaged: rubbish.json.gz (" in out
+    assert "\n  4 hidden: .0, .1, .2, …\n" in out
+    code, _, err = call(capsys, *words, tmp_path / "e", "--strict")
+    assert code == 1
+    assert "rubbish.json.gz: damaged" in err
+    assert not (tmp_path / "e").exists()
+
+
 def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, tmp_path):
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
     assert call(capsys, *words, tmp_path / "d")[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 from tests.launcher.cli.calls import VOCAB_SIZE, call
 
@@ -31,3 +32,22 @@ def test_a_vocabulary_that_cannot_be_is_refused(capsys, world, tmp_path):
     assert code == 1
     assert re.search(r"Try \d+ or less", err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_is_not_overwritten_unasked(capsys, world, tmp_path):
+    output = tmp_path / "f.model"
+    output.write_text("precious")
+    words = ["tokenizer", "train", "--source", world / "corpus", "--vocab-size", 400, "--output", output]
+    code, _, err = call(capsys, *words)
+    assert (code, output.read_text()) == (1, "precious")
+    assert "--overwrite" in err
+    assert call(capsys, *words, "--overwrite")[0] == 0
+    assert output.read_bytes() != b"precious"
+
+
+def test_what_was_left_out_is_named(capsys, world, tmp_path):
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "x"}\n{"text": null}\n')
+    words = ["tokenizer", "train", "--source", tmp_path / "corpus", "--vocab-size", 400, "--output", tmp_path / "f"]
+    _, out, _ = call(capsys, *words)
+    assert "Left out:\n  1 null: a.jsonl:2\n" in out

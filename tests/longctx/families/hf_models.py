@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class Case:
         import transformers
 
         return getattr(transformers, f"{self.name}Config")(**self.sizes | self.values)
+
+    def config_json(self) -> dict[str, Any]:
+        """Its config.json, without what only transformers adds."""
+        return json.loads(self.config().to_json_string(use_diff=False)) | {"architectures": None}
 
 
 CASES = {
@@ -132,6 +137,12 @@ CASES = {
         "GPT2",
         {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 97, "tie_word_embeddings": False}
         | {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None},
+        sizes={},
+    ),
+    "openai-gpt": Case(
+        "OpenAIGPT",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 97}
+        | {"bos_token_id": None, "eos_token_id": None},
         sizes={},
     ),
     "deepseek_v2": Case("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),

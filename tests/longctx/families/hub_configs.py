@@ -102,6 +102,13 @@ HUB: dict[str, dict[str, Any]] = {
         "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257, "output_past": True,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     },
+    "openai-gpt": {
+        "model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"], "afn": "gelu", "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 512, "n_embd": 768,
+        "n_head": 12, "n_layer": 12, "n_positions": 512, "n_special": 0, "predict_special_tokens": True,
+        "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 40478,
+    },
     "DeepSeek-V2-Lite": _COMMON | {
         "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001,
@@ -163,6 +170,7 @@ PARAMETERS = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b-pt": 999_885_952,
     "gpt2-xl": 1_557_611_200,
+    "openai-gpt": 116_534_784,
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,

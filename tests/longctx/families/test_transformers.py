@@ -117,8 +117,8 @@ def test_the_layout_of_memory_is_read_too(name, models, tmp_path):
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2 untied"])
-def test_gpt2_without_its_prefix_and_with_old_buffers(name, models, tmp_path):
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 untied", "openai-gpt"])
+def test_gpt_without_its_prefix_and_with_old_buffers(name, models, tmp_path):
     _, folder = models(name)
     bare = {key.removeprefix("transformer."): tensor for key, tensor in hf_models.on_disk(folder).items()}
     masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.1.attn.masked_bias": torch.tensor(-1e4)}

@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, LayerNorm, weights that lie transposed, and queries, keys and values in one tensor."""
+"""GPT-1 and GPT-2: learned positions, LayerNorm, transposed weights, and queries, keys and values in one tensor.
+
+GPT-1's norms stand after each sum, GPT-2's before each part.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +92,16 @@ def _check_context(hf: HfConfig) -> None:
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
 
 
+def _four_times() -> Rule:
+    """GPT-1's FFN is four times as wide as the model."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        return {"ffn_size": 4 * integer(hf, "n_embd")}
+
+    # Another width reads back as this one, by which the loss is found.
+    return Rule(keys=(), read=read, write=lambda _: {})
+
+
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -96,8 +109,10 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
+# In GPT-1 transformers computes "gelu" by its tanh formula.
+_ACTIVATIONS_1 = {"gelu": "gelu_tanh", "relu": "relu"}
 
-_RULES = (
+_COMMON = (
     *UNUSED,
     DENSE,
     constant(position="learned", norm="layernorm", qkv_bias=True, o_bias=True, ffn_bias=True),
@@ -109,18 +124,11 @@ _RULES = (
     same("layer_norm_epsilon", "norm_eps", default=1e-5),
     same("initializer_range", "init_std", default=0.02),
     same("tie_word_embeddings", "tie_embeddings", default=True),
-    translated("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
     divided_head_dim("n_embd", "n_head"),
     _all_heads(),
-    _inner(),
     _dropout(),
     _attention_dropout(),
     reads_only(("n_ctx",), _check_context),
-    # Other scales of the scores than head_dim^-½.
-    only("scale_attn_weights", True),
-    only("scale_attn_by_inverse_layer_idx", False),
-    only("reorder_and_upcast_attn", False),
-    only("add_cross_attention", False, written=False),
 )
 
 _OF_OTHER_HEADS = frozenset(
@@ -142,23 +150,23 @@ _OF_OTHER_HEADS = frozenset(
 
 
 def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
-    """Under GPT-2's name, with the prefix of the whole model, and without it as old files have it."""
+    """Under GPT's name, with the prefix of the whole model, and without it as old files have it."""
     names = (f"transformer.{theirs}", theirs)
     return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
 
 
-def _projection(*ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A weight, stored as [in, out], and its bias."""
     weights = tuple(f"{_BLOCK}{name}.weight" for name in ours)
     biases = tuple(f"{_BLOCK}{name}.bias" for name in ours)
-    # GPT-2's Conv1D holds its weight as [in, out], a bias has one axis.
+    # GPT's Conv1D holds its weight as [in, out], a bias has one axis.
     return (
         _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
         _renamed(biases, f"h.{{layer}}.{theirs}.bias"),
     )
 
 
-def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A LayerNorm's weight and bias."""
     return (
         _renamed((f"{ours}.weight",), f"{theirs}.weight"),
@@ -166,22 +174,55 @@ def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
     )
 
 
+def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
+    """The tensors of a block; the norms' names are ours, and theirs are ln_1 and ln_2."""
+    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
+    attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
+    ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
+    norms = _norm(_BLOCK + first_norm, "h.{layer}.ln_1") + _norm(_BLOCK + second_norm, "h.{layer}.ln_2")
+    return attention + ffn + norms
+
+
+# Causal masks and positions, which old versions of transformers saved as buffers.
+_BUFFERS = (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?position_ids")
+
+GPT1 = Family(
+    model_type="openai-gpt",
+    architecture="OpenAIGPTLMHeadModel",
+    rules=(
+        *_COMMON,
+        constant(norm_order="post"),
+        _four_times(),
+        translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
+    ),
+    tensors=(
+        _renamed(("model.embed_tokens.weight",), "tokens_embed.weight"),
+        _renamed(("model.embed_positions.weight",), "positions_embed.weight"),
+        *_block_tensors("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_tensors=_BUFFERS,
+)
+
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    rules=_RULES,
+    rules=(
+        *_COMMON,
+        _inner(),
+        translated("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
+        # Other scales of the scores than head_dim^-½.
+        only("scale_attn_weights", True),
+        only("scale_attn_by_inverse_layer_idx", False),
+        only("reorder_and_upcast_attn", False),
+        only("add_cross_attention", False, written=False),
+    ),
     tensors=(
         _renamed(("model.embed_tokens.weight",), "wte.weight"),
         _renamed(("model.embed_positions.weight",), "wpe.weight"),
-        *_norm(_BLOCK + "input_layernorm", "h.{layer}.ln_1"),
-        *_projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn"),
-        *_projection("self_attn.o_proj", theirs="attn.c_proj"),
-        *_norm(_BLOCK + "post_attention_layernorm", "h.{layer}.ln_2"),
-        *_projection("mlp.up_proj", theirs="mlp.c_fc"),
-        *_projection("mlp.down_proj", theirs="mlp.c_proj"),
+        *_block_tensors("input_layernorm", "post_attention_layernorm"),
         *_norm("model.norm", "ln_f"),
     ),
     ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
-    # Causal masks, which old versions of transformers saved as buffers.
-    ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+    ignored_tensors=_BUFFERS,
 )

@@ -1,0 +1,67 @@
+"""Folders that Hugging Face's ``datasets`` has saved: which of their files are data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_STATE = "state.json"
+_DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a folder of ``save_to_disk`` or of the cache of ``datasets`` says about itself."""
+
+    not_data: dict[str, str]
+    """Names of files that hold no documents, with the reason."""
+    missing: list[str]
+    """Data files that are listed and not there."""
+
+
+def find_dataset(folder: Path, names: Sequence[str]) -> Dataset | None:
+    """The data set in a folder that holds files of these ``names``; None if it holds none."""
+    described = [name for name in _DESCRIPTIONS if name in names]
+    tables = [name for name in names if name.endswith(".arrow")]
+    if not described or not (tables or _lists_splits(folder, described)):
+        return None
+    not_data = dict.fromkeys(described, "description of a data set")
+    data_files = _data_files(folder, described)
+    # The cache of `datasets` has no state.json: each of its tables is data.
+    if data_files is None:
+        return Dataset(not_data, [])
+    # What `map` and `filter` have cached beside the data would give its documents once more.
+    not_data.update((name, "not listed in state.json") for name in tables if name not in data_files)
+    return Dataset(not_data, sorted(data_files - set(names)))
+
+
+def _data_files(folder: Path, described: Sequence[str]) -> set[str] | None:
+    """The data files that ``state.json`` lists; None where it lists none."""
+    if _STATE not in described:
+        return None
+    state = _read_object(folder / _STATE)
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):
+        return None
+    return {
+        entry["filename"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("filename"), str)
+    }
+
+
+def _lists_splits(folder: Path, described: Sequence[str]) -> bool:
+    """Whether the folder is one of several splits, which lie in folders of their own."""
+    return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty if there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if isinstance(value, dict):
+        return value
+    return {}

@@ -1,0 +1,90 @@
+"""What a source left out: counts, a few names of each reason, and the whole list in a file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from data_pipeline.prepare.documents import Skip
+
+LEFT_OUT_FILE = "left_out.jsonl"
+_EXAMPLES = 3
+
+
+class LeftOut:
+    """Counts by reason, and the first few names."""
+
+    def __init__(self, skips: Iterable[Skip] = ()) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[str]] = {}
+        for skip in skips:
+            self.add(skip)
+
+    def add(self, skip: Skip) -> None:
+        """Count one more."""
+        self.counts[skip.reason] += 1
+        names = self.examples.setdefault(skip.reason, [])
+        if len(names) < _EXAMPLES:
+            shown = skip.name
+            if skip.detail:
+                shown += f" ({skip.detail})"
+            names.append(shown)
+
+    def lines(self) -> list[str]:
+        """A line for each reason: how many, and the first names."""
+        return left_out_lines(self.counts, self.examples)
+
+
+def left_out_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each reason: how many, and the names that are known."""
+    lines = []
+    for reason, count in sorted(counts.items()):
+        line = f"{count:,} {reason}"
+        names = examples.get(reason, ())
+        if names:
+            line += f": {', '.join(names)}"
+            if count > len(names):
+                line += ", …"
+        lines.append(line)
+    return lines
+
+
+class LeftOutFile:
+    """Writes skips into ``left_out.jsonl`` as they come; the file is there only if there are any."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEFT_OUT_FILE
+        self._digest = xxhash.xxh3_128()
+        self._file = None
+
+    def add(self, skip: Skip) -> None:
+        """Write one line."""
+        # At once and not at the end: a list of every null of a large corpus fits no memory.
+        if self._file is None:
+            self._file = self._path.open("wb")
+        entry = {"name": skip.name, "reason": skip.reason}
+        if skip.detail:
+            entry["detail"] = skip.detail
+        line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        self._digest.update(line)
+        self._file.write(line)
+
+    def close(self) -> str:
+        """Finish the file and return its xxh3_128; empty if nothing was left out."""
+        if self._file is None:
+            return ""
+        self._file.close()
+        return self._digest.hexdigest()
+
+
+def read_left_out(folder: Path) -> LeftOut:
+    """What the file in a shard folder lists; nothing where it has none."""
+    path = folder / LEFT_OUT_FILE
+    if not path.exists():
+        return LeftOut()
+    with path.open("rb") as lines:
+        return LeftOut(Skip(**json.loads(line)) for line in lines)

@@ -1,0 +1,128 @@
+"""A ``.json`` file: an array of objects, objects one after the other, or JSON Lines, each in bounded memory."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from data_pipeline.prepare.documents import DamageError, Item
+from data_pipeline.prepare.readers.json_lines import read_lines
+from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.records import check_length, item_of
+
+_PIECE_BYTES = 1 << 20
+_DECODER = json.JSONDecoder()
+_BYTE_ORDER_MARK = codecs.BOM_UTF8
+_SPACE = re.compile(r"[ \t\r\n]*")
+# A literal, number or escape that the end of the buffer cuts is shorter.
+_LONGEST_SCALAR_ERROR = 16
+
+
+def read_json(opened: OpenFile, text_field: str) -> Iterator[Item]:
+    """Yield one document an array element, value or line, whichever the file's beginning shows."""
+    begun, is_lines = _begin(opened.stream)
+    if is_lines:
+        yield from read_lines(opened, text_field, begun)
+        return
+    for number, value in enumerate(_values(_Buffer(opened.stream, begun))):
+        yield item_of(value, text_field, f"{opened.name}:{number}")
+
+
+def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
+    """The beginning of the file, and whether it is JSON Lines."""
+    begun = stream.read(_PIECE_BYTES)
+    while True:
+        content = begun.removeprefix(_BYTE_ORDER_MARK).lstrip()
+        # An array may be all of the file in one line: no line is waited for.
+        if content[:1] == b"[":
+            return begun, False
+        line, newline, _ = content.partition(b"\n")
+        # More is read only while the first line has not ended, as much again as there is.
+        piece = b""
+        if not newline:
+            check_length(len(begun))
+            piece = stream.read(max(_PIECE_BYTES, len(begun)))
+        if not piece:
+            # An object that spans lines begins with "{", or with fields that a comma ends.
+            return begun, line.rstrip().endswith(b"}")
+        begun += piece
+
+
+def _values(buffer: _Buffer) -> Iterator[Any]:
+    """Yield the elements of the array, or the values that stand one after the other."""
+    if buffer.next_character() != "[":
+        while buffer.next_character():
+            yield buffer.take_value()
+        return
+    buffer.skip_character()
+    separator = ","
+    if buffer.next_character() == "]":
+        separator = "]"
+        buffer.skip_character()
+    while separator == ",":
+        yield buffer.take_value()
+        separator = buffer.next_character()
+        buffer.skip_character()
+    if not separator:
+        raise DamageError("the array has no end")
+    if separator != "]":
+        raise DamageError(f"{separator!r} stands behind an element of the array")
+    if buffer.next_character():
+        raise DamageError("there is more behind the array")
+
+
+class _Buffer:
+    """The part of the text that is being parsed. Bytes that are not UTF-8 become lone surrogates."""
+
+    def __init__(self, stream: BinaryIO, begun: bytes) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._text = self._decoder.decode(begun)
+        self._at = 0
+
+    def next_character(self) -> str:
+        """The next character that is no space, not yet taken; empty at the end."""
+        while True:
+            spaces = _SPACE.match(self._text, self._at)
+            assert spaces is not None
+            self._at = spaces.end()
+            if self._at < len(self._text) or not self._fill():
+                return self._text[self._at : self._at + 1]
+
+    def skip_character(self) -> None:
+        """Take one character."""
+        self._at += 1
+
+    def take_value(self) -> Any:
+        """Take the next value; DamageError where it is not JSON."""
+        self.next_character()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._may_be_cut(error) and self._fill():
+                    continue
+                raise DamageError(f"not JSON ({error.msg})") from error
+            except (ValueError, RecursionError) as error:
+                raise DamageError(f"not JSON ({error})") from error
+            # A number that ends with the buffer may go on behind it.
+            if end == len(self._text) and self._fill():
+                continue
+            self._at = end
+            return value
+
+    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether the error may come from the end of the buffer, and not from the text."""
+        return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _LONGEST_SCALAR_ERROR
+
+    def _fill(self) -> bool:
+        """Read on; False at the end of the file."""
+        rest = self._text[self._at :]
+        check_length(len(rest))
+        # As much again as there is: a long value is then parsed anew only a few times.
+        piece = self._stream.read(max(_PIECE_BYTES, len(rest)))
+        self._text, self._at = rest + self._decoder.decode(piece, final=not piece), 0
+        return bool(piece) or len(self._text) > len(rest)

@@ -1,0 +1,119 @@
+"""Read one file, and check one before anything is read: the ending of its name chooses the reader."""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import zstandard
+
+from data_pipeline.prepare.documents import DamageError, Document, File, Item, Skip
+from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
+from data_pipeline.prepare.readers.json_lines import read_lines
+from data_pipeline.prepare.readers.json_values import read_json
+from data_pipeline.prepare.readers.opened import OpenFile, opened
+from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
+from data_pipeline.prepare.readers.text import read_text
+from longctx.errors import DataError
+
+_DAMAGE = (DamageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException)
+_CHECKED_RECORDS = 64
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
+
+
+def read(file: File, text_field: str) -> Iterator[tuple[Item, int]]:
+    """Yield the documents of one file, each with the bytes on disk that were read so far.
+
+    A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
+    to read what it could open before: another reading could give other documents.
+    """
+    reader = _READERS[file.format.kind]
+    documents = items = 0
+    try:
+        with opened(file) as source:
+            for item in reader(source, text_field):
+                checked = _check(item, file.format.kind)
+                documents += isinstance(checked, Document)
+                items += 1
+                yield checked, source.bytes_read
+    except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno:
+            raise DataError(
+                f"{file.path} cannot be read ({error.strerror}).\nMend the file or exclude {file.name!r}."
+            ) from error
+        yield _damaged(file, error, documents), file.size
+        return
+    if not items:
+        yield Skip(file.name, "empty"), file.size
+
+
+def check(file: File, text_field: str) -> Skip | None:
+    """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
+    try:
+        with opened(file) as source:
+            return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
+    except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno:
+            return Skip(file.name, "cannot be read", error.strerror or str(error), is_fault=True)
+        return _damaged(file, error, documents=0)
+
+
+def _damaged(file: File, error: BaseException, documents: int) -> Skip:
+    """The skip of what is left of a damaged file."""
+    # Arrow's messages may go on with hints for programmers.
+    detail = (str(error) or type(error).__name__).splitlines()[0]
+    return Skip(file.name, "damaged", f"{detail}; {documents} documents before it are used", is_fault=True)
+
+
+def _check(item: Item, kind: str) -> Item:
+    """The item, or a Skip for a text that no tokenizer can give back."""
+    if isinstance(item, Skip):
+        return item
+    if not item.text:
+        return Skip(item.name, "empty")
+    try:
+        item.text.encode()
+    except UnicodeEncodeError:
+        # The readers of these put a surrogate of its own block where a byte is not UTF-8.
+        if kind in ("csv", "tsv", "json") and _ESCAPED_BYTE.search(item.text):
+            return Skip(item.name, "not UTF-8", is_fault=True)
+        # JSON can spell half of a surrogate pair, which is no character.
+        return Skip(item.name, "lone surrogate")
+    return item
+
+
+def _check_nothing(source: OpenFile, text_field: str) -> Skip | None:
+    """None: that the file could be opened is all there is to check."""
+    return None
+
+
+def _check_records(source: OpenFile, text_field: str) -> Skip | None:
+    """The first record's fault if none of the first records can be used."""
+    first_fault = None
+    for item in itertools.islice(_READERS[source.file.format.kind](source, text_field), _CHECKED_RECORDS):
+        if not isinstance(item, Skip) or not item.is_fault:
+            return None
+        first_fault = first_fault or item
+    if first_fault is None:
+        return None
+    return Skip(source.name, first_fault.reason, first_fault.detail, is_fault=True)
+
+
+_READERS: dict[str, Callable[[OpenFile, str], Iterator[Item]]] = {
+    "text": read_text,
+    "lines": read_lines,
+    "json": read_json,
+    "csv": read_csv,
+    "tsv": read_tsv,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+}
+_CHECKS: dict[str, Callable[[OpenFile, str], Skip | None]] = {
+    "text": _check_nothing,
+    "parquet": check_parquet,
+    "arrow": check_arrow,
+}

@@ -1,0 +1,132 @@
+"""Parquet and Arrow: a row is one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.prepare.documents import Document, Item, Skip
+from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.records import no_field
+
+_ROWS = 256
+_FILE_MAGIC = b"ARROW1"
+
+
+def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
+    """Yield one document a row, read in batches of rows: a table larger than memory is no trouble."""
+    with _parquet(opened) as table:
+        problem = _find_problem(opened.name, table.schema_arrow, text_field)
+        if problem is not None:
+            yield problem
+            return
+        number = 0
+        for batch in table.iter_batches(batch_size=_ROWS, columns=[text_field]):
+            yield from _rows(_as_bytes(batch.column(0)), opened.name, number)
+            number += batch.num_rows
+            opened.share = number / table.metadata.num_rows
+
+
+def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
+    """Yield one document a row of an Arrow IPC file or stream, batch by batch."""
+    schema, batches = _open_arrow(opened)
+    problem = _find_problem(opened.name, schema, text_field)
+    if problem is not None:
+        yield problem
+        return
+    number = 0
+    for batch in batches:
+        column = _as_bytes(batch.column(text_field))
+        # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer.
+        column.validate(full=True)
+        for start in range(0, len(column), _ROWS):
+            yield from _rows(column.slice(start, _ROWS), opened.name, number + start)
+        number += len(column)
+
+
+def check_parquet(opened: OpenFile, text_field: str) -> Skip | None:
+    """Why the file cannot be read, judged by its schema; None if it can."""
+    with _parquet(opened) as table:
+        return _find_problem(opened.name, table.schema_arrow, text_field)
+
+
+def check_arrow(opened: OpenFile, text_field: str) -> Skip | None:
+    """Why the file cannot be read, judged by its schema; None if it can."""
+    schema, _ = _open_arrow(opened)
+    return _find_problem(opened.name, schema, text_field)
+
+
+def _parquet(opened: OpenFile) -> pq.ParquetFile:
+    if opened.file.format.compression:
+        raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
+    # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
+    return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False)
+
+
+def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema and batches; the file's first bytes say whether it is a file or a stream."""
+    is_file = not opened.file.format.compression and opened.raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    if not opened.file.format.compression:
+        opened.raw.seek(0)
+    if not is_file:
+        stream = pa.ipc.open_stream(opened.stream)
+        return stream.schema, iter(stream)
+    table = pa.ipc.open_file(opened.raw)
+    return table.schema, _file_batches(table, opened)
+
+
+def _file_batches(table: pa.ipc.RecordBatchFileReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow IPC file."""
+    for index in range(table.num_record_batches):
+        yield table.get_batch(index)
+        opened.share = (index + 1) / table.num_record_batches
+
+
+def _find_problem(name: str, schema: pa.Schema, text_field: str) -> Skip | None:
+    """The skip of a table whose column ``text_field`` is missing or no text."""
+    with_text = [field.name for field in schema if _is_text(field.type)]
+    if text_field in with_text:
+        return None
+    return no_field(name, text_field, schema.names, with_text)
+
+
+def _is_text(column: pa.DataType) -> bool:
+    """Whether a column holds text, or bytes that may be text."""
+    if pa.types.is_dictionary(column):
+        return _is_text(column.value_type)
+    tests = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    )
+    return any(test(column) for test in tests)
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """The same column without the claim that it is UTF-8, which then costs no more than the rows that are not."""
+    if pa.types.is_string(column.type):
+        return column.view(pa.binary())
+    if pa.types.is_large_string(column.type):
+        return column.view(pa.large_binary())
+    return column
+
+
+def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
+    """Yield the documents of some rows of the text column."""
+    for number, value in enumerate(column, start=first):
+        name = f"{file}:{number}"
+        try:
+            text = value.as_py()
+            if isinstance(text, bytes):
+                text = text.decode()
+        except UnicodeDecodeError as error:
+            yield Skip(name, "not UTF-8", str(error), is_fault=True)
+            continue
+        if text is None:
+            yield Skip(name, "null")
+        else:
+            yield Document(name, text)

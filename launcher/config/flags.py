@@ -1,0 +1,55 @@
+"""The flags of a run's command line that are read before all settings are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from longctx.errors import ConfigError
+
+
+def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
+    rest, value, at = [], None, 0
+    while at < len(argv):
+        if argv[at] == name:
+            if at + 1 == len(argv):
+                raise ConfigError(f"{name} needs a value.")
+            value, at = argv[at + 1], at + 2
+        elif argv[at].startswith(f"{name}="):
+            value, at = argv[at].split("=", 1)[1], at + 1
+        else:
+            rest.append(argv[at])
+            at += 1
+    return rest, value
+
+
+def key_of_flag(argument: str) -> str:
+    """The key that a flag gives; dashes stand for underscores."""
+    return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
+
+
+def help_topic(argv: list[str]) -> str | None:
+    """What ``--help`` asks about: a section or a key, empty for all of them; None where nobody asks."""
+    for at, argument in enumerate(argv):
+        if argument in ("-h", "--help"):
+            following = argv[at + 1 : at + 2]
+            if following and not following[0].startswith("-"):
+                return following[0]
+            return ""
+        if argument.startswith("--help="):
+            return argument.removeprefix("--help=")
+    return None
+
+
+def end_with(text: str, *, quiet: bool) -> NoReturn:
+    """Print a result, on rank 0 alone, and end well."""
+    if not quiet:
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # `--help | head`: Python would fail once more when it closes the stream at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)

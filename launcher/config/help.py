@@ -1,0 +1,172 @@
+"""The help of a run's settings: every key with its choices, its default and what it means, or those of one section."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from launcher.config.sections import NO_PRESET, RunConfig
+from launcher.recipes.find import recipes, summary
+from launcher.wording import did_you_mean
+from longctx.architecture.rope import ROPE_KINDS
+from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.errors import ConfigError
+from longctx.kernels.attention.select import KERNELS
+from longctx.presets import PRESETS
+from parallel.layout.select import AUTO
+from parallel.layout.sequence import KINDS
+
+_START = "deepspeed --hostfile hostfile launcher/pretrain.py"
+_OPENING = f"""\
+usage: {_START} [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
+
+Pretrain a model. A setting is its default, unless the recipe has another value, unless a flag has another one.
+Every key can stand in a TOML file too: `--train.lr 3e-4` is `lr = 3e-4` under [train].
+Defaults below are those of --config (without it, of the recipe quickstart)."""
+_FLAGS = """\
+other flags:
+  --config FILE|RECIPE   a TOML file, or a recipe by its name
+  --print-config         print all settings as TOML, and end
+  --help [SECTION|KEY]   this text, or that of a section or key: --help model, --help train.lr"""
+_EXAMPLES = {
+    "": (
+        f"{_START} --config quickstart",
+        f"{_START} --config quickstart --train.lr 3e-3 --run.output_dir runs/second",
+        "python launcher/pretrain.py --config llama-3.1-8b-128k --print-config",
+    ),
+    "run": (f"{_START} --config run.toml --run.output_dir runs/second --run.resume latest",),
+    "model": (
+        f"{_START} --model.preset quickstart-dense --model.num_layers 8",
+        f"{_START} --config run.toml --model.rope.kind linear --model.rope.factor 4",
+    ),
+    "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
+    "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.recompute true",),
+    "parallel": (f"{_START} --config run.toml --parallel.context 8 --parallel.ulysses 2",),
+    "zero": (f"{_START} --config run.toml --zero.stage 3",),
+    "checkpoint": (f"{_START} --config run.toml --checkpoint.every_steps 50 --checkpoint.keep_last 4",),
+    "validation": (f"{_START} --config run.toml --validation.every_steps 50 --validation.rows 64",),
+}
+"""Command lines of each section's help, and under "" of the whole one's."""
+
+_CHOICES: Mapping[str, Sequence[Any]] = {
+    "model.preset": (NO_PRESET, *PRESETS),
+    "model.layers": LAYER_KINDS,
+    "model.rope.kind": ROPE_KINDS,
+    "parallel.layout": (AUTO, *KINDS),
+    "parallel.kernel": ("auto", *KERNELS),
+    "zero.stage": (0, 1, 2, 3),
+} | {f"model.{name}": choices for name, choices in CHOICES.items()}
+"""The values of keys whose type does not name them."""
+
+
+class _Key(NamedTuple):
+    """A key as its help shows it."""
+
+    name: str
+    values: str
+    """Its choices, or its type."""
+    default: str
+    """Its value in the recipe."""
+    meaning: str
+
+
+def help_text(config: RunConfig, topic: str = "") -> str:
+    """The help of all keys, or of those that ``topic``, a section or a key, names; ConfigError where it names none.
+
+    Defaults are the values of ``config``.
+    """
+    parts, known = [], []
+    for f in dataclasses.fields(RunConfig):
+        section = getattr(config, f.name)
+        keys = list(_keys(section, f.name))
+        known.append(f.name)
+        known.extend(key.name for key in keys)
+        shown = [_paragraph(key) for key in keys if not topic or f"{key.name}.".startswith(f"{topic}.")]
+        if shown:
+            parts.append(_block(f"[{f.name}]  {inspect.getdoc(type(section))}", shown))
+    if not parts:
+        raise ConfigError(f"--help {topic}: there is no section or key of that name.{did_you_mean(topic, known)}")
+    if not topic:
+        # The end of a long text is what a terminal shows: there stands where to go on.
+        parts = [_OPENING, *parts, _list_recipes(), _FLAGS]
+    parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[topic.partition(".")[0]]]))
+    return "\n\n".join(parts)
+
+
+def _block(heading: str, lines: Sequence[str]) -> str:
+    """A heading, and the lines below it."""
+    return "\n".join([heading, "\n".join(lines)])
+
+
+def _list_recipes() -> str:
+    """Every recipe's name, and what it trains."""
+    found = recipes()
+    width = max(len(name) for name in found)
+    return _block("recipes (--config NAME):", [f"  {name:{width}}  {summary(path)}" for name, path in found.items()])
+
+
+def _paragraph(key: _Key) -> str:
+    """The lines of one key: name, choices and value; below them what it means."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    meaning = textwrap.fill(key.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  --{key.name} {key.values}  (default: {key.default})\n{meaning}"
+
+
+def _keys(section: Any, prefix: str) -> Iterator[_Key]:
+    """Yield the keys of a section, those of a table within it too."""
+    types, meanings = get_type_hints(type(section)), _meanings(type(section))
+    for f in dataclasses.fields(section):
+        name, value = f"{prefix}.{f.name}", getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, name)
+        else:
+            yield _Key(name, _values(name, types[f.name]), _spelled(value), meanings[f.name])
+
+
+def _values(name: str, kind: Any) -> str:
+    """What a key takes: its choices, or its type; the entries' where it is a list."""
+    entries = ""
+    if get_origin(kind) is tuple:
+        kind, entries = get_args(kind)[0], " …"
+    choices = _CHOICES.get(name, ())
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+    elif kind is bool:
+        choices = ("true", "false")
+    if choices:
+        return "{" + ",".join(str(choice) for choice in choices) + "}" + entries
+    return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[kind] + entries
+
+
+def _spelled(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(_spelled(entry) for entry in value) or "none"
+    if value == "":
+        return "empty"
+    return str(value)
+
+
+@cache
+def _meanings(section: type) -> dict[str, str]:
+    """What the docstring below each field of a dataclass says, on one line; those of its bases too."""
+    found: dict[str, str] = {}
+    for part in section.__mro__:
+        if not dataclasses.is_dataclass(part):
+            continue
+        tree = ast.parse(inspect.getsource(part)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, below in pairwise(tree.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found.setdefault(name, " ".join(text.split()))
+    return found

@@ -1,0 +1,38 @@
+"""The shipped recipes, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.wording import did_you_mean
+from longctx.errors import ConfigError
+
+_FOLDER = Path(__file__).parent
+QUICKSTART = _FOLDER / "quickstart.toml"
+"""The recipe of a command line that names none."""
+
+
+def recipes() -> dict[str, Path]:
+    """Name -> file of every shipped recipe."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def summary(recipe: Path) -> str:
+    """The first line of a recipe, which says what it trains."""
+    with recipe.open() as file:
+        return file.readline().removeprefix("# ").strip()
+
+
+def find_config(given: str) -> Path:
+    """The file that ``--config`` names: a path, or the name of a recipe; ConfigError where it is neither."""
+    path, known = Path(given), recipes()
+    if path.is_file():
+        return path
+    # With or without its ending; a recipe goes before a folder of the same name, such as its run's.
+    name = given.removesuffix(".toml")
+    if name in known:
+        return known[name]
+    if path.exists():
+        raise ConfigError(f"--config {given} cannot be read: it is no file.")
+    question = did_you_mean(path.stem, list(known), most=1)
+    raise ConfigError(f"--config {given} is neither a file nor a recipe.{question}\nRecipes: {', '.join(known)}.")
