@@ -23,7 +23,7 @@ from longctx.presets import PRESETS
 from parallel.layout.select import AUTO
 from parallel.layout.sequence import KINDS
 
-_START = "deepspeed --hostfile hostfile launcher/pretrain.py"
+_START = "deepspeed --num_gpus 2 launcher/pretrain.py"
 _OPENING = f"""\
 usage: {_START} [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
 
