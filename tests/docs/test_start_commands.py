@@ -72,6 +72,9 @@ def test_every_command_that_is_printed_starts_in_one_of_the_known_ways():
         if start.startswith("deepspeed --hostfile hostfile"):
             assert where in FOR_CLUSTERS, f"{where} shows the line of a cluster: {command}"
             continue
+        if start == "python":
+            # One rank, without any launcher: tests/launcher/test_pretrain.py types it.
+            continue
         assert start in STARTS, f"{where}: nothing types {command!r}"
         found.add(start)
     assert found == STARTS
