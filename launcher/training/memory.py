@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.config.sections import RunConfig
+from launcher.wording import plural
 from longctx.architecture.rules import GATED
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
@@ -123,26 +124,25 @@ def why_too_large(
     ``gpu_bytes`` are free on each rank's GPU, and None where ranks compute on the CPU. ``host_bytes`` are free on the
     machine.
     """
-    parameters = sum(count_parameters(model).values())
+    ranks, parameters = plural(ranks_here, "rank"), sum(count_parameters(model).values())
     if gpu_bytes is not None and need.training > gpu_bytes:
-        headline = f"a GPU holds one rank, and {gib(gpu_bytes)} of it are free"
-        return "\n".join([_headline(parameters, headline), *_parts(config, need, parameters)])
+        has = f"and {gib(gpu_bytes)} are free on its GPU"
+        return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
     if gpu_bytes is None and ranks_here * need.training > host_bytes:
-        headline = f"this machine runs {ranks_here} of them, and {gib(host_bytes)} are free"
-        return "\n".join([_headline(parameters, headline), *_parts(config, need, parameters)])
+        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} are free"
+        return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
     if ranks_here * need.building > host_bytes:
-        return (
-            f"{_headline(parameters, f'{gib(host_bytes)} of memory are free')}\n  A model is built whole in float32 "
-            f"before it is spread: {gib(need.building)} on each of this machine's {ranks_here} ranks."
-        )
+        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free"
+        how = "  A model is built whole, in float32, before ZeRO spreads it."
+        return f"{_headline(need.building, has, parameters)}\n{how}"
     return None
 
 
-def _headline(parameters: int, has: str) -> str:
-    return f"This run does not fit: a rank needs at least what follows, {has} ({parameters:,} parameters)."
+def _headline(num_bytes: int, has: str, parameters: int) -> str:
+    return f"This run does not fit: a rank needs at least {gib(num_bytes)}, {has} ({parameters:,} parameters)."
 
 
-def _parts(config: RunConfig, need: Memory, parameters: int) -> list[str]:
+def _parts(config: RunConfig, need: Memory) -> list[str]:
     """The sum, a line for each part."""
     how = {
         "weights": f"{config.train.dtype}",
@@ -162,8 +162,8 @@ def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int
     lines = []
     if smaller.training < need.training:
         lines.append(
-            f"--zero.stage 3 and --train.recompute true would need {gib(smaller.training)} a rank with {world_size} "
-            "of them; more ranks need less each."
+            f"--zero.stage 3 and --train.recompute true would need {gib(smaller.training)} on each of "
+            f"{plural(world_size, 'rank')}; more machines need less each."
         )
     else:
         lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")

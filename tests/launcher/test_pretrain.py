@@ -97,6 +97,7 @@ def test_going_on_to_more_steps(shards, copied, finished):
     run(train, 2, shards, copied, changed)
     assert rows(copied)[: len(rows(finished.folder))] == rows(finished.folder)
     assert [r["step"] for r in rows(copied)[len(rows(finished.folder)) :]] == [STEPS + 1, STEPS + 2]
+    assert f"train.steps {STEPS} → {STEPS + 2}." in (copied / "logs" / "rank_0.log").read_text()
     before = contents(copied)
     run(train, 2, shards, copied, changed)
     after = contents(copied)

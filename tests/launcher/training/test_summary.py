@@ -100,6 +100,12 @@ def only_warning(said: Start) -> str:
     return found
 
 
+def test_memory_that_lasts_between_steps_and_not_within_them():
+    said = only_warning(start(free_bytes=100 * 2**20))
+    assert "Memory is tight" in said
+    assert "116 MiB for this machine's 2 ranks, and 100 MiB are free" in said
+
+
 def test_rows_beyond_the_models_positions():
     said = only_warning(start(["--model.max_positions", "1024"]))
     assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
