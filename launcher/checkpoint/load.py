@@ -68,7 +68,10 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
     """CheckpointError unless the checkpoint's model and the run's are the same function of the same weights."""
     differing = model_config(reader).differences(model)
     if differing:
-        raise CheckpointError(_of_another_model(reader, differing))
+        raise CheckpointError(
+            f"{_of_another_model(reader, differing)}\nResume with the config.toml of the run's folder; or with "
+            "--model.preset none and no fields of a model, which are the checkpoint's then."
+        )
 
 
 def check_start(reader: CheckpointReader, model: ModelConfig) -> None:

@@ -128,9 +128,12 @@ def human_bytes(count: float) -> str:
 
 
 class Update(Protocol):
-    """What a piece of work calls as it goes on; absent arguments leave things as they are."""
+    """What a piece of work calls as it goes on; absent arguments leave things as they are.
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+    ``counted`` is what the rate counts where that is not ``done``: text, say, where the files on disk are compressed.
+    """
+
+    def __call__(self, done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None: ...
 
 
 def byte_rate(per_second: float) -> str:
@@ -144,19 +147,21 @@ class Pace:
     def __init__(self, rate: Callable[[float], str] | None) -> None:
         """``rate`` words what is done a second; without it there is nothing to say."""
         self._rate = rate
-        self._first: tuple[float, int] | None = None
+        self._first: tuple[float, int, int] | None = None
 
-    def text(self, done: int, total: float | None, now: float) -> str:
+    def text(self, done: int, total: float | None, now: float, counted: int | None = None) -> str:
         """``4.1 MiB/s, 2 min left``; empty before a second has passed."""
+        if counted is None:
+            counted = done
         if self._first is None:
-            self._first = now, done
-        started, done_before = self._first
-        if self._rate is None or now - started < 1 or done <= done_before:
+            self._first = now, done, counted
+        started, done_before, counted_before = self._first
+        seconds = now - started
+        if self._rate is None or seconds < 1 or done <= done_before:
             return ""
-        per_second = (done - done_before) / (now - started)
-        text = self._rate(per_second)
+        text = self._rate((counted - counted_before) / seconds)
         if total is not None and done < total:
-            text += f", {short_duration((total - done) / per_second)} left"
+            text += f", {short_duration(seconds * (total - done) / (done - done_before))} left"
         return text
 
 
@@ -193,14 +198,14 @@ def progress(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total, note="")
 
-        def update(done: int, total: int | None = None, note: str = "") -> None:
+        def update(done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None:
             known = bar.tasks[0].total
             if total is not None:
                 known = total
             if known is not None and done > known:
                 # The guess was too low. update() reads None as "unchanged", so the total is taken away by hand.
                 bar.tasks[0].total = total = known = None
-            parts = [part for part in (note, pace.text(done, known, time.monotonic())) if part]
+            parts = [part for part in (note, pace.text(done, known, time.monotonic(), counted)) if part]
             bar.update(task, completed=done, total=total, note=", ".join(parts))
 
         yield update
@@ -213,10 +218,10 @@ class _Lines:
         self._label, self._total, self._pace, self._seconds = label, total, pace, seconds
         self._due = time.monotonic() + seconds
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+    def __call__(self, done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None:
         now = time.monotonic()
         whole = total or self._total
-        speed = self._pace.text(done, whole, now)
+        speed = self._pace.text(done, whole, now, counted)
         if now < self._due:
             return
         self._due = now + self._seconds

@@ -64,7 +64,9 @@ def build(
             validation_fraction=validation_fraction,
             shard_tokens=shard_tokens,
             overwrite=overwrite,
-            progress=lambda documents, text_bytes: update(source.bytes_read, note=read_so_far(documents, text_bytes)),
+            progress=lambda documents, text_bytes: update(
+                source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
+            ),
         )
     if json:
         say_json(_build_json(report))

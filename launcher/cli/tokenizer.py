@@ -46,12 +46,13 @@ def train(
 
         def read(documents: int, text_bytes: int) -> None:
             seen[:] = documents, text_bytes
-            update(source.bytes_read, note=read_so_far(documents, text_bytes))
+            update(source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes)
 
         def documents_to_the_end() -> Iterator[Document]:
             yield from source
             # Reading is over; how long the library learns nobody knows.
-            update(source.num_bytes, note=f"{read_so_far(seen[0], seen[1])} read, learning {vocab_size:,} pieces")
+            learning = f"{read_so_far(seen[0], seen[1])} read, learning {vocab_size:,} pieces"
+            update(source.num_bytes, note=learning, counted=seen[1])
 
         tokenizer = interruptible(
             lambda: train_tokenizer(

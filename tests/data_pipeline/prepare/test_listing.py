@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.inspect import verify
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
@@ -137,16 +139,22 @@ def test_file_names_need_not_be_utf8(tmp_path: Path, tokenizer):
     assert report.left_out == {"empty": ["b\\xe9.txt"]}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_what_may_not_be_read_is_counted(tmp_path: Path):
+def test_what_may_not_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The refusals are made up: the superuser, as whom tests may run, is never refused."""
     write(tmp_path, "a.txt", "b.txt", "c/d.txt")
-    (tmp_path / "b.txt").chmod(0)
-    (tmp_path / "c").chmod(0)
+    scandir, open_path = os.scandir, Path.open
+
+    def refuse(name: str, path: Path) -> None:
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", lambda path: refuse("c", path) or scandir(path))
+    monkeypatch.setattr(Path, "open", lambda path, *mode: refuse("b.txt", path) or open_path(path, *mode))
     source = open_source(tmp_path)
-    assert source.skipped == {"cannot be read": 2}
-    with pytest.raises(DataError, match="cannot be read"):
+    assert [document.name for document in source] == ["a.txt"]
+    assert source.left_out.examples == {"cannot be read": ["c/ (Permission denied)", "b.txt (Permission denied)"]}
+    with pytest.raises(DataError, match=r"c/: cannot be read \(Permission denied"):
         open_source(tmp_path, strict=True)
-    (tmp_path / "c").chmod(0o700)
 
 
 def test_everything_that_was_left_out_is_listed_in_the_shard_folder(tmp_path: Path, tokenizer):
@@ -163,6 +171,9 @@ def test_everything_that_was_left_out_is_listed_in_the_shard_folder(tmp_path: Pa
     listed = [json.loads(line) for line in (output / "left_out.jsonl").read_bytes().splitlines()]
     assert [entry["name"] for entry in listed] == [*(f".hidden{i}" for i in range(5)), "b.jsonl:2", "b.jsonl:3"]
     assert listed[5] == {"name": "b.jsonl:2", "reason": "null"}
+    assert verify(output) == []
+    (output / "left_out.jsonl").write_bytes(b"")
+    assert verify(output) == [f"{output / 'left_out.jsonl'} was changed after it was written."]
     clean = build_shards(
         open_source(tmp_path / "corpus" / "a.txt"), tokenizer, tmp_path / "clean", validation_fraction=0
     )

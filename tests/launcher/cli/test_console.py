@@ -35,12 +35,12 @@ def test_progress_tells_rate_and_time_left(capsys, monkeypatch):
     ) as update:
         update(0, note="none")
         update(100 << 20, note="5 files")
-        update(400 << 20, note="9 files")
+        update(400 << 20, note="9 files", counted=800 << 20)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1:] == [
         "reading: 0% none",
         "reading: 25% 5 files, 10.0 MiB/s, 30 s left",
-        "reading: 100% 9 files, 20.0 MiB/s",
+        "reading: 100% 9 files, 40.0 MiB/s",
     ]
 
 

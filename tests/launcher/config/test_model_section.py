@@ -11,7 +11,7 @@ import torch
 
 from launcher.cluster import exit as exit_module
 from launcher.cluster.exit import WRONG_USAGE, run_to_exit_code
-from launcher.config.load import load_run_config
+from launcher.config.load import from_values, load_run_config
 from launcher.config.model import describe_change, model_changes
 from launcher.pretrain import main
 from longctx.architecture.rope import Rope
@@ -180,6 +180,6 @@ def test_sizes_that_are_missing_are_asked_for(tmp_path, text, missing):
     assert "llama-3.1-8b" in str(caught.value)
 
 
-def test_a_preset_stands_as_it_did(tmp_path):
+def test_a_preset_stands_as_it_did():
     for name, config in PRESETS.items():
-        assert load_run_config(["--model.preset", name]).model.config() == config
+        assert from_values({"model": {"preset": name}}).model.config() == config

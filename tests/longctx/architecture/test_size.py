@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from launcher.config.load import QUICKSTART, load_run_config
 from longctx.architecture.rope import Rope
 from longctx.architecture.rules import CHOICES, LAYER_KINDS
-from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters
+from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters, widest_ffn
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
@@ -188,6 +188,20 @@ def test_parameters_that_one_token_visits(name, active):
         config.hidden_size * (config.num_experts - alone.num_experts) * (config.num_layers - len(config.dense_layers))
     )
     assert sum(count_parameters(alone).values()) == active - fewer_rows, "the rest of the experts, and of the router"
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (dense_config(expert_ffn_size=4096), 48),
+        (tiny_config(ffn_size=4096), 2 * 16),
+        (tiny_config(ffn_size=4096, dense_layers=(1,)), 4096),
+        (tiny_config(shared_ffn_size=100), 100),
+    ],
+)
+def test_the_widest_ffn_is_one_that_the_model_has(config, width):
+    """A dense model's memory was counted with an expert's width, and the other way round."""
+    assert widest_ffn(config) == width
 
 
 def test_all_parameters_of_a_dense_model_are_active():
