@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from launcher.metrics.console import Pace, console_line
+from launcher.metrics.expert_history import shortened
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
@@ -40,17 +41,18 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record and draw it; ``time`` is added where it is missing. ValueError when a required key is."""
-        self.append(record)
-        self.draw(record)
+        self.draw(self.append(record))
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record to the file, and flush it."""
+    def append(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Append one record to the file, and flush it; returns the record as it was written."""
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
+        record = shortened(record)
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()
+        return record
 
     def draw(self, record: Mapping[str, Any]) -> None:
         """Add a record to TensorBoard's curves."""
@@ -122,13 +124,13 @@ class RecordWriter:
         """Write a record everywhere; a line of the log only where it is due."""
         if self._writer is None:
             return
-        self._writer.append(record)
+        written = self._writer.append(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
         if self._lines.is_due(record):
             log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
-        self._writer.draw(record)
+        self._writer.draw(written)
 
     def doing(self, what: str) -> None:
         """Say on the living line what happens between two steps, such as "saving"."""

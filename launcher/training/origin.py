@@ -95,6 +95,14 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
     return Origin(kind="started", folder=folder, model=model_config(reader))
 
 
+def hf_type(origin: Origin) -> str | None:
+    """Hugging Face's type of the model that the weights were imported as, however often they were trained since."""
+    if origin.folder is None:
+        return None
+    training = CheckpointReader(origin.folder).manifest["training"]
+    return training.get("imported", training).get("model_type")
+
+
 # --------------------------------------------------------------------------------------------------------- conversion
 
 

@@ -19,7 +19,7 @@ from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
-from launcher.training.origin import Kind, Origin, converted, find_origin
+from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from longctx.batch import Batch
@@ -66,6 +66,8 @@ class Run:
     engine: ZeroEngine
     routing: RoutingFiles
     origin: Kind
+    model_type: str | None
+    """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
     progress: Progress
     """Where the run begins."""
 
@@ -144,6 +146,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         engine=engine,
         routing=routing,
         origin=origin.kind,
+        model_type=hf_type(origin),
         progress=progress,
     )
 

@@ -119,6 +119,7 @@ class Trainer:
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,
+            bytes_per_token=run.validation.shards.manifest.bytes_per_token,
         )
         writer.write({**record, "step": self.progress.step})
 
@@ -141,6 +142,7 @@ class Trainer:
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
             "expert_load": expert_load,
+            "model_type": run.model_type,
             "config": dataclasses.asdict(run.config),
         }
         path = self._save_checkpoint(

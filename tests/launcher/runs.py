@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ import psutil
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
 from tests.helpers import REPOSITORY
+from tests.longctx.families.hub_configs import HUB
 
 STEPS = 8
 """Steps of a tiny run, checkpoints after each second one."""
@@ -63,15 +69,29 @@ def tiny_config(shards: Path, output: Path, changed: Mapping[str, Any] | None = 
 
 
 def recipe_flags(recipe: Path) -> list[str]:
-    """Flags that load a recipe. One that starts from a checkpoint begins with new weights of the same shape instead."""
+    """Flags that load a recipe. The weights that it starts from seem to be there: their config.json is."""
     named = ["--config", str(recipe)]
     if tomllib.loads(recipe.read_text())["run"].get("start_from", "no") == "no":
         return named
-    return [*named, "--run.start_from", "no", "--model.preset", SHAPES[recipe.stem]]
+    return [*named, "--run.start_from", str(published(STARTS[recipe.stem]))]
 
 
-SHAPES = {"extend-yarn": "llama-2-7b"}
-"""Preset of the shape of the checkpoint that a recipe starts from."""
+STARTS = {
+    "extend-yarn": "Llama-2-7b-hf",
+    "mistral-7b-32k": "Mistral-7B-v0.1",
+    "qwen3-8b-256k-yarn": "Qwen3-8B",
+    "qwen3-30b-a3b-128k": "Qwen3-30B-A3B",
+}
+"""Published model that a recipe starts from."""
+
+
+@cache
+def published(name: str) -> Path:
+    """A Hugging Face folder of a published model without its weights, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="longctx-published-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(HUB[name]))
+    return folder
 
 
 def tiny_start(shards: Path, output: Path, changed: Mapping[str, Any]) -> RunConfig:

@@ -1,82 +1,190 @@
-"""Every shipped recipe, its sizes reduced: two steps, an export, and the same logits from ``transformers``."""
+"""Every shipped recipe: its model is the published one and fits its GPUs; a miniature of it trains and is exported."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+import transformers
 
 from launcher.cli import main
+from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
+from launcher.recipes.find import recipes
+from launcher.training.memory import GIB, memory_of_rank
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
+from longctx.architecture.size import count_parameters
 from longctx.generation import load_model
-from tests.helpers import REPOSITORY
-from tests.launcher.runs import recipe_flags
+from tests.launcher.runs import STARTS, recipe_flags
 from tests.launcher.workers import leave_out_pictures, run
+from tests.longctx.families.hub_configs import HUB, PARAMETERS
 
-RECIPES = sorted((REPOSITORY / "launcher" / "recipes").glob("*.toml"))
 RANKS = 2
 SEQ_LEN = 128
 
-REDUCED = {
-    "model.vocab_size": 512,
-    "model.hidden_size": 64,
-    "model.num_layers": 2,
-    "model.num_heads": 4,
-    "model.head_dim": 16,
-    "model.ffn_size": 48,
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a recipe is made for."""
+
+    ranks: int
+    gpu_gib: int = 80
+    source: str = ""
+    """Published model of the same size, where it starts from none (``STARTS``)."""
+    parameters: int = 0
+    """Published number, where ``source`` has none."""
+
+
+PLANS = {
+    "quickstart": Plan(ranks=2, parameters=1_609_088),
+    "quickstart-experts": Plan(ranks=2, parameters=1_214_848),
+    "dense-1b": Plan(ranks=8, parameters=1_235_814_400),
+    "moe-fine-7b-a1b": Plan(ranks=8, source="OLMoE-1B-7B-0924"),
+    "llama-3.1-8b-128k": Plan(ranks=8, source="Llama-3.1-8B"),
+    "extend-yarn": Plan(ranks=16),
+    "mistral-7b-32k": Plan(ranks=8, gpu_gib=40),
+    "qwen3-8b-256k-yarn": Plan(ranks=8),
+    "qwen3-30b-a3b-128k": Plan(ranks=16),
+}
+
+
+def test_every_recipe_has_a_plan():
+    assert PLANS.keys() == recipes().keys()
+
+
+@pytest.mark.parametrize("name", PLANS)
+class TestWhole:
+    """The recipe as it stands: read, checked, counted. Nothing is allocated."""
+
+    def test_is_a_run_on_its_ranks(self, name):
+        config = load_run_config(recipe_flags(recipes()[name]))
+        for native in (True, False):
+            check_run(config.resolve(native_bfloat16=native), PLANS[name].ranks)
+        assert config.accumulation(PLANS[name].ranks) >= 1
+        assert config.run.output_dir != config.run.start_from
+
+    def test_has_the_published_number_of_parameters(self, name):
+        plan = PLANS[name]
+        model = load_run_config(recipe_flags(recipes()[name])).model.config()
+        assert sum(count_parameters(model).values()) == (plan.parameters or PARAMETERS[STARTS.get(name, plan.source)])
+
+    def test_fits_its_gpus_as_its_comment_reckons(self, name):
+        plan, config = PLANS[name], load_run_config(recipe_flags(recipes()[name])).resolve(native_bfloat16=True)
+        gib = memory_of_rank(config, config.model.config(), plan.ranks).training / GIB
+        assert gib < 0.75 * plan.gpu_gib, "the rest is for kernels, collectives and CUDA itself"
+        reckoned = re.search(r"^#   together +(\d+) +GiB$", recipes()[name].read_text(), re.M)
+        if reckoned:
+            # The comment counts what one block needs while it is recomputed, too.
+            assert 0.65 * int(reckoned[1]) < gib <= int(reckoned[1])
+
+
+SMALL = {
     "data.seq_len": SEQ_LEN,
     "train.steps": 2,
     "train.tokens_per_step": RANKS * SEQ_LEN,
     "train.micro_batch_rows": 1,
     "train.dtype": "float32",
     "train.warmup_steps": 1,
-    "parallel.context": RANKS,
     "run.hostfile": "none",
     "run.timeout_seconds": 40.0,
     "validation.rows": 2,
 }
-"""Sizes and folders. What the recipe says of anything else, it keeps."""
+"""What is small in a miniature's run. What the recipe says of anything else, it keeps."""
+SMALL_MODEL = {
+    "model.vocab_size": 512,
+    "model.hidden_size": 64,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.head_dim": 16,
+    "model.ffn_size": 48,
+    "model.expert_ffn_size": 16,
+}
+SMALL_HF = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "intermediate_size": 48, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+"""The same in the config.json of a model that a recipe starts from, of keys that it has."""
 
 
-def reduced(recipe: Path, shards: Path, output: Path) -> RunConfig:
-    """The recipe for a tiny model on two ranks."""
-    whole = load_run_config(recipe_flags(recipe))
-    keys = {**REDUCED, "data.train": shards, "run.output_dir": output}
-    keys["model.num_kv_heads"] = 4 if whole.model.num_kv_heads == whole.model.num_heads else 2
-    keys["parallel.ulysses"] = min(RANKS, whole.parallel.ulysses)
-    keys["parallel.expert"] = min(RANKS, whole.parallel.expert)
-    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return load_run_config([*recipe_flags(recipe), *flags])
+@dataclass(frozen=True, kw_only=True)
+class Miniature:
+    """A recipe's run in small."""
+
+    recipe: str
+    output: Path
+    start: Path | None
+    """Hugging Face folder of a small model to start from."""
+
+    def config(self, shards: Path) -> RunConfig:
+        """The recipe for a tiny model on two ranks."""
+        named = ["--config", self.recipe]
+        if self.start is not None:
+            named += ["--run.start_from", str(self.start)]
+        whole = load_run_config(named)
+        keys: dict[str, Any] = {**SMALL, "data.train": shards, "run.output_dir": self.output}
+        if self.start is None:
+            keys |= SMALL_MODEL
+            keys["model.num_kv_heads"] = 4 if whole.model.num_kv_heads == whole.model.num_heads else 2
+            if whole.model.num_experts:
+                keys["model.num_experts"] = min(8, whole.model.num_experts)
+                keys["model.experts_per_token"] = min(3, whole.model.experts_per_token)
+        keys["parallel.context"] = min(RANKS, whole.parallel.context)
+        keys["parallel.expert"] = min(RANKS, whole.parallel.expert)
+        return load_run_config([*named, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))])
 
 
-def train_each(shards: Path, runs: Sequence[tuple[Path, Path]]) -> None:
+def small_hf(source: str, folder: Path) -> None:
+    """Save a random model of a published one's config, its sizes reduced, as transformers does."""
+    torch.manual_seed(0)
+    keys = HUB[source] | {key: value for key, value in SMALL_HF.items() if key in HUB[source]}
+    config = transformers.AutoConfig.for_model(**keys)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def train_each(shards: Path, runs: Sequence[Miniature]) -> None:
     leave_out_pictures()
-    for recipe, output in runs:
-        Trainer(build_run(reduced(recipe, shards, output), torch.device("cpu"))).train()
+    for miniature in runs:
+        if miniature.start is not None and dist.get_rank() == 0:
+            small_hf(STARTS[miniature.recipe], miniature.start)
+        dist.barrier()
+        Trainer(build_run(miniature.config(shards), torch.device("cpu"))).train()
 
 
 @pytest.fixture(scope="module")
 def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run folder a recipe, under the recipe's name."""
     folder = tmp_path_factory.mktemp("recipes")
-    run(train_each, RANKS, shards, [(recipe, folder / recipe.stem) for recipe in RECIPES])
+    runs = []
+    for name in recipes():
+        # Made by a rank: the process that starts the ranks may not run a tensor operation before.
+        start = folder / f"{name}-start" if name in STARTS else None
+        runs.append(Miniature(recipe=name, output=folder / name, start=start))
+    run(train_each, RANKS, shards, runs)
     return folder
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_a_model_of_every_recipe_is_exported(recipe: Path, trained: Path, tmp_path: Path):
+@pytest.mark.parametrize("name", PLANS)
+def test_a_miniature_is_trained_and_exported(name: str, trained: Path, tmp_path: Path):
     exported = tmp_path / "hf"
-    assert main(["convert", "--to", "hf", str(trained / recipe.stem), str(exported)]) == 0
+    assert main(["convert", "--to", "hf", str(trained / name), str(exported), "--verify", "tensors"]) == 0
+    if name in STARTS:
+        assert json.loads((exported / "config.json").read_text())["model_type"] == HUB[STARTS[name]]["model_type"]
     tokens = torch.randint(512, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()(tokens).logits
-        model = load_model(trained / recipe.stem)
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        theirs = model(tokens).logits
+        model = load_model(trained / name)
         ours = model.logits(model(tokens, torch.arange(48)[None]))
     # Two float32 forward passes of the same products, in other orders.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -205,14 +205,15 @@ def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatc
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_every_recipe_loads_and_fits_its_ranks(path):
     config = load_run_config(recipe_flags(path))
+    ranks = max(config.parallel.context, config.parallel.expert)
     for native in (True, False):
         for copies in (1, 2):
-            unit = config.data.seq_len * config.train.micro_batch_rows * copies
+            unit = config.data.seq_len * config.train.micro_batch_rows * copies * ranks // config.parallel.context
             if config.train.tokens_per_step % unit == 0:
                 resolved = config.resolve(native_bfloat16=native)
-                check_run(resolved, config.parallel.context * copies)
-                assert resolved.accumulation(config.parallel.context * copies) >= 1
-    check_run(config.resolve(native_bfloat16=True), config.parallel.context)
+                check_run(resolved, ranks * copies)
+                assert resolved.accumulation(ranks * copies) >= 1
+    check_run(config.resolve(native_bfloat16=True), ranks)
 
 
 @pytest.mark.parametrize("native", [True, False])
