@@ -59,7 +59,7 @@ VERBS = {
     "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first",)),
     "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
     "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
-    "report": Verb(report.report, ("runs/first",)),
+    "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {

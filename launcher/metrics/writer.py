@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from launcher.metrics.console import console_line
+from launcher.metrics.expert_history import shortened
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, open_tensorboard, scalars
 
@@ -39,6 +40,7 @@ class MetricsWriter:
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
+        record = shortened(record)
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()

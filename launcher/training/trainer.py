@@ -111,6 +111,7 @@ class Trainer:
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,
+            bytes_per_token=run.validation.shards.manifest.bytes_per_token,
         )
         return {**record, "step": self.progress.step}
 

@@ -7,9 +7,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launcher.metrics.console import console_line, short_number
+from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
     idle_share,
     layer_numbers,
@@ -317,3 +319,38 @@ def test_missing_tensorboard_is_said_before_anything_is_written(
         MetricsWriter(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     MetricsWriter(tmp_path / "run", tensorboard=False).close()
+
+
+def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
+    """48 layers of 128 experts: 435 MB if every step had all its counts."""
+    rng = np.random.default_rng(0)
+    size = 0
+    steps = [*range(1, 3), *range(1001, 1065)]  # 64 steps between two records with all counts
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in steps:
+            loads_LE = rng.multinomial(2_097_152, [1 / 128] * 128, size=48)
+            loads_LE[:, rng.choice(128, 5)] = 0
+            shares = rng.random((4, 48))
+            figures = {"expert_load": loads_LE.tolist(), "expert_layers": list(range(48))}
+            figures |= {"expert_max_violation": (loads_LE.max(1) / loads_LE.mean(1) - 1).tolist()}
+            keys = ("expert_mean_violation", "expert_dropped_share", "router_entropy", "router_logit_rms")
+            figures |= {key: row.tolist() for key, row in zip(keys, shares, strict=True)}
+            writer.write(train(step, **figures, time="2026-01-01T00:00:00.000+00:00"))
+            size = (tmp_path / "metrics.jsonl").stat().st_size
+            if step == 2:
+                first = size
+    mean = (size - first) / 64
+    assert mean * 10_000 < 45e6
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records if "expert_load" in record] == [1, 2, 1024]
+    # What is left out of a step's counts: who was idle is exact.
+    idle_LE = idle_experts(records[-1], 128)
+    assert idle_LE is not None
+    assert (idle_LE == (loads_LE == 0)).all()
+
+
+def test_a_small_models_counts_stand_in_every_step():
+    record = train(3)
+    assert shortened(record) == record
+    assert steps_between_loads(8, 64) == 1
+    assert steps_between_loads(48, 128) == 64
