@@ -24,16 +24,21 @@ def check_tensorboard() -> None:
         )
 
 
-def open_tensorboard(folder: Path) -> Any:
-    """A SummaryWriter that hides curves beyond the last record: a killed run may have drawn steps that come again."""
+def first_new_step(folder: Path) -> int | None:
+    """The step after the last record of a run folder; None where there is none."""
+    if not (folder / METRICS_FILE).is_file():
+        return None
+    steps = [record["step"] for record in read_metrics(folder)]
+    if not steps:
+        return None
+    return max(steps) + 1
+
+
+def open_tensorboard(folder: Path, purge_step: int | None) -> Any:
+    """A SummaryWriter that hides curves from ``purge_step`` on: a killed run may have drawn steps that come again."""
     # Importing it takes seconds, and only rank 0 draws.
     from torch.utils.tensorboard import SummaryWriter
 
-    purge_step = None
-    if (folder / METRICS_FILE).is_file():
-        steps = [record["step"] for record in read_metrics(folder)]
-        if steps:
-            purge_step = max(steps) + 1
     return SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step, flush_secs=30)
 
 
