@@ -32,8 +32,11 @@ $(STAMP): pyproject.toml
 	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
 	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install "$(TORCH)"; \
 	else echo "==> torch for CPUs, about 200 MB" && $(BIN)/pip install "$(TORCH)" --index-url "$(TORCH_CPU_INDEX)"; fi
+	@# The distribution had another name once: without this both would own .venv/bin/longctx.
+	@if $(BIN)/pip show longctx 2>/dev/null | grep -qx "Editable project location: $(CURDIR)"; then $(BIN)/pip uninstall -qy longctx; fi
 	@echo "==> longctx, its dependencies and the tools of its tests"
 	@$(BIN)/pip install -e '.[dev,hf]'
+	@$(BIN)/python -m longctx_train
 	@touch $@
 
 demo: setup

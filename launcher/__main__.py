@@ -2,7 +2,7 @@
 
 import sys
 
-from launcher.cli.verbs import main
+from longctx_train import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,8 +18,8 @@ say() { printf '\n==> %s\n' "$*"; }
 show() { printf '    $'; printf ' %q' "$@"; printf '\n'; "$@"; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 pretrain() {
-  # On one machine the launcher would still ask ssh; these two flags say that there is nothing to ask.
-  show deepspeed -q --hostfile hostfile --no_ssh_check --master_addr 127.0.0.1 --master_port "$(free_port)" \
+  # Without a hostfile the launcher asks no ssh.
+  show deepspeed -q --num_gpus 2 --master_port "$(free_port)" \
     launcher/pretrain.py --data.train "$work/data" --run.output_dir "$run" "$@"
 }
 
@@ -50,7 +50,7 @@ cat <<END
 
     Next: your own text
     .venv/bin/longctx data build --source YOUR_FOLDER --tokenizer $work/tokenizer.model --output runs/mine
-    .venv/bin/deepspeed --hostfile hostfile --no_ssh_check --master_addr 127.0.0.1 launcher/pretrain.py \\
+    .venv/bin/deepspeed --num_gpus 2 launcher/pretrain.py \\
         --data.train runs/mine --run.output_dir runs/first
     and every setting there is: .venv/bin/python launcher/pretrain.py --help
 END

@@ -1,15 +1,30 @@
-"""Pretrain: ``deepspeed --hostfile hostfile launcher/pretrain.py [--config run.toml] [--section.key value …]``."""
+"""Pretrain, on a cluster: ``deepspeed --hostfile hostfile launcher/pretrain.py [--config run.toml] [--section.key …]``.
+
+On one machine ``deepspeed --num_gpus N`` or ``torchrun --standalone --nproc_per_node N`` start it without ssh.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Imports make a million objects that all stay. Looking through them for garbage again and again takes a tenth of
+    # the start.
+    gc.disable()
 
 # The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from longctx_train import end_if_names_clash
+
+# Before any package of ours: another's of the same name would end in an ImportError.
+end_if_names_clash()
+
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.hostfile import check_hostfile
+from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from longctx.kernels.processor import has_native_bfloat16
@@ -22,6 +37,7 @@ def main(argv: list[str]) -> None:
     # A user's mistakes first, on every rank alike, before any waits for another or allocates.
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
+    check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
     device = choose_device(config.run.device)
     check_run(config, world_size)
@@ -30,6 +46,9 @@ def main(argv: list[str]) -> None:
         # DeepSpeed decides on a device when it is imported.
         from launcher.training.setup import build_run
         from launcher.training.trainer import Trainer
+
+        # Before anything large is built: garbage that holds tensors must go.
+        gc.enable()
 
         # Rank 0 decides for all, should the hosts differ.
         native = device.type == "cuda" or has_native_bfloat16()

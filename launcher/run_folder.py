@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.metrics.record import METRICS_FILE
+from longctx import __version__
 from longctx.errors import ConfigError
 from longctx.files import replaced_file
 
@@ -83,8 +84,8 @@ def start_logging(folder: Path, rank: int) -> None:
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
     """Host, versions, degrees and command line, as plain values."""
-    packages: dict[str, str] = {}
-    for name in ("longctx", "torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
+    packages: dict[str, str] = {"longctx": __version__}
+    for name in ("torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -60,6 +60,13 @@ class Manifest:
     left_out: str = ""
     """xxh3_128 of the list of what was left out; empty if there is none."""
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text that a token stands for, begin and end ids among the tokens; None without a token."""
+        if not self.tokens or not self.text_bytes:
+            return None
+        return self.text_bytes / self.tokens
+
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}

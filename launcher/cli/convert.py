@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg, create_mutex_group
 from tyro.constructors import PrimitiveConstructorSpec
 
 from launcher.cli.console import human_bytes, progress, say
+from launcher.cluster.command import one_machine
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
@@ -106,8 +107,7 @@ def convert(
     if to == "hf":
         say(f'Next: AutoModelForCausalLM.from_pretrained("{done.folder}")')
     else:
-        start = "deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml"
-        say(f"Next: {start} --run.start_from {done.folder}")
+        say(f"Next: {one_machine('--config', 'run.toml', '--run.start_from', done.folder)}")
 
 
 def _upcycle(source: Path, output: Path, wanted: str) -> None:

@@ -11,6 +11,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from launcher.cli.console import Json, byte_rate, command, human_bytes, interruptible, progress, say, say_json, table
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
+from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
 from longctx.errors import ConfigError
@@ -169,7 +170,7 @@ def _say_build(report: BuildReport) -> None:
         say(f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done.")
     else:
         say(f"{report.output} was made in {report.seconds:.1f} s.")
-    say(f"Next: deepspeed --hostfile hostfile launcher/pretrain.py --data.train {report.output}")
+    say(f"Next: {one_machine('--data.train', report.output)}")
     say(f"Look at it: {command('data', 'inspect', report.output, '--seq-len', 4096)}")
 
 

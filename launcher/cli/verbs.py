@@ -60,14 +60,14 @@ VERBS = {
     "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first",)),
     "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
     "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
-    "report": Verb(report.report, ("runs/first",)),
+    "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {
     "evaluate": "The loss by position stands in `report DIR`; `generate` shows what a checkpoint says.",
     "plan": "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
     "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
-    "run": "Start `deepspeed … launcher/pretrain.py`, and after a failure again with --run.resume newest-good.",
+    "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
     "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
     "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
@@ -81,7 +81,8 @@ usage: {program} VERB [OPTIONS]
 
 Prepare data, look after checkpoints, try models.
 
-Training itself is started by DeepSpeed:
+Training itself is started by DeepSpeed, on one machine (torchrun works too) or on those of a hostfile:
+  deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml
   deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml
 
 verbs:
@@ -90,7 +91,7 @@ verbs:
 the whole road:
   {program} tokenizer train --source stdlib --vocab-size 4096 --output runs/tokenizer.model
   {program} data build --source stdlib --tokenizer runs/tokenizer.model --output runs/data
-  deepspeed --hostfile hostfile launcher/pretrain.py --data.train runs/data --run.output_dir runs/first
+  deepspeed --num_gpus 2 launcher/pretrain.py --data.train runs/data --run.output_dir runs/first
   {program} report runs/first
   {program} generate --checkpoint runs/first --prompt "def main" --max-new-tokens 40
   {program} convert --to hf runs/first exported
@@ -225,8 +226,7 @@ def _explained(verb: Callable[[], int | None]) -> int:
         if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
-            f"{error.name} is not installed for {sys.executable}.\n"
-            "Run `make setup` and use .venv/bin/python, or pip install longctx."
+            f"{error.name} is not installed for {sys.executable}.\nRun `make setup` and use .venv/bin/python."
         ) from error
     except OSError as error:
         # Without a file's name it is no mistake of the user's that we could explain.

@@ -43,7 +43,8 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
         hosts = ", ".join(f"{host} slots={n}" for host, n in slots.items())
         raise ClusterError(
             f"{world_size} ranks were started, but {path} has {sum(slots.values())} slots ({hosts}).\n"
-            "Start all of them, pick hosts with deepspeed's --include, or pass --run.hostfile none."
+            "Start all of them, pick hosts with deepspeed's --include, start deepspeed --num_gpus N on one machine, or "
+            "pass --run.hostfile none."
         )
 
 
@@ -54,7 +55,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except FileNotFoundError as error:
         raise ClusterError(
             f"hostfile {path} does not exist (looked in {Path.cwd()}); without it the launcher would run on this "
-            "machine alone.\nGive an existing file to deepspeed --hostfile, or pass --run.hostfile none."
+            "machine alone.\nGive an existing file to deepspeed --hostfile; on one machine start it with --num_gpus N "
+            "in its place; or pass --run.hostfile none."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"hostfile {path} cannot be read: {error}.") from error

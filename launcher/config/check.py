@@ -116,6 +116,7 @@ def _check_ranges(config: RunConfig) -> None:
         "validation.every_steps": (config.validation.every_steps, 0),
         "validation.rows": (config.validation.rows, 0),
         "run.seed": (config.run.seed, 0),
+        "run.log_every": (config.run.log_every, 1),
         "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():

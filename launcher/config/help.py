@@ -23,7 +23,7 @@ from longctx.presets import PRESETS
 from parallel.layout.select import AUTO
 from parallel.layout.sequence import KINDS
 
-_START = "deepspeed --hostfile hostfile launcher/pretrain.py"
+_START = "deepspeed --num_gpus 2 launcher/pretrain.py"
 _OPENING = f"""\
 usage: {_START} [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
 
@@ -48,7 +48,9 @@ _EXAMPLES = {
     ),
     "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
     "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.recompute true",),
-    "parallel": (f"{_START} --config run.toml --parallel.context 8 --parallel.ulysses 2",),
+    "parallel": (
+        "deepspeed --num_gpus 8 launcher/pretrain.py --config run.toml --parallel.context 8 --parallel.ulysses 2",
+    ),
     "zero": (f"{_START} --config run.toml --zero.stage 3",),
     "checkpoint": (f"{_START} --config run.toml --checkpoint.every_steps 50 --checkpoint.keep_last 4",),
     "validation": (f"{_START} --config run.toml --validation.every_steps 50 --validation.rows 64",),

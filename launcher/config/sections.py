@@ -41,6 +41,8 @@ class RunSection:
     """Device to compute on; auto takes GPUs where every rank of the machine has one of its own."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it gives up with an error."""
+    log_every: int = 1
+    """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)

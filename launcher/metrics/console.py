@@ -1,8 +1,9 @@
-"""A record as one line of the console."""
+"""A record as one line of the console, and the time that a run has left."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,15 +26,59 @@ def short_number(value: float) -> str:
     return f"{value:.1f}"
 
 
-def console_line(record: Mapping[str, Any], total_steps: int | None = None) -> str:
+def short_duration(seconds: float) -> str:
+    """Two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    # What rounds up to the next unit is told in it: 59.9 s are a minute.
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+class Pace:
+    """Wall time of a run's last steps, validations and checkpoints between them included."""
+
+    WINDOW_STEPS = 100
+    """Older steps do not count: a machine may get faster or slower."""
+
+    def __init__(self, step: int, now: float) -> None:
+        """The run stands at ``step`` at the time ``now``, in seconds of any clock that never goes back."""
+        self._times = deque([(step, now)], maxlen=self.WINDOW_STEPS + 1)
+
+    def seconds_left(self, step: int, last_step: int, now: float) -> float | None:
+        """Seconds until ``last_step`` at the pace so far, with ``step`` done ``now``; None where no step was taken."""
+        if step > self._times[-1][0]:
+            self._times.append((step, now))
+        first_step, first_time = self._times[0]
+        if step <= first_step:
+            return None
+        return (now - first_time) / (step - first_step) * (last_step - step)
+
+
+def console_line(
+    record: Mapping[str, Any], total_steps: int | None = None, *, seconds_left: float | None = None
+) -> str:
     """A record as one line: fixed order, units; what the record does not know is left out."""
     step = str(record["step"])
     if total_steps is not None:
         # As wide as the last step, so that the columns of a run stand below each other.
-        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps}"
+        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {percent(record['step'], total_steps):>4}"
     parts = {"train": _train_parts, "validation": _validation_parts, "event": _event_parts}[record["kind"]](record)
     parts.insert(0, f"step {step}")
+    if seconds_left:
+        parts.append(f"{short_duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def percent(step: int, total_steps: int) -> str:
+    """The share of a run's steps that is done; 100% only at the last one."""
+    return f"{100 * step // max(1, total_steps)}%"
 
 
 def _train_parts(record: Mapping[str, Any]) -> list[str]:
@@ -41,6 +86,7 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
         ("loss", lambda x: f"loss {x:.4f}"),
         ("grad_norm", lambda x: f"grad {x:.2f}"),
         ("lr", lambda x: f"lr {x:.1e}"),
+        ("tokens", lambda x: f"{short_number(x)} tokens"),
         ("tokens_per_second", lambda x: f"{short_number(x)} tok/s"),
         ("step_seconds", lambda x: f"{x:.2f} s"),
         ("data_wait_seconds", lambda x: f"data {x:.2f} s"),

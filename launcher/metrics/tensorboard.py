@@ -7,21 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.metrics.expert_history import FIGURE_KEYS
 from launcher.metrics.expert_load import idle_share, layer_numbers, load_entropy, max_over_mean
 from launcher.metrics.record import METRICS_FILE, read_metrics
 from longctx.errors import ConfigError
 
 TENSORBOARD_FOLDER = "tensorboard"
-
-
-PER_LAYER_KEYS = (
-    "expert_max_violation",
-    "expert_mean_violation",
-    "expert_dropped_share",
-    "router_entropy",
-    "router_logit_rms",
-)
-"""Keys of a train record that have one number for each expert layer, in the order of ``expert_layers``."""
 
 
 def check_tensorboard() -> None:
@@ -33,16 +24,21 @@ def check_tensorboard() -> None:
         )
 
 
-def open_tensorboard(folder: Path) -> Any:
-    """A SummaryWriter that hides curves beyond the last record: a killed run may have drawn steps that come again."""
+def first_new_step(folder: Path) -> int | None:
+    """The step after the last record of a run folder; None where there is none."""
+    if not (folder / METRICS_FILE).is_file():
+        return None
+    steps = [record["step"] for record in read_metrics(folder)]
+    if not steps:
+        return None
+    return max(steps) + 1
+
+
+def open_tensorboard(folder: Path, purge_step: int | None) -> Any:
+    """A SummaryWriter that hides curves from ``purge_step`` on: a killed run may have drawn steps that come again."""
     # Importing it takes seconds, and only rank 0 draws.
     from torch.utils.tensorboard import SummaryWriter
 
-    purge_step = None
-    if (folder / METRICS_FILE).is_file():
-        steps = [record["step"] for record in read_metrics(folder)]
-        if steps:
-            purge_step = max(steps) + 1
     return SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step, flush_secs=30)
 
 
@@ -56,16 +52,25 @@ def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         for key, value in record.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
+    # Of a large model layers have curves in the steps whose counts are written: a point a layer and step is too much.
+    if record.get("expert_load"):
+        pairs += _of_layers(record)
+    for spot in record.get("loss_by_position") or []:
+        pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
+    return pairs
+
+
+def _of_layers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The curves of each expert layer."""
+    pairs: list[tuple[str, float]] = []
     layers = layer_numbers(record)
-    for layer, counts in zip(layers, record.get("expert_load") or [], strict=True):
+    for layer, counts in zip(layers, record["expert_load"], strict=True):
         pairs.append((f"expert_max_over_mean/layer_{layer}", max_over_mean(counts)))
         pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
         pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
     # Runs of earlier releases lack some of these keys.
-    for key in PER_LAYER_KEYS:
+    for key in FIGURE_KEYS:
         pairs += [
             (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)
         ]
-    for spot in record.get("loss_by_position") or []:
-        pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
     return pairs

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launcher.metrics.console import console_line
+from launcher.metrics.console import Pace, console_line
+from launcher.metrics.expert_history import shortened
+from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
-from launcher.metrics.tensorboard import check_tensorboard, open_tensorboard, scalars
+from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +33,38 @@ class MetricsWriter:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settle(folder, last_step=None)
-        self._tensorboard = None
-        if tensorboard:
-            self._tensorboard = open_tensorboard(folder)
+        self._folder, self._draws = folder, tensorboard
+        self._tensorboard: Any = None
+        # Now, because the records of this process are no history.
+        self._first_new_step = first_new_step(folder)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; ``time`` is added where it is missing. ValueError when a required key is."""
+        """Append one record and draw it; ``time`` is added where it is missing. ValueError when a required key is."""
+        self.draw(self.append(record))
+
+    def append(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Append one record to the file, and flush it; returns the record as it was written."""
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
+        record = shortened(record)
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()
-        if self._tensorboard is not None:
-            for tag, value in scalars(record):
-                self._tensorboard.add_scalar(tag, value, record["step"])
-            if record["kind"] != "train":
-                self._tensorboard.flush()
+        return record
+
+    def draw(self, record: Mapping[str, Any]) -> None:
+        """Add a record to TensorBoard's curves."""
+        if not self._draws:
+            return
+        # Opened with the first record: importing TensorBoard takes a while, for which the first step need not wait.
+        if self._tensorboard is None:
+            self._tensorboard = open_tensorboard(self._folder, self._first_new_step)
+        for tag, value in scalars(record):
+            self._tensorboard.add_scalar(tag, value, record["step"])
+        if record["kind"] != "train":
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Close both; safe to call twice."""
@@ -69,30 +87,60 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-@dataclasses.dataclass
-class RecordWriter:
-    """Writes records to the run folder and the console on rank 0; does nothing on the others."""
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Which steps of a run get a line of the log."""
 
-    writer: MetricsWriter | None
     total_steps: int
+    """Steps of the whole run."""
+    first_step: int
+    """Step that this process begins after."""
+    last_step: int
+    """Step that this process ends at."""
+    every: int
+    """Steps from a line to the next one."""
 
-    @classmethod
-    def of_run(cls, folder: Path, total_steps: int, *, is_rank_0: bool) -> RecordWriter:
-        """The writer of this process."""
-        writer = None
+    def is_due(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record gets a line: validations and events always do, as do the first and the last step."""
+        step = record["step"]
+        # The record of a step that could not be taken has no tokens: it says why the run ends.
+        if record["kind"] != "train" or record.get("tokens") is None:
+            return True
+        return step % self.every == 0 or step in (self.first_step + 1, self.last_step)
+
+
+class RecordWriter:
+    """Writes records to the run folder, the log and the console on rank 0; does nothing on the others."""
+
+    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool) -> None:
+        self._lines = lines
+        self._pace = Pace(lines.first_step, time.monotonic())
+        self._writer = None
         if is_rank_0:
-            writer = MetricsWriter(folder)
-        return cls(writer, total_steps)
+            self._writer = MetricsWriter(folder)
+        self._live = LiveLine(lines.total_steps, is_shown=is_rank_0 and is_watched(sys.stdout))
 
     def write(self, record: Record) -> None:
-        """Write a record everywhere."""
-        if self.writer is not None:
-            self.writer.write(record)
-            log.info(console_line(record, self.total_steps))
+        """Write a record everywhere; a line of the log only where it is due."""
+        if self._writer is None:
+            return
+        written = self._writer.append(record)
+        left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
+        if self._lines.is_due(record):
+            log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
+        if record["kind"] == "train":
+            self._live.update(record, seconds_left=left)
+        self._writer.draw(written)
+
+    def doing(self, what: str) -> None:
+        """Say on the living line what happens between two steps, such as "saving"."""
+        self._live.say(what)
 
     def __enter__(self) -> RecordWriter:
+        self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        self._live.stop()
+        if self._writer is not None:
+            self._writer.close()

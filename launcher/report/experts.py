@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
+from launcher.metrics.expert_history import idle_experts
 from launcher.metrics.expert_load import (
     DEAD_AFTER_STEPS,
     expert_name,
@@ -44,23 +45,31 @@ _CURVES = (
 
 
 def routed_records(train: Sequence[Record]) -> list[Record]:
-    """The records of steps in which a layer with experts ran."""
-    return [record for record in train if record.get("expert_load")]
+    """The records of steps in which a layer with experts ran; none where not one has all counts."""
+    routed = [record for record in train if record.get("expert_load") or record.get("expert_idle")]
+    if not whole_records(routed):
+        return []
+    return routed
+
+
+def whole_records(routed: Sequence[Record]) -> list[Record]:
+    """Those with all counts: all of a small model, some of a large one (``launcher.metrics.expert_history``)."""
+    return [record for record in routed if record.get("expert_load")]
 
 
 def uneven_rows(routed: Sequence[Record]) -> list[int]:
     """Rows of ``expert_load`` that are drawn one by one: all, or the ``MAX_PANELS`` least even over the whole run."""
     # Over the whole run: the rows of one step change from step to step, and with them the picture.
-    totals_LE = _loads(routed).sum(axis=0)
+    totals_LE = _loads(whole_records(routed)).sum(axis=0)
     worst = sorted(range(len(totals_LE)), key=lambda row: -_or_zero(max_over_mean(totals_LE[row].tolist())))
     return sorted(worst[:MAX_PANELS])
 
 
 def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> list[str]:
     """``name (steps a to b, c to d)`` of each expert that got no token for ``window`` or more logged steps in a row."""
-    layers = layer_numbers(routed[-1])
+    layers, num_experts = layer_numbers(routed[-1]), len(whole_records(routed)[-1]["expert_load"][0])
     steps = [record["step"] for record in routed]
-    idle_SLE = _loads(routed) == 0
+    idle_SLE = np.array([idle_experts(record, num_experts) for record in routed])
     found: list[str] = []
     for row, expert in np.argwhere(idle_SLE.sum(axis=0) >= window):
         # Where the expert becomes idle and where it stops: the differences of 0 and 1.
@@ -74,10 +83,11 @@ def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> li
 
 def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings, and a row for every layer: balance in the last tenth of the run, at its start, in its worst step."""
-    num_recent = max(1, len(routed) // 10)
-    loads_SLE, rows = _loads(routed), []
+    whole = whole_records(routed)
+    num_recent = max(1, len(whole) // 10)
+    loads_SLE, rows = _loads(whole), []
     for row, layer in enumerate(layer_numbers(routed[-1])):
-        by_step = [max_over_mean(counts) for counts in loads_SLE[:, row].tolist()]
+        by_step = [_max_over_mean(record, row) for record in routed]
         worst = max(range(len(by_step)), key=lambda step: _or_zero(by_step[step]))
         recent = loads_SLE[-num_recent:, row].sum(axis=0).tolist()
         start = loads_SLE[:num_recent, row].sum(axis=0).tolist()
@@ -96,12 +106,15 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
             )
         )
     span = plural(num_recent, "step")
+    if len(whole) < len(routed):
+        span = plural(num_recent, "recorded step")
     return ("Layer", f"max/mean, last {span}", f"first {span}", "worst step", "idle experts", "entropy / ln E"), rows
 
 
 @styled
 def load_figure(routed: Sequence[Record]) -> str:
     """Load over mean of each expert over the steps, one heat map a layer."""
+    routed = whole_records(routed)
     steps, layers, loads_SLE = [record["step"] for record in routed], layer_numbers(routed[-1]), _loads(routed)
     rows = uneven_rows(routed)
     num_columns = min(2, len(rows))
@@ -132,6 +145,7 @@ def load_figure(routed: Sequence[Record]) -> str:
 @styled
 def map_figure(routed: Sequence[Record]) -> str:
     """Load over mean of every expert of every layer, expert × layer: over the first and the last tenth of the run."""
+    routed = whole_records(routed)
     num_recent = max(1, len(routed) // 10)
     layers, loads_SLE = layer_numbers(routed[-1]), _loads(routed)
     spans = [("Last", loads_SLE[-num_recent:], routed[-num_recent:])]
@@ -186,6 +200,13 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(rows))
     return to_svg(figure, "balance")
+
+
+def _max_over_mean(record: Record, row: int) -> float:
+    """``max_over_mean`` of one row of ``expert_load``, also where a step's counts are not written."""
+    if record.get("expert_load"):
+        return max_over_mean(record["expert_load"][row])
+    return 1 + record["expert_max_violation"][row]
 
 
 def _loads(routed: Sequence[Record]) -> np.ndarray:

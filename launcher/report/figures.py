@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 from launcher.metrics.console import short_number
 
@@ -133,7 +133,25 @@ def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Seque
     _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
     finish(axes, "step", "loss (nats a token)", loss)
     axes.legend(ncols=3, loc="upper right")
+    _token_axis(axes, train)
     return to_svg(figure, "loss")
+
+
+def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
+    """A second axis above that counts tokens, where they were logged."""
+    tokens = Series.of(train, "tokens")
+    if len(tokens.steps) < 2 or not tokens.drawable:
+        return
+    # Tokens a step differ by padding: interpolated between the records, and beyond them at their mean rate.
+    last, total = tokens.steps[-1], tokens.values[-1]
+    steps = np.concatenate([[-last, 0.0], tokens.steps, [2 * last]])
+    counts = np.concatenate([[-total, 0.0], tokens.values, [2 * total]])
+    if not (np.diff(counts) > 0).all() or not (np.diff(steps) > 0).all():
+        return
+    functions: Any = (lambda x: np.interp(x, steps, counts), lambda x: np.interp(x, counts, steps))
+    upper = axes.secondary_xaxis("top", functions=functions)
+    upper.set_xlabel("tokens")
+    upper.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
 @styled
@@ -195,21 +213,59 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
 
 
 @styled
-def optimizer_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
-    """Learning rate and gradient norm (on a log axis when it has spikes)."""
+def work_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
+    """Model TFLOP/s of a device, with the MFU on the right where it is known, and memory."""
+    figure, (left, right) = new_figure(2, height=2.9)
+    work = Series.of(train, "model_tflops")
+    thin_curve(left, work, BLUE, None)
+    left.set_title("Model TFLOP/s of a device")
+    finish(left, "step", "TFLOP/s", None)
+    left.set_ylim(bottom=0)
+    used = Series.of(train, "mfu")
+    # TFLOP/s and MFU differ by the device's peak rate alone: one curve, two axes.
+    if used.drawable and work.drawable and np.nanmean(used.values) > 0:
+        peak = float(np.nanmean(work.values) / np.nanmean(used.values))
+        functions: Any = (lambda y: y / peak, lambda y: y * peak)
+        share = left.secondary_yaxis("right", functions=functions)
+        share.set_ylabel("MFU")
+        share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    memory = Series.of(train, "max_memory_bytes")
+    thin_curve(right, Series(steps=memory.steps, values=memory.values / 2**30), ORANGE, None)
+    right.set_title("Peak memory so far, rank 0")
+    finish(right, "step", "GiB", None)
+    right.set_ylim(bottom=0, top=1.15 * right.get_ylim()[1])
+    for axes in (left, right):
+        _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
+    return to_svg(figure, "work")
+
+
+@styled
+def optimizer_figure(train: Sequence[Any], resumes: Sequence[int], clip_norm: float = 0.0) -> str:
+    """Learning rate and gradient norm (on a log axis when it has spikes) with the norm that it is clipped to."""
     figure, (left, right) = new_figure(2, height=2.9)
     thin_curve(left, Series.of(train, "lr"), GREEN, None)
     left.set_title("Learning rate")
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate(value)))
     finish(left, "step", "", None)
     left.set_ylim(bottom=0)
     norm = Series.of(train, "grad_norm")
     thin_curve(right, norm, BLUE, None)
     right.set_title("Gradient norm before clipping")
     finish(right, "step", "", norm)
+    if clip_norm:
+        right.axhline(clip_norm, color=RED, linestyle="--", linewidth=1.2, label=f"clipped to {clip_norm:g}")
+        right.legend(loc="upper right")
     for axes in (left, right):
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
     return to_svg(figure, "optimizer")
+
+
+def _rate(value: float) -> str:
+    """A learning rate as people write it: 3e-4, 2.5e-4, 0."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    if value == 0:
+        return "0"
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 # What the pictures share.

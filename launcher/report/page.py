@@ -6,41 +6,30 @@ report can be made at any time, also while the run goes on.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from launcher.metrics.console import short_number
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
-from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
+from launcher.metrics.record import Record
 from launcher.report import experts, figures
+from launcher.report.head import key_figures, progress, remarks, state
 from launcher.report.run import Run, load_run
+from launcher.report.text import flatten, known, number, perplexity, plain
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
-from launcher.wording import first_names, plural
-from longctx.errors import DataError
+from launcher.wording import first_names
 from longctx.files import replaced_file
 
 REPORT_FILE = "report.html"
 
-_RECENT_STEPS = 20
-"""Steps that the figure of the recent training loss averages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One key figure: its name, its value, and a line that explains it."""
-
-    label: str
-    value: str
-    note: str = ""
+MAX_VALIDATIONS = 12
+"""Most rows of the table of validations; of more, the first, the last and some between are shown."""
+MAX_SAMPLES = 6
+"""The same of sample texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +38,8 @@ class Table:
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+    has_text: bool = False
+    """Whether the last column is text whose lines and spaces are shown as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +61,34 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     """
     folder = Path(run_folder)
     run = load_run(folder)
-    path = folder / REPORT_FILE
-    if output is not None:
-        path = Path(output)
+    return write_page(lambda: render(run), Path(output or folder / REPORT_FILE), REPORT_FILE)
+
+
+def write_page(make: Callable[[], str], path: Path, name: str) -> Path:
+    """Write a page and return its path; in a folder it gets this name."""
     if path.is_dir():
-        path = path / REPORT_FILE
+        path = path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path) as temporary:
-        temporary.write_text(render(run), encoding="utf-8")
+        temporary.write_text(make(), encoding="utf-8")
     return path
 
 
 def render(run: Run) -> str:
     """The page of a run, as text."""
+    return fill_template(
+        name=run.name,
+        state=state(run),
+        progress=progress(run),
+        figures=key_figures(run),
+        remarks=remarks(run),
+        sections=sections(run),
+        source="this run folder's files",
+    )
+
+
+def fill_template(**values: Any) -> str:
+    """The page's template with these values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         # Names and the config come from the user; only our own SVG is Markup.
@@ -92,157 +98,7 @@ def render(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(
-        name=run.name,
-        state=state(run),
-        progress=progress(run),
-        figures=key_figures(run),
-        remarks=remarks(run),
-        sections=sections(run),
-    )
-
-
-# The head of the page.
-
-
-def progress(run: Run) -> float | None:
-    """Share of the planned steps that is done, 0 to 1; None where the plan is not known."""
-    if not run.total_steps:
-        return None
-    if not run.train:
-        return 0.0
-    return min(1.0, run.train[-1]["step"] / run.total_steps)
-
-
-def state(run: Run) -> str:
-    """``finished …``, ``at step N of M`` or ``no step yet``."""
-    if not run.train:
-        return "no step yet"
-    last, total = run.train[-1]["step"], run.total_steps
-    if total is None:
-        return f"at step {last:,}"
-    if last >= total:
-        return f"finished: {last:,} steps"
-    return f"at step {last:,} of {total:,}"
-
-
-def key_figures(run: Run) -> list[Figure]:
-    """The figures that a reader looks for first; a figure without data is left out."""
-    return _loss_figures(run) + _size_figures(run) + _speed_figures(run)
-
-
-def _loss_figures(run: Run) -> list[Figure]:
-    """How well the model predicts."""
-    found = []
-    if run.train:
-        losses = [record["loss"] for record in run.train[-_RECENT_STEPS:]]
-        found.append(
-            Figure(
-                label="Training loss",
-                value=_number(losses[-1]),
-                note=f"mean of the last {plural(len(losses), 'step')} {_number(_mean(losses))}",
-            )
-        )
-    if run.validations:
-        last = run.validations[-1]
-        loss, entropy = last["loss"], last.get("unigram_entropy")
-        found.append(
-            Figure(label="Validation loss", value=_number(loss), note=f"nats a token, at step {last['step']:,}")
-        )
-        # Only beside the entropy a loss says something: it is what a model without any context would reach.
-        if loss is not None and entropy is not None:
-            note = "of predicting by frequency alone"
-            found.append(Figure(label="Unigram entropy", value=_number(entropy), note=note))
-            found.append(_gain_figure(entropy - loss))
-    return found
-
-
-def _gain_figure(gain: float) -> Figure:
-    """How far the loss is below the unigram entropy."""
-    note = "nats below the unigram entropy"
-    if gain <= 0:
-        note = "nats: not better than frequency alone yet"
-    return Figure(label="Learned from context", value=_number(gain), note=note)
-
-
-def _size_figures(run: Run) -> list[Figure]:
-    """How much was read, and by how large a model."""
-    found = []
-    if run.train and run.train[-1].get("tokens") is not None:
-        tokens = run.train[-1]["tokens"]
-        found.append(Figure(label="Tokens", value=short_number(tokens), note=f"{tokens:,}"))
-    counts = {key.rsplit(".", 1)[-1]: value for key, value in flatten(run.environment)}
-    total = counts.get("num_parameters", counts.get("parameters"))
-    if isinstance(total, int):
-        active = counts.get("num_active_parameters", counts.get("active_parameters"))
-        note = f"{total:,}"
-        if isinstance(active, int):
-            note = f"{active:,} active a token"
-        found.append(Figure(label="Parameters", value=short_number(total), note=note))
-    return found
-
-
-def _speed_figures(run: Run) -> list[Figure]:
-    """Speed, time and memory: medians, since the first steps of a process compile and warm up."""
-    found = []
-    speeds = _known(run.train, "tokens_per_second")
-    if speeds:
-        found.append(Figure(label="Tokens a second", value=short_number(median(speeds)), note="median, whole world"))
-    used = _known(run.train, "mfu")
-    if used:
-        found.append(Figure(label="MFU", value=f"{median(used):.1%}", note="model FLOPs utilisation, median"))
-    starts, ends = _moments(run.records)
-    if ends:
-        note = f"of it {duration(sum(_known(run.train, 'step_seconds')))} in steps"
-        found.append(Figure(label="Wall time", value=duration(max(ends) - min(starts)), note=note))
-    memory = max(_known(run.train, "max_memory_bytes"), default=0)
-    if memory:
-        found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="of rank 0"))
-    return found
-
-
-def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """When each record's work began and ended, in seconds since 1970; a record is written when its step is over."""
-    ends, starts = [], []
-    for record in records:
-        if "time" not in record:
-            continue
-        try:
-            end = datetime.fromisoformat(record["time"]).timestamp()
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
-            ) from error
-        ends.append(end)
-        # A validation has no duration of its own: it lies between two steps.
-        starts.append(end - (record.get("step_seconds") or 0.0))
-    return starts, ends
-
-
-def remarks(run: Run) -> list[str]:
-    """Remarks that a reader must know before trusting the curves."""
-    found = []
-    broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
-    if broken:
-        found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")
-    if run.resumed_steps:
-        steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
-        found.append(f"Resumed at step {steps}; dotted green lines mark it.")
-    if run.num_discarded:
-        rows = plural(run.num_discarded, "row")
-        found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
-    routed = experts.routed_records(run.train)
-    dead = []
-    if routed:
-        dead = experts.dead_experts(routed)
-    if dead:
-        found.append(
-            f"Without a token for {DEAD_AFTER_STEPS} steps or more: {plural(len(dead), 'expert')}, named below."
-        )
-    if len(run.train) > figures.MAX_POINTS:
-        size = math.ceil(len(run.train) / figures.MAX_POINTS)
-        found.append(f"Each point of a curve is the mean of {size} steps.")
-    return found
+    return environment.get_template("report.html").render(**values)
 
 
 # The parts of the page.
@@ -250,7 +106,8 @@ def remarks(run: Run) -> list[str]:
 
 def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
-    parts = [_loss_section(run), _position_section(run), _speed_section(run), _optimizer_section(run)]
+    parts = [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
+    parts += [*_work_sections(run), _optimizer_section(run)]
     parts += _expert_sections(run)
     parts.append(
         Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
@@ -267,7 +124,49 @@ def _loss_section(run: Run) -> Section:
     if any(record.get("unigram_entropy") is not None for record in run.validations):
         caption = "A model that only knew how frequent each token is would be on the dashed line."
     picture = figures.loss_figure(run.train, run.validations, run.resumed_steps)
+    if any(record.get("tokens") for record in run.train):
+        caption += " The upper axis counts tokens."
     return Section(title="Loss", caption=caption, picture=Markup(picture))
+
+
+def _validation_sections(run: Run) -> list[Section]:
+    """A table of validations, and the sample texts that they wrote."""
+    parts = []
+    if run.validations:
+        rows = [_validation_row(record, run) for record in spread(run.validations, MAX_VALIDATIONS)]
+        headings = ("Step", "Tokens read", "Loss", "Perplexity", "Bits a byte", "Below unigram entropy")
+        table = Table(headings=headings, rows=rows)
+        parts.append(Section(title="Validations", caption="Loss in nats a token.", table=table))
+    sampled = [record for record in run.validations if record.get("sample")]
+    if sampled:
+        caption = "Greedy, by the weights of that step."
+        prompt = sampled[-1]["sample"]["prompt"]
+        if prompt:
+            caption = f"Greedy, by the weights of that step, after {prompt!r}."
+        rows = [(f"{record['step']:,}", record["sample"]["text"]) for record in spread(sampled, MAX_SAMPLES)]
+        table = Table(headings=("Step", "Text"), rows=rows, has_text=True)
+        parts.append(Section(title="Sample text", caption=caption, table=table))
+    return parts
+
+
+def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
+    """One validation: what is not known is a dash."""
+    loss, entropy, tokens = record["loss"], record.get("unigram_entropy"), run.tokens_at(record["step"])
+    cells = ["–", "–", "–"]
+    if tokens is not None:
+        cells[0] = f"{tokens:,}"
+    if loss is not None:
+        cells[1] = perplexity(loss)
+    if loss is not None and entropy is not None:
+        cells[2] = number(entropy - loss)
+    return f"{record['step']:,}", cells[0], number(loss), cells[1], number(record.get("bits_per_byte")), cells[2]
+
+
+def spread(records: Sequence[Record], most: int) -> list[Record]:
+    """At most so many records: the first, the last, and others evenly between them."""
+    if len(records) <= most:
+        return list(records)
+    return [records[round(index * (len(records) - 1) / (most - 1))] for index in range(most)]
 
 
 def _position_section(run: Run) -> Section:
@@ -291,13 +190,25 @@ def _position_section(run: Run) -> Section:
 
 def _speed_section(run: Run) -> Section:
     """Tokens a second and seconds a step over the steps."""
-    if not _known(run.train, "tokens_per_second"):
+    if not known(run.train, "tokens_per_second"):
         return Section(title="Speed", caption="No step has been timed yet.")
-    waits, seconds = sum(_known(run.train, "data_wait_seconds")), sum(_known(run.train, "step_seconds"))
+    waits, seconds = sum(known(run.train, "data_wait_seconds")), sum(known(run.train, "step_seconds"))
     caption = ""
     if seconds:
         caption = f"{waits / seconds:.1%} of the step time was spent waiting for data."
     return Section(title="Speed", caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
+
+
+def _work_sections(run: Run) -> list[Section]:
+    """Model FLOPs a second and memory over the steps; nothing where neither was logged."""
+    work, memory = known(run.train, "model_tflops"), known(run.train, "max_memory_bytes")
+    if not any(work) and not any(memory):
+        return []
+    caption = "Model FLOPs leave out what is computed twice."
+    if not known(run.train, "mfu"):
+        caption += " There is no MFU: the device's peak rate is not known."
+    picture = figures.work_figure(run.train, run.resumed_steps)
+    return [Section(title="Work and memory", caption=caption, picture=Markup(picture))]
 
 
 def _optimizer_section(run: Run) -> Section:
@@ -305,7 +216,14 @@ def _optimizer_section(run: Run) -> Section:
     title = "Learning rate and gradient norm"
     if not run.train:
         return Section(title=title, caption="No step has been logged yet.")
-    return Section(title=title, caption="", picture=Markup(figures.optimizer_figure(run.train, run.resumed_steps)))
+    limit = run.clip_norm
+    picture = figures.optimizer_figure(run.train, run.resumed_steps, limit)
+    norms = known(run.train, "grad_norm")
+    caption = "Gradients were not clipped."
+    if limit and norms:
+        clipped = sum(norm > limit for norm in norms)
+        caption = f"Clipped to {limit:g} in {clipped / len(norms):.1%} of the steps."
+    return Section(title=title, caption=caption, picture=Markup(picture))
 
 
 def _expert_sections(run: Run) -> list[Section]:
@@ -318,7 +236,7 @@ def _expert_sections(run: Run) -> list[Section]:
     caption = (
         "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
     )
-    shown, num_layers = experts.uneven_rows(routed), len(routed[-1]["expert_load"])
+    shown, num_layers = experts.uneven_rows(routed), len(experts.whole_records(routed)[-1]["expert_load"])
     if len(shown) < num_layers:
         caption += (
             f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
@@ -356,61 +274,6 @@ def _environment_section(run: Run) -> Section:
     """Host, versions and degrees, as a table."""
     if not run.environment:
         return Section(title="Environment", caption=f"The run folder holds no {ENVIRONMENT_FILE}.")
-    rows = [(key, _plain(value)) for key, value in flatten(run.environment)]
+    rows = [(key, plain(value)) for key, value in flatten(run.environment)]
     table = Table(headings=("Key", "Value"), rows=rows)
     return Section(title="Environment", caption=f"{ENVIRONMENT_FILE}: where and with what the run ran.", table=table)
-
-
-# Small pure helpers.
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            pairs.extend(flatten(value, f"{prefix}{key}."))
-        else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
-
-
-def duration(seconds: float) -> str:
-    """Two units at most: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller_size} {smaller}"
-    return f"{whole} s"
-
-
-def _number(value: float | None) -> str:
-    """Four decimals; a dash for what is not known."""
-    if value is None:
-        return "–"
-    return f"{value:.4f}"
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the finite values; None without any."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    return fmean(known)
-
-
-def _known(records: Sequence[Record], key: str) -> list[float]:
-    """The finite values of a key: one broken step must not hide the figures of the others."""
-    values = (record.get(key) for record in records)
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _plain(value: Any) -> str:
-    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
-        return ", ".join(str(item) for item in value)
-    return json.dumps(value, ensure_ascii=False)

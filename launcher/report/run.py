@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,41 @@ class Run:
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
 
+    @cached_property
+    def train(self) -> list[Record]:
+        """The steps."""
+        return self.of_kind("train")
+
+    @cached_property
+    def validations(self) -> list[Record]:
+        """The validations."""
+        return self.of_kind("validation")
+
     def of_kind(self, kind: str) -> list[Record]:
         """The records of one kind, by step."""
         return sorted((record for record in self.records if record["kind"] == kind), key=lambda record: record["step"])
 
     @property
-    def train(self) -> list[Record]:
-        return self.of_kind("train")
-
-    @property
-    def validations(self) -> list[Record]:
-        return self.of_kind("validation")
-
-    @property
     def resumed_steps(self) -> list[int]:
         return sorted({record["step"] for record in self.of_kind("event") if record["event"] == "resume"})
+
+    def tokens_at(self, step: int) -> int | None:
+        """Tokens read by the end of this step; None where no record says so."""
+        if step == 0:
+            return 0
+        return self._tokens_by_step.get(step)
+
+    @cached_property
+    def _tokens_by_step(self) -> dict[int, int]:
+        return {record["step"]: record["tokens"] for record in self.train if record.get("tokens") is not None}
+
+    @property
+    def clip_norm(self) -> float:
+        """``train.clip_norm`` of the resolved config; 0 where nothing is clipped, or nothing is said."""
+        limit = self.config.get("train", {}).get("clip_norm")
+        if not isinstance(limit, int | float):
+            return 0.0
+        return float(limit)
 
     @property
     def total_steps(self) -> int | None:

@@ -12,8 +12,7 @@ from typing import Any
 from launcher.checkpoint.folder import prune, remove_partial, set_aside_newer
 from launcher.checkpoint.save import save_checkpoint
 from launcher.metrics.record import Record, truncate_after
-from launcher.metrics.writer import RecordWriter
-from launcher.report.page import write_report
+from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.setup import Progress, Run
@@ -52,18 +51,25 @@ class Trainer:
                 "Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.progress.step, last
             )
             return
-        with RecordWriter.of_run(run.folder, config.train.steps, is_rank_0=run.is_rank_0) as writer:
+        lines = Lines(
+            total_steps=config.train.steps,
+            first_step=self.progress.step,
+            last_step=last,
+            every=config.run.log_every,
+        )
+        with RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             # The first point of the curve: what the weights can do before this run changes them.
             if run.origin == "started" and config.validation.rows:
-                writer.write(self._validate())
+                self._validate(writer)
             while self.progress.step < last:
                 self._take_recorded_step(writer)
                 # Validation comes before the save: a checkpoint that exists has all records up to its step.
                 if config.validation.rows and self._is_due(config.validation.every_steps):
-                    writer.write(self._validate())
+                    self._validate(writer)
                 if self._is_due(config.checkpoint.every_steps):
+                    writer.doing("saving a checkpoint")
                     self._save()
         self._finish()
 
@@ -101,8 +107,10 @@ class Trainer:
                 writer.write(dict(error.record))
             raise
 
-    def _validate(self) -> Record:
+    def _validate(self, writer: RecordWriter) -> None:
+        """Measure the held-out loss and write its record. Collective."""
         run = self.run
+        writer.doing("validating")
         assert run.validation is not None
         record = validate(
             run.engine.model,
@@ -111,8 +119,9 @@ class Trainer:
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,
+            bytes_per_token=run.validation.shards.manifest.bytes_per_token,
         )
-        return {**record, "step": self.progress.step}
+        writer.write({**record, "step": self.progress.step})
 
     def _is_due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""
@@ -153,6 +162,9 @@ class Trainer:
         """Write the report, and log where it and the last checkpoint are."""
         if not self.run.is_rank_0:
             return
+        # matplotlib takes a second to import, which the first step would wait for.
+        from launcher.report.page import write_report
+
         report = write_report(self.run.folder)
         newest = list_checkpoints(self.run.folder)[-1]
         log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)

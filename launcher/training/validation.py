@@ -22,9 +22,11 @@ def validate(
     *,
     seq_len: int,
     vocab_size: int,
+    bytes_per_token: float | None = None,
 ) -> dict[str, Any]:
     """A validation record without its step: loss, unigram entropy and loss by position. Collective.
 
+    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known.
     ``shard_batch`` cuts a micro-batch down to this rank's tokens, which ``model`` then reads on ``device``. Sums are
     float64, so the loss depends on the number of ranks by rounding alone.
     """
@@ -45,9 +47,14 @@ def validate(
     for total in (nll_by_bin, targets_by_bin, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
+    loss = float(nll_by_bin.sum()) / max(1, num_targets)
+    bits_per_byte = None
+    if bytes_per_token:
+        bits_per_byte = loss / math.log(2) / bytes_per_token
     return {
         "kind": "validation",
-        "loss": float(nll_by_bin.sum()) / max(1, num_targets),
+        "loss": loss,
+        "bits_per_byte": bits_per_byte,
         "unigram_entropy": entropy(histogram),
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),

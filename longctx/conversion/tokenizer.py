@@ -122,6 +122,6 @@ def _auto_tokenizer() -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
-            "exporting a tokenizer checks it with transformers, which is not installed.\nTry: pip install 'longctx[hf]'"
+            "exporting a tokenizer checks it with transformers, which is not installed.\nTry: pip install transformers"
         ) from error
     return AutoTokenizer

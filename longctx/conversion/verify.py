@@ -143,7 +143,7 @@ def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) 
     try:
         import transformers  # noqa: F401
     except ImportError:
-        return "transformers is not installed (pip install 'longctx[hf]')"
+        return "transformers is not installed (pip install transformers)"
     need = bytes_needed(config, num_parameters, dtype)
     free = available_bytes()
     if need > free:

@@ -1,4 +1,4 @@
-"""Load the decoder of a checkpoint."""
+"""Load the decoder of a checkpoint or of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,20 +6,38 @@ from pathlib import Path
 
 import torch
 
-from longctx.checkpoint_format import CheckpointReader, find_checkpoint, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, model_config
+from longctx.conversion import load_hf
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 
 
-def load_model(checkpoint: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder of a checkpoint, or of a run's newest one, on the CPU, ready to generate from.
+def find_model(folder: str | Path) -> Path:
+    """A checkpoint or a Hugging Face folder as it is; of a run folder, its newest checkpoint."""
+    if is_hf_folder(folder):
+        return Path(folder)
+    return find_checkpoint(folder)
 
-    Strict: CheckpointError unless the checkpoint holds exactly the decoder's tensors.
+
+def is_hf_folder(folder: str | Path) -> bool:
+    """Whether a folder holds a Hugging Face model, and not a checkpoint of ours."""
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / MANIFEST).is_file()
+
+
+def load_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder of a checkpoint, of a run's newest one, or of a Hugging Face folder: on the CPU, ready to generate.
+
+    Strict: CheckpointError unless the folder holds exactly the decoder's tensors.
     """
-    reader = CheckpointReader(find_checkpoint(checkpoint))
-    model = Decoder(model_config(reader), seed=None).to(dtype)
+    folder = find_model(folder)
+    if is_hf_folder(folder):
+        config, weights = load_hf(folder)
+    else:
+        reader = CheckpointReader(folder)
+        config, weights = model_config(reader), dict(reader.state_dict(dtype))
+    model = Decoder(config, seed=None).to(dtype)
     try:
-        model.load_state_dict(dict(reader.state_dict(dtype)))
+        model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{reader.folder} does not hold the decoder of its own config: {error}") from error
+        raise CheckpointError(f"{folder} does not hold the decoder of its own config: {error}") from error
     return model.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
 
-@torch.no_grad()
 def generate(
     model: Decoder,
     prompt_ids: Sequence[int],
@@ -30,22 +29,50 @@ def generate(
     The prompt is read once, then one token a step against the cached keys (``cache`` must be empty; default: a
     ``LocalKVCache``). ``use_cache=False`` reads everything again at each step, which is slow and gives the same tokens.
     """
+    return list(
+        stream(model, prompt_ids, max_new_tokens, strategy, stop_ids=stop_ids, cache=cache, use_cache=use_cache)
+    )
+
+
+def stream(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    strategy: Greedy | Sample | None = None,
+    *,
+    stop_ids: Collection[int] = (),
+    cache: KVCache | None = None,
+    use_cache: bool = True,
+) -> Iterator[int]:
+    """The tokens of ``generate``, each as soon as it is chosen. A request that cannot be served fails at the call."""
     check_request(model, prompt_ids, max_new_tokens)
     choose = (strategy or Greedy()).start()
     if use_cache and cache is None:
         cache = LocalKVCache()
     if not use_cache:
         cache = None
-    ids = list(prompt_ids)
+    return _tokens(model, list(prompt_ids), max_new_tokens, choose, stop_ids, cache)
+
+
+@torch.no_grad()
+def _tokens(
+    model: Decoder,
+    ids: list[int],
+    max_new_tokens: int,
+    choose: Callable[[Tensor], int],
+    stop_ids: Collection[int],
+    cache: KVCache | None,
+) -> Iterator[int]:
+    """Yield token after token; ``ids`` grows by each."""
     start = 0
     for _ in range(max_new_tokens):
         ids.append(choose(_next_logits(model, ids[start:], start, cache)))
-        if use_cache:
+        if cache is not None:
             # Only the newest token is not in the cache.
             start = len(ids) - 1
+        yield ids[-1]
         if ids[-1] in stop_ids:
             break
-    return ids[len(prompt_ids) :]
 
 
 def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int) -> None:

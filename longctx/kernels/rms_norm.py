@@ -22,7 +22,18 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 
     Computed in float32 (float64 for float64), where 1 + weight keeps what is learned, and rounded once to x's dtype.
     """
+    if not torch.is_grad_enabled():
+        return _normalize(x_NM, weight_M, eps, offset)[0]
     return _RMSNorm.apply(x_NM, weight_M, eps, offset)
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
+    """The result in x's dtype, and each row's 1 / sqrt(mean(x²) + eps)."""
+    # float32: the mean of squares of thousands of bfloat16 values would lose their small ones
+    partial = accumulate_dtype(x.dtype)
+    wide = x.to(partial)
+    rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    return _times(wide, rstd_N1, wide is not x).mul_(_factor(weight, offset, partial)).to(x.dtype), rstd_N1
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -30,13 +41,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-        # float32: the mean of squares of thousands of bfloat16 values would lose their small ones
-        partial = accumulate_dtype(x.dtype)
-        wide = x.to(partial)
-        rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        out, rstd_N1 = _normalize(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, rstd_N1)
         ctx.offset = offset
-        return _times(wide, rstd_N1, wide is not x).mul_(_factor(weight, offset, partial)).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -70,6 +70,8 @@ def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool 
 
     Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
     """
+    if not torch.is_grad_enabled():
+        return _rotate(x_BtHD, cos, sin, interleaved)
     return _Rotary.apply(x_BtHD, cos, sin, interleaved)
 
 
@@ -105,7 +107,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     out_first, out_second = _halves(out, pairs, interleaved)
     out_first.copy_((first * cos).sub_(second * sin))
     out_second.copy_((second * cos).add_(first * sin))
-    out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    if 2 * pairs < x.shape[-1]:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
     return out
 
 

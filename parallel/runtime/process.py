@@ -124,7 +124,9 @@ def broadcast_object(value: Any) -> Any:
 
 def _threads_per_process() -> int:
     """The machine's cores divided by its ranks."""
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
+    # The deepspeed launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    return max(1, (os.cpu_count() or 1) // int(ranks))
 
 
 def _free_port() -> int:

@@ -23,6 +23,7 @@ from longctx.objectives.loss_sum import LossSum
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
+from parallel.zero.muon import import_muon_uncompiled
 from parallel.zero.options import OptimizerOptions, check_zero, quiet_deepspeed
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
@@ -46,6 +47,7 @@ class ZeroEngine:
         """
         check_zero(stage, dtype)
         quiet_deepspeed()
+        import_muon_uncompiled()
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.decoder, mark_experts(model))
         self.partition = PARTITIONS[stage](

@@ -143,12 +143,15 @@ class Launch:
         self,
         arguments: Sequence[str],
         *,
-        hostfile: str | Path = "hostfile",
+        hostfile: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
         master_address: str = "127.0.0.1",
     ) -> None:
+        """``hostfile`` starts the ranks that it names, on any machine; without one there are two ranks here."""
         self.arguments = list(arguments)
-        launcher = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", master_address]
+        launcher = ["--num_gpus", "2"]
+        if hostfile is not None:
+            launcher = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", master_address]
         command = [str(Path(sys.executable).parent / "deepspeed"), *launcher, "--master_port", str(free_port())]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._started = time.monotonic()

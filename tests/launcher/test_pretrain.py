@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -83,10 +84,10 @@ def test_every_step_has_its_row(finished):
 
 def test_the_console_and_the_logs_of_all_ranks(finished):
     for step in range(1, STEPS + 1):
-        assert finished.text.count(f"step {step}/{STEPS}  loss") == 1
+        assert len(re.findall(rf"step {step}/{STEPS} +{100 * step // STEPS}%  loss", finished.text)) == 1
     assert "Done: 8 steps." in finished.text
     assert len(finished.ours()) < 60, "nothing but our own lines:\n" + "\n".join(finished.ours())
-    assert "step 8/8  loss" in (finished.folder / "logs" / "rank_0.log").read_text()
+    assert "step 8/8 100%  loss" in (finished.folder / "logs" / "rank_0.log").read_text()
     assert "Saved" in (finished.folder / "logs" / "rank_1.log").read_text()
 
 
@@ -103,17 +104,24 @@ def test_going_on_to_more_steps(shards, copied, finished):
     assert {n for n in after if after[n] != before.get(n)} <= {"environment.json"}, "nothing is left to do"
 
 
-def test_a_lone_process_needs_no_launcher_and_no_held_out_documents(shards, tmp_path):
+def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_imports(shards, tmp_path):
     bare = Path(shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("validation")))
     argv = flags(bare, tmp_path / "run", {"parallel.context": 1, "train.steps": 2})
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "launcher/pretrain.py", *argv]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-X", "importtime", "launcher/pretrain.py", *argv]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, timeout=100, **pipe)
+    assert ended.returncode == 0, ended.stdout
     assert [(r["kind"], r["step"]) for r in rows(tmp_path / "run")] == [("train", 1), ("train", 2)]
-    said = ended.stdout + ended.stderr
-    assert said.count("holds no held-out documents") == 1
-    assert "data.validation" in said
+    assert ended.stdout.count("holds no held-out documents") == 1
+    assert "data.validation" in ended.stdout
+    # One line for each import, among those of the log.
+    before_the_first_step, _, after = ended.stdout.partition("step 1/2")
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", before_the_first_step, re.M))
+    assert {"torch", "deepspeed.runtime.engine"} <= imported
+    slow = {"torch._inductor.compile_fx", "matplotlib", "tensorboard", "transformers", "scipy", "rich.live"}
+    assert not slow & imported
+    assert "matplotlib" in after, "the report comes at the end"
 
 
 # A rank dies.
@@ -142,7 +150,7 @@ def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards
 def test_resuming_by_the_command_equals_never_stopping(shards, finished, copied):
     for checkpoint in list_checkpoints(copied)[1:]:
         shutil.rmtree(checkpoint)
-    resumed = pretrain(flags(shards, copied, {"run.resume": "latest"}))
+    resumed = pretrain(flags(shards, copied, {"run.resume": "latest"}), hostfile="hostfile")
     assert resumed.code == 0, resumed.text
     assert rows(copied) == rows(finished.folder), "to the last bit"
     assert [p.name for p in list_checkpoints(copied)] == [p.name for p in list_checkpoints(finished.folder)]

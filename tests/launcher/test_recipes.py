@@ -23,6 +23,7 @@ from launcher.training.memory import GIB, memory_of_rank
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.architecture.size import count_parameters
+from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.generation import load_model
 from tests.launcher.runs import STARTS, recipe_flags
 from tests.launcher.workers import leave_out_pictures, run
@@ -179,6 +180,9 @@ def test_a_miniature_is_trained_and_exported(name: str, trained: Path, tmp_path:
     exported = tmp_path / "hf"
     assert main(["convert", "--to", "hf", str(trained / name), str(exported), "--verify", "tensors"]) == 0
     if name in STARTS:
+        # Noted in each checkpoint of the run: without it the first type that fits would be written.
+        training = CheckpointReader(find_checkpoint(trained / name)).manifest["training"]
+        assert training["model_type"] == HUB[STARTS[name]]["model_type"]
         assert json.loads((exported / "config.json").read_text())["model_type"] == HUB[STARTS[name]]["model_type"]
     tokens = torch.randint(512, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import launcher.cluster.exit
+import launcher.metrics.writer
+import launcher.report.page
 import launcher.training.trainer
 from launcher.checkpoint.save import save_checkpoint
 from launcher.cluster.exit import run_to_exit_code
@@ -177,5 +179,5 @@ def rows(folder: Path) -> list[Record]:
 
 def leave_out_pictures() -> None:
     """Write no report and no TensorBoard events: they take longer than all steps of a tiny run."""
-    launcher.training.trainer.write_report = lambda folder: folder / "report.html"
-    launcher.training.trainer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)
+    launcher.report.page.write_report = lambda folder: folder / "report.html"
+    launcher.metrics.writer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)

@@ -80,15 +80,18 @@ class CpuFlashKernel:
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
+        # where results are rounded to bfloat16, merging tiles would round once a tile: the op takes whole rows
+        size = _TILE
+        if op.rounds:
+            size = _WHOLE
+        whole = _whole_block(slices, size, q_BtHD.shape[1])
+        if whole is not None:
+            return op.attend(q_BtHD, k_BsKD, v_BsKV, whole)
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
         # not zeros: most rows belong to one block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
-        # where results are rounded to bfloat16, merging tiles would round once a tile: the op takes whole rows
-        size = _TILE
-        if op.rounds:
-            size = _WHOLE
         for block in _blocks(slices, size):
             block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
             if touched[block.q].any():
@@ -146,6 +149,17 @@ class CpuFlashKernel:
 
 def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
     return (block for attn_slice in table_slices(slices) for block in row_blocks(attn_slice, rows=size, keys=size))
+
+
+def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
+    """The block that alone holds all query rows, as in decoding; None where rows lie in several."""
+    parts = table_slices(slices)
+    if len(parts) != 1:
+        return None
+    first = next(row_blocks(parts[0], rows=size, keys=size), None)
+    if first is None or first.q != slice(0, num_rows):
+        return None
+    return first
 
 
 @lru_cache(maxsize=16)

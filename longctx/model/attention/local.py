@@ -89,6 +89,9 @@ class LocalAttention:
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
+        if not torch.is_grad_enabled() and recompute_cache is None:
+            out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, plan.kernel, scores)
+            return out.view(B, T, H, v_BtKV.shape[3])
         # Autograd sees tensors among a function's arguments alone, so the table is named beside the scores.
         bias_table = None
         if scores.relative_bias is not None:
@@ -154,6 +157,16 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
         yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: tuple[Work, ...], kernel: str, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Output in q's dtype, and log-sum-exp with the sinks in it."""
+    out, lse = attend_work(q, k, v, work, partial(ops.forward, kernel, scores=scores))
+    if sinks is not None:
+        out, lse = apply_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
 class _Attention(torch.autograd.Function):
     """Autograd around a kernel whose work holds all there is to see."""
 
@@ -179,11 +192,8 @@ class _Attention(torch.autograd.Function):
         if known is not None:
             out, lse = known
         else:
-            out, lse = attend_work(q, k, v, work, partial(ops.forward, kernel, scores=scores))
-            if sinks is not None:
-                out, lse = apply_sinks(out, lse, sinks)
             # Backward reads the rounded output, the one that later layers have seen too.
-            out = out.to(q.dtype)
+            out, lse = _attend(q, k, v, sinks, work, kernel, scores)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)

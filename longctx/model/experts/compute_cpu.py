@@ -37,6 +37,8 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
     """
     x_SM = tokens.x_SM
     M, F = weights.down_eMF.shape[1:]
+    if len(x_SM) == 1 and not saved_widths(call.run.recompute, weights, in_blocks=True):
+        return _forward_token(tokens, weights, call), []
     blocks = _Blocks(tokens, weights, call.run.products)
     chunks = _SavedChunks(blocks, tokens, weights, call)
     saved = chunks.allocate()
@@ -119,6 +121,29 @@ def backward_blocks(
     dgates_Sk = torch.zeros_like(tokens.gates_Sk, memory_format=torch.contiguous_format)
     dgates_Sk.view(-1)[blocks.order_R] = dgates_R
     return dx_SM, dgates_Sk
+
+
+def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tensor:
+    """``forward_blocks`` of a single token, as in decoding: its experts' weights are read once, and as they are."""
+    x_M, wide = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
+    chosen = [(choice, expert) for choice, expert in enumerate(tokens.experts_Sk[0].tolist()) if expert >= 0]
+    gates_R1 = tokens.gates_Sk[0, [choice for choice, _ in chosen]].unsqueeze(-1)
+    expert_R = [expert for _, expert in chosen]
+
+    gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
+    for row, expert in enumerate(expert_R):
+        torch.mv(weights.gate_up_eFM[expert], x_M, out=gate_up_RF[row])
+    if weights.gate_up_bias_eF is not None:
+        gate_up_RF += weights.gate_up_bias_eF[expert_R]
+    inner_RF = x_M.new_empty(len(chosen), weights.down_eMF.shape[2])
+    _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
+
+    y_RM = x_M.new_empty(len(chosen), len(x_M))
+    for row, expert in enumerate(expert_R):
+        torch.mv(weights.down_eMF[expert], inner_RF[row], out=y_RM[row])
+    if weights.down_bias_eM is not None:
+        y_RM += gates_R1 * weights.down_bias_eM[expert_R]
+    return y_RM.sum(0, keepdim=True, dtype=wide)
 
 
 class _Blocks:

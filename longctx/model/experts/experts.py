@@ -61,6 +61,10 @@ class Experts(nn.Module):
         if recompute_cache is not None or not self._is_trained(x_NM, gates_Nk):
             run = replace(run, recompute="all")  # nothing is saved but what was given
         call = ExpertsCall(self.activation, run, recompute_cache)
+        is_plain = recompute_cache is None and not run.dispatcher.is_distributed and not torch.compiler.is_compiling()
+        if is_plain and not torch.is_grad_enabled():
+            weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+            return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         apply = _Experts.apply
         if run.dispatcher.is_distributed:
             apply = _apply_outside_graphs

@@ -111,6 +111,8 @@ class Router(nn.Module):
 
     def forward(self, x_NM: Tensor) -> Tensor:
         """Logits [N, E] in float32 (float64 for float64)."""
+        if not torch.is_grad_enabled():
+            return _logits(x_NM, self.weight, self.bias)
         return _Logits.apply(x_NM, self.weight, self.bias)
 
 
@@ -124,12 +126,10 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NM, weight_EM)
-        wide = accumulate_dtype(x_NM.dtype)
-        weight, bias = weight_EM.to(wide), bias_E
         ctx.bias_dtype = None
-        if bias is not None:
-            ctx.bias_dtype, bias = bias.dtype, bias.to(wide)
-        return _cat([nn.functional.linear(chunk.to(wide), weight, bias) for chunk in _chunks(x_NM, wide)])
+        if bias_E is not None:
+            ctx.bias_dtype = bias_E.dtype
+        return _logits(x_NM, weight_EM, bias_E)
 
     @staticmethod
     @once_differentiable
@@ -148,6 +148,15 @@ class _Logits(torch.autograd.Function):
         if ctx.bias_dtype is not None:
             dbias_E = dlogits_NE.sum(0).to(ctx.bias_dtype)
         return dx_NM, dweight_EM.to(weight_EM.dtype), dbias_E
+
+
+def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
+    """x·Wᵀ + b, converted to float32 chunk by chunk."""
+    wide = accumulate_dtype(x_NM.dtype)
+    weight, bias = weight_EM.to(wide), bias_E
+    if bias is not None:
+        bias = bias.to(wide)
+    return _cat([nn.functional.linear(chunk.to(wide), weight, bias) for chunk in _chunks(x_NM, wide)])
 
 
 def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:

@@ -70,6 +70,8 @@ def gated_linear(
     kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None, *, products: Products
 ) -> Tensor:
     """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
+    if not torch.is_grad_enabled():
+        return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
     return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products)
 
 

@@ -7,9 +7,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from launcher.metrics.console import console_line, short_number
+from launcher.metrics.console import Pace, console_line, short_duration, short_number
+from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
     idle_share,
     layer_numbers,
@@ -20,7 +22,7 @@ from launcher.metrics.expert_load import (
     worst_max_over_mean,
 )
 from launcher.metrics.record import read_metrics, truncate_after, without_timing
-from launcher.metrics.writer import MetricsWriter
+from launcher.metrics.writer import Lines, MetricsWriter
 from longctx.errors import ConfigError, DataError
 
 TRAIN = {
@@ -271,9 +273,14 @@ def test_short_number(value: float, text: str) -> None:
 
 
 def test_console_line_of_a_step() -> None:
-    assert console_line(TRAIN, 500) == (
-        "step  12/500  loss 5.1023  grad 0.83  lr 4.9e-03  10.1k tok/s  0.41 s  data 0.00 s  experts max/mean 1.30"
+    assert console_line(TRAIN, 500, seconds_left=201.0) == (
+        "step  12/500   2%  loss 5.1023  grad 0.83  lr 4.9e-03  49.2k tokens  10.1k tok/s  0.41 s  data 0.00 s  "
+        "experts max/mean 1.30  3 min left"
     )
+    last = console_line(train(500), 500, seconds_left=0.0)
+    assert last.startswith("step 500/500 100%  loss 5.1023")
+    assert "left" not in last
+    assert console_line(train(499), 500).startswith("step 499/500  99%"), "not done before the last step"
 
 
 def test_console_line_leaves_out_what_is_not_known() -> None:
@@ -286,9 +293,48 @@ def test_console_line_leaves_out_what_is_not_known() -> None:
 
 def test_console_line_of_validation_and_event() -> None:
     assert console_line(VALIDATION, 500) == (
-        "step  12/500  validation loss 4.8000  unigram entropy 6.1000  (-1.3000 nats)  12.3k targets"
+        "step  12/500   2%  validation loss 4.8000  unigram entropy 6.1000  (-1.3000 nats)  12.3k targets"
     )
     assert console_line({"kind": "event", "event": "resume", "step": 7}) == "step 7  resume"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (3569, "59 min"),
+        (3571, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+        (86399, "1 d 0 h"),
+        (270_000, "3 d 3 h"),
+    ],
+)
+def test_short_duration(seconds: float, text: str) -> None:
+    assert short_duration(seconds) == text
+
+
+def test_time_left_counts_validations_and_forgets_old_steps() -> None:
+    pace = Pace(10, 100.0)
+    assert pace.seconds_left(10, 20, 105.0) is None, "validated, no step taken"
+    assert pace.seconds_left(11, 20, 107.0) == pytest.approx(9 * 7.0), "the validation before it is in the pace"
+    assert pace.seconds_left(12, 20, 109.0) == pytest.approx(8 * 4.5)
+    assert pace.seconds_left(20, 20, 125.0) == 0.0
+    slow_then_fast = Pace(0, 0.0)
+    for step in range(1, 301):
+        left = slow_then_fast.seconds_left(step, 400, 1000.0 + step)
+    assert left == pytest.approx(100.0)
+
+
+def test_which_steps_get_a_line() -> None:
+    lines = Lines(total_steps=100, first_step=7, last_step=23, every=5)
+    due = [step for step in range(8, 24) if lines.is_due(train(step))]
+    assert due == [8, 10, 15, 20, 23], "the first and the last of this process too"
+    assert lines.is_due({**VALIDATION, "step": 9})
+    assert lines.is_due({"kind": "event", "event": "resume", "step": 7})
+    broken = {"kind": "train", "step": 9, "loss": math.nan, "lr": 1e-3, "grad_norm": None}
+    assert lines.is_due(broken), "it says why the run ends"
 
 
 def test_tensorboard_shows_the_same_numbers_and_hides_what_came_again(tmp_path: Path) -> None:
@@ -317,3 +363,38 @@ def test_missing_tensorboard_is_said_before_anything_is_written(
         MetricsWriter(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     MetricsWriter(tmp_path / "run", tensorboard=False).close()
+
+
+def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
+    """48 layers of 128 experts: 435 MB if every step had all its counts."""
+    rng = np.random.default_rng(0)
+    size = 0
+    steps = [*range(1, 3), *range(1001, 1065)]  # 64 steps between two records with all counts
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in steps:
+            loads_LE = rng.multinomial(2_097_152, [1 / 128] * 128, size=48)
+            loads_LE[:, rng.choice(128, 5)] = 0
+            shares = rng.random((4, 48))
+            figures = {"expert_load": loads_LE.tolist(), "expert_layers": list(range(48))}
+            figures |= {"expert_max_violation": (loads_LE.max(1) / loads_LE.mean(1) - 1).tolist()}
+            keys = ("expert_mean_violation", "expert_dropped_share", "router_entropy", "router_logit_rms")
+            figures |= {key: row.tolist() for key, row in zip(keys, shares, strict=True)}
+            writer.write(train(step, **figures, time="2026-01-01T00:00:00.000+00:00"))
+            size = (tmp_path / "metrics.jsonl").stat().st_size
+            if step == 2:
+                first = size
+    mean = (size - first) / 64
+    assert mean * 10_000 < 45e6
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records if "expert_load" in record] == [1, 2, 1024]
+    # What is left out of a step's counts: who was idle is exact.
+    idle_LE = idle_experts(records[-1], 128)
+    assert idle_LE is not None
+    assert (idle_LE == (loads_LE == 0)).all()
+
+
+def test_a_small_models_counts_stand_in_every_step():
+    record = train(3)
+    assert shortened(record) == record
+    assert steps_between_loads(8, 64) == 1
+    assert steps_between_loads(48, 128) == 64

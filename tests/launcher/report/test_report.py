@@ -14,7 +14,9 @@ import pytest
 from launcher.metrics.writer import MetricsWriter
 from launcher.report import experts as report_experts
 from launcher.report import figures as report_figures
+from launcher.report import head
 from launcher.report import page as report
+from launcher.report import text as report_text
 from launcher.report.page import write_report
 from longctx.errors import ConfigError, DataError
 
@@ -104,6 +106,7 @@ def test_the_page_has_every_part(full_page: str) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", full_page)
     assert titles == [
         "Loss",
+        "Validations",
         "Loss by position",
         "Speed",
         "Learning rate and gradient norm",
@@ -122,6 +125,7 @@ def test_key_figures(full_page: str) -> None:
     assert found == {
         "Training loss": "6.0000",
         "Validation loss": "5.0000",
+        "Perplexity": "148.4",
         "Unigram entropy": "6.5000",
         "Learned from context": "1.5000",
         "Tokens": "81.9k",
@@ -194,7 +198,7 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     said = report_experts.dead_experts(run.train)
     assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
     assert report.dead_caption(said) == f"Without a token for 50 steps or more: {said[0]}."
-    assert report.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
+    assert head.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
 
 
 def test_dropped_choices_have_a_curve() -> None:
@@ -340,4 +344,83 @@ def test_the_least_even_layers_are_drawn_when_there_are_many() -> None:
     [(0.44, "0.4 s"), (42, "42 s"), (200, "3 min 20 s"), (18_720, "5 h 12 min"), (187_200, "2 d 4 h")],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert report.duration(seconds) == text
+    assert report_text.duration(seconds) == text
+
+
+def test_validations_stand_in_a_table_with_perplexity_and_bits_a_byte(tmp_path: Path) -> None:
+    records = [validation(0, bits_per_byte=3.5), dense(1), validation(1, bits_per_byte=2.5, loss=1.0)]
+    page = page_of(make_run(tmp_path / "run", records))
+    rows = re.findall(r"<tr>(.*?)</tr>", section_of(page, "Validations"))
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows][1:]
+    assert cells == [
+        ["0", "0", "7.0000", "1097", "3.5000", "-0.5000"],
+        ["1", "4,096", "1.0000", "2.718", "2.5000", "5.5000"],
+    ]
+    assert 'class="label">Bits a byte</div><div class="value">2.5000<' in page
+
+
+def test_sample_texts_keep_their_lines_and_are_escaped(tmp_path: Path) -> None:
+    samples = [{"prompt": "def", "text": f" f{step}():\n  <b>"} for step in range(20)]
+    records = [validation(step, sample=sample) for step, sample in enumerate(samples)]
+    part = section_of(page_of(make_run(tmp_path / "run", records)), "Sample text")
+    found = re.findall(r'<td class="text">(.*?)</td>', part, flags=re.DOTALL)
+    assert len(found) == report.MAX_SAMPLES
+    assert (found[0], found[-1]) == (" f0():\n  &lt;b&gt;", " f19():\n  &lt;b&gt;")
+
+
+def test_the_clip_line_is_drawn_and_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [dense(step, grad_norm=0.5 * step) for step in range(1, 5)])
+    (folder / "config.toml").write_text("[train]\nsteps = 20\nclip_norm = 1.0\n")
+    part = section_of(page_of(folder), "Learning rate and gradient norm")
+    assert "Clipped to 1 in 50.0% of the steps." in part
+    assert ">clipped to 1</text>" in part
+
+
+def test_time_left_counts_what_lies_between_steps(tmp_path: Path) -> None:
+    run = report.load_run(make_run(tmp_path / "run", [dense(step) for step in range(1, 6)]))
+    # A second a step by the clock of the records, half of it in steps; 15 steps are left.
+    assert head.seconds_left(run) == 15
+    assert head.state(run) == "at step 5 of 20, about 15 s left when it was logged"
+
+
+def test_the_loss_has_an_axis_of_tokens_and_work_has_a_part(tmp_path: Path) -> None:
+    records = [dense(step, model_tflops=100.0, mfu=0.4, max_memory_bytes=2**30 * step) for step in range(1, 6)]
+    page = page_of(make_run(tmp_path / "run", records))
+    assert ">tokens</text>" in section_of(page, "Loss")
+    assert ">MFU</text>" in section_of(page, "Work and memory")
+    assert 'class="label">TFLOP/s</div><div class="value">100<' in page
+
+
+def test_loads_of_a_large_model_are_drawn_from_the_steps_that_have_them(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for step in range(1, 61):
+        loads = rng.integers(1, 50, size=(3, 192))
+        if step > 5:
+            loads[2, 7] = 0
+        records.append(train(step, **expert_fields(loads), time="2025-01-01T00:00:00+00:00"))
+    folder = make_run(tmp_path / "run", records)
+    run = report.load_run(folder)
+    with_loads = [record["step"] for record in run.train if "expert_load" in record]
+    assert with_loads == [1, 2, 4, 6, 8, 12, 16, 18, 24, 30, 32, 36, 42, 48, 54, 60]
+    # Dead experts are exact all the same: idle ones stand in every record.
+    routed = report_experts.routed_records(run.train)
+    assert report_experts.dead_experts(routed) == ["model.layers.2.mlp.experts.7 (steps 6 to 60)"]
+    part = section_of(page_of(folder), "Expert load")
+    assert "<th>max/mean, last 1 recorded step</th>" in part
+    worst = max(range(60), key=lambda number: records[number]["expert_max_violation"][0])
+    assert f"(step {worst + 1:,})" in part
+
+
+def expert_fields(loads_LE: np.ndarray) -> dict:
+    """The fields of a train record about these loads."""
+    loads, num_layers = loads_LE.tolist(), len(loads_LE)
+    return {
+        "expert_layers": list(range(num_layers)),
+        "expert_load": loads,
+        "expert_max_violation": [max(counts) * len(counts) / sum(counts) - 1 for counts in loads],
+        "expert_mean_violation": [0.123456789] * num_layers,
+        "expert_dropped_share": [0.0] * num_layers,
+        "router_entropy": [3.123456789] * num_layers,
+        "router_logit_rms": [0.98765432] * num_layers,
+    }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.training.trainer
+import launcher.report.page
 from launcher.config.load import QUICKSTART, load_run_config
 from launcher.config.sections import RunConfig
 from launcher.training.setup import build_run
@@ -81,7 +81,7 @@ def config_of(shards: Path, output: Path, recipe: Path | None, changed: Mapping[
 
 
 def train_each(shards: Path, runs: Runs) -> None:
-    launcher.training.trainer.write_report = lambda folder: folder / "report.html"
+    launcher.report.page.write_report = lambda folder: folder / "report.html"
     for output, recipe, changed in runs:
         Trainer(build_run(config_of(shards, output, recipe, changed), torch.device("cpu"))).train()
 

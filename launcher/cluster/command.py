@@ -1,0 +1,34 @@
+"""The commands that start training, as messages and the verbs print them."""
+
+from __future__ import annotations
+
+import shlex
+
+SCRIPT = "launcher/pretrain.py"
+
+
+def one_machine(*arguments: object, ranks: int = 2) -> str:
+    """The line that starts ``ranks`` ranks on this machine. It needs neither a hostfile nor ssh."""
+    return _joined(f"deepspeed --num_gpus {ranks} {SCRIPT}", arguments)
+
+
+def torchrun(*arguments: object, ranks: int) -> str:
+    """The same with PyTorch's own launcher."""
+    return _joined(f"torchrun --standalone --nproc_per_node {ranks} {SCRIPT}", arguments)
+
+
+def slurm(*arguments: object, nodes: int, ranks_per_node: int) -> str:
+    """The line for a Slurm job: srun starts torchrun once on each node, and torchrun the ranks there."""
+    # Without binding: a task of one core would hold all ranks of its node.
+    once_a_node = f"srun --nodes {nodes} --ntasks {nodes} --ntasks-per-node 1 --cpu-bind none"
+    if nodes == 1:
+        return f"{once_a_node} {torchrun(*arguments, ranks=ranks_per_node)}"
+    # $( ) stands for itself: the shell that starts srun asks Slurm for the job's first node.
+    meet = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"'
+    start = f"torchrun --nnodes {nodes} --nproc_per_node {ranks_per_node} --rdzv_backend c10d --rdzv_endpoint {meet}"
+    return _joined(f"{once_a_node} {start} {SCRIPT}", arguments)
+
+
+def _joined(start: str, arguments: tuple[object, ...]) -> str:
+    """``start`` and the arguments, quoted where a shell needs it."""
+    return f"{start} {shlex.join(str(argument) for argument in arguments)}".rstrip()

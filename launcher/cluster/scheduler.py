@@ -1,0 +1,54 @@
+"""Refuse tasks that srun or mpirun started without telling them their ranks.
+
+Such a task sees neither RANK nor WORLD_SIZE, so each would train alone, and all of them would write one run folder.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import MutableMapping, Sequence
+
+from launcher.cluster.command import slurm, torchrun
+from longctx.errors import ClusterError
+
+
+def check_tasks(hostfile: str, arguments: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """ClusterError, with the line that works, in one of several tasks of srun or mpirun without a RANK.
+
+    ``hostfile`` is ``run.hostfile``: "none" lets each task be a run of its own. ``arguments`` are those of the script.
+    """
+    if "RANK" in environment or hostfile == "none":
+        return
+    # A step's own number comes first: SLURM_NTASKS is that of the whole job.
+    tasks = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if tasks > 1:
+        nodes = max(1, _first_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+        line = slurm(*arguments, nodes=nodes, ranks_per_node=math.ceil(tasks / nodes))
+        raise _refusal("srun", tasks, environment.get("SLURM_PROCID", "0"), line, environment)
+    tasks = _first_number(environment, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if tasks > 1:
+        task = environment.get("OMPI_COMM_WORLD_RANK") or environment.get("PMI_RANK") or "0"
+        line = torchrun(*arguments, ranks=tasks)
+        line += "\nor, on several machines, deepspeed --hostfile hostfile launcher/pretrain.py …"
+        raise _refusal("mpirun", tasks, task, line, environment)
+
+
+def _refusal(starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str]) -> ClusterError:
+    """The error of one task; tasks other than the first leave the report to it."""
+    # All that reads RANK after this is the report of this error.
+    environment["RANK"] = task
+    return ClusterError(
+        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would train alone, on the same data and "
+        f"into the same folder.\nThis starts {tasks} ranks that work together:\n\n{line}\n\n"
+        f"Pass --run.hostfile none for {tasks} runs that know nothing of each other."
+    )
+
+
+def _first_number(environment: MutableMapping[str, str], *names: str) -> int:
+    """The value of the first of these variables that is set to a whole number; else 0."""
+    for name in names:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,199 @@
+"""The head of a report: how far the run is, its key figures, and what to know before trusting its curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+
+from launcher.metrics.console import short_number
+from launcher.metrics.expert_load import DEAD_AFTER_STEPS
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
+from launcher.report import experts, figures
+from launcher.report.run import Run
+from launcher.report.text import duration, flatten, known, mean, number, perplexity
+from launcher.wording import plural
+from longctx.errors import DataError
+
+_RECENT_STEPS = 20
+"""Steps that the figure of the recent training loss averages."""
+_PACE_STEPS = 100
+"""Latest steps whose pace the time left is reckoned from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One key figure: its name, its value, and a line that explains it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def progress(run: Run) -> float | None:
+    """Share of the planned steps that is done, 0 to 1; None where the plan is not known."""
+    if not run.total_steps:
+        return None
+    if not run.train:
+        return 0.0
+    return min(1.0, run.train[-1]["step"] / run.total_steps)
+
+
+def state(run: Run) -> str:
+    """``finished …``, ``at step N of M`` or ``no step yet``."""
+    if not run.train:
+        return "no step yet"
+    last, total = run.train[-1]["step"], run.total_steps
+    if total is None:
+        return f"at step {last:,}"
+    if last >= total:
+        return f"finished: {last:,} steps"
+    left = seconds_left(run)
+    text = f"at step {last:,} of {total:,}"
+    if left is None:
+        return text
+    return f"{text}, about {duration(left)} left when it was logged"
+
+
+def seconds_left(run: Run) -> float | None:
+    """Seconds until the last step at the pace of the latest steps, validations and checkpoints included."""
+    if run.total_steps is None or not run.train:
+        return None
+    latest = run.train[-_PACE_STEPS:]
+    # A resume stands still between two steps: only those since the newest one tell the pace.
+    resumed = max(run.resumed_steps, default=0)
+    latest = [record for record in latest if record["step"] > resumed]
+    _, ends = _moments(latest)
+    steps = [record["step"] for record in latest if "time" in record]
+    if len(ends) < 2 or steps[-1] <= steps[0]:
+        return None
+    return max(0, run.total_steps - steps[-1]) * (ends[-1] - ends[0]) / (steps[-1] - steps[0])
+
+
+def key_figures(run: Run) -> list[Figure]:
+    """The figures that a reader looks for first; a figure without data is left out."""
+    return _loss_figures(run) + _size_figures(run) + _speed_figures(run)
+
+
+def _loss_figures(run: Run) -> list[Figure]:
+    """How well the model predicts."""
+    found = []
+    if run.train:
+        losses = [record["loss"] for record in run.train[-_RECENT_STEPS:]]
+        found.append(
+            Figure(
+                label="Training loss",
+                value=number(losses[-1]),
+                note=f"mean of the last {plural(len(losses), 'step')} {number(mean(losses))}",
+            )
+        )
+    if run.validations:
+        last = run.validations[-1]
+        loss, entropy = last["loss"], last.get("unigram_entropy")
+        found.append(
+            Figure(label="Validation loss", value=number(loss), note=f"nats a token, at step {last['step']:,}")
+        )
+        if loss is not None and math.isfinite(loss):
+            found.append(Figure(label="Perplexity", value=perplexity(loss), note="e to the validation loss"))
+        if last.get("bits_per_byte") is not None:
+            note = "of text, the same measure for any tokenizer"
+            found.append(Figure(label="Bits a byte", value=number(last["bits_per_byte"]), note=note))
+        # Only beside the entropy a loss says something: it is what a model without any context would reach.
+        if loss is not None and entropy is not None:
+            note = "of predicting by frequency alone"
+            found.append(Figure(label="Unigram entropy", value=number(entropy), note=note))
+            found.append(_gain_figure(entropy - loss))
+    return found
+
+
+def _gain_figure(gain: float) -> Figure:
+    """How far the loss is below the unigram entropy."""
+    note = "nats below the unigram entropy"
+    if gain <= 0:
+        note = "nats: not better than frequency alone yet"
+    return Figure(label="Learned from context", value=number(gain), note=note)
+
+
+def _size_figures(run: Run) -> list[Figure]:
+    """How much was read, and by how large a model."""
+    found = []
+    if run.train and run.train[-1].get("tokens") is not None:
+        tokens = run.train[-1]["tokens"]
+        found.append(Figure(label="Tokens", value=short_number(tokens), note=f"{tokens:,}"))
+    counts = {key.rsplit(".", 1)[-1]: value for key, value in flatten(run.environment)}
+    total = counts.get("num_parameters", counts.get("parameters"))
+    if isinstance(total, int):
+        active = counts.get("num_active_parameters", counts.get("active_parameters"))
+        note = f"{total:,}"
+        if isinstance(active, int):
+            note = f"{active:,} active a token"
+        found.append(Figure(label="Parameters", value=short_number(total), note=note))
+    return found
+
+
+def _speed_figures(run: Run) -> list[Figure]:
+    """Speed, time and memory: medians, since the first steps of a process compile and warm up."""
+    found = []
+    speeds = known(run.train, "tokens_per_second")
+    if speeds:
+        found.append(Figure(label="Tokens a second", value=short_number(median(speeds)), note="median, whole world"))
+    work = known(run.train, "model_tflops")
+    if work:
+        found.append(Figure(label="TFLOP/s", value=f"{median(work):.3g}", note="model FLOPs, a device, median"))
+    used = known(run.train, "mfu")
+    if used:
+        found.append(Figure(label="MFU", value=f"{median(used):.1%}", note="model FLOPs utilisation, median"))
+    starts, ends = _moments(run.records)
+    if ends:
+        note = f"of it {duration(sum(known(run.train, 'step_seconds')))} in steps"
+        found.append(Figure(label="Wall time", value=duration(max(ends) - min(starts)), note=note))
+    memory = max(known(run.train, "max_memory_bytes"), default=0)
+    if memory:
+        found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="of rank 0"))
+    return found
+
+
+def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """When each record's work began and ended, in seconds since 1970; a record is written when its step is over."""
+    ends, starts = [], []
+    for record in records:
+        if "time" not in record:
+            continue
+        try:
+            end = datetime.fromisoformat(record["time"]).timestamp()
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
+            ) from error
+        ends.append(end)
+        # A validation has no duration of its own: it lies between two steps.
+        starts.append(end - (record.get("step_seconds") or 0.0))
+    return starts, ends
+
+
+def remarks(run: Run) -> list[str]:
+    """Remarks that a reader must know before trusting the curves."""
+    found = []
+    broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
+    if broken:
+        found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")
+    if run.resumed_steps:
+        steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
+        found.append(f"Resumed at step {steps}; dotted green lines mark it.")
+    if run.num_discarded:
+        rows = plural(run.num_discarded, "row")
+        found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
+    routed = experts.routed_records(run.train)
+    dead = []
+    if routed:
+        dead = experts.dead_experts(routed)
+    if dead:
+        found.append(
+            f"Without a token for {DEAD_AFTER_STEPS} steps or more: {plural(len(dead), 'expert')}, named below."
+        )
+    if len(run.train) > figures.MAX_POINTS:
+        size = math.ceil(len(run.train) / figures.MAX_POINTS)
+        found.append(f"Each point of a curve is the mean of {size} steps.")
+    return found

@@ -1,0 +1,70 @@
+"""Figures and values as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from launcher.metrics.record import Record
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            pairs.extend(flatten(value, f"{prefix}{key}."))
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller_size} {smaller}"
+    return f"{whole} s"
+
+
+def perplexity(loss: float) -> str:
+    """e to the loss, three or four digits; ``inf`` beyond what a float holds."""
+    if loss > 700:
+        return "inf"
+    return f"{math.exp(loss):.4g}"
+
+
+def number(value: float | None) -> str:
+    """Four decimals; a dash for what is not known."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the finite values; None without any."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    return fmean(known)
+
+
+def known(records: Sequence[Record], key: str) -> list[float]:
+    """The finite values of a key: one broken step must not hide the figures of the others."""
+    values = (record.get(key) for record in records)
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def plain(value: Any) -> str:
+    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
+        return ", ".join(str(item) for item in value)
+    return json.dumps(value, ensure_ascii=False)

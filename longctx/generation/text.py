@@ -1,0 +1,56 @@
+"""Text of tokens that come one by one: what is certain, as soon as it is.
+
+A token alone has no text. Some tokenizers drop the space before whatever they decode first, and a character may be
+spelt by several tokens. So tokens are decoded after a few of those before them, and an unfinished character waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\ufffd"
+"""What decoding gives for bytes that are no whole character, or not yet."""
+
+Decode = Callable[[Sequence[int]], str]
+"""From ids to their text, as a tokenizer decodes them."""
+
+
+class TextStream:
+    """Turns tokens into text. What ``add`` and ``finish`` return is, joined, the text that follows the prompt's."""
+
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._ids = _context(decode, list(prompt_ids))
+        """Tokens that are decoded together: some whose text is known, then those that may wait for more bytes."""
+        self._shown = decode(self._ids)
+        """The part of their text that was returned, or belongs to the prompt."""
+
+    def add(self, token: int) -> str:
+        """The text that this token made certain; may be empty."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        # The next token's bytes may complete the last character.
+        certain = text.rstrip(UNFINISHED)
+        new = certain[len(self._shown) :]
+        if new:
+            self._shown = certain
+        if certain == text:
+            self._ids = _context(self._decode, self._ids)
+            self._shown = self._decode(self._ids)
+        return new
+
+    def finish(self) -> str:
+        """What is left: an unfinished character, as U+FFFD."""
+        rest = self._decode(self._ids)[len(self._shown) :]
+        self._shown += rest
+        return rest
+
+
+def _context(decode: Decode, ids: list[int]) -> list[int]:
+    """The fewest last tokens after which others decode as they do after all of ``ids``; all where none do."""
+    for start in range(len(ids) - 1, -1, -1):
+        text = decode(ids[start:])
+        # Of spaces alone a tokenizer may drop some; a character that begins before these tokens is not whole.
+        if text.strip() and UNFINISHED not in text:
+            return ids[start:]
+    return ids

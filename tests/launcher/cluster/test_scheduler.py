@@ -1,0 +1,101 @@
+"""Tasks of srun and mpirun without ranks: refused, with a line that works."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.scheduler import check_tasks
+from longctx.errors import ClusterError
+from tests.helpers import REPOSITORY
+from tests.launcher.runs import flags
+from tests.launcher.workers import rows
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "16"}
+ARGUMENTS = ["--config", "my run.toml"]
+
+
+def refused(environment: dict[str, str]) -> str:
+    """What a task with this environment is told."""
+    with pytest.raises(ClusterError) as caught:
+        check_tasks("launcher", ARGUMENTS, environment)
+    return str(caught.value)
+
+
+def test_srun_without_ranks_gets_the_line_that_works():
+    environment = dict(SRUN)
+    said = refused(environment)
+    assert "srun started 8 tasks" in said
+    assert (
+        "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --cpu-bind none torchrun --nnodes 2 --nproc_per_node 4" in said
+    )
+    assert "launcher/pretrain.py --config 'my run.toml'" in said
+    assert environment["RANK"] == "3", "the first task alone speaks"
+
+
+def test_a_job_of_several_tasks_that_runs_the_script_once():
+    said = refused({"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_PROCID": "0"})
+    assert "--ntasks 1 --ntasks-per-node 1 --cpu-bind none torchrun --standalone --nproc_per_node 2 launcher/" in said
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "4", "PMI_RANK": "1"},
+    ],
+)
+def test_mpirun_without_ranks(environment):
+    said = refused(environment)
+    assert "mpirun started 4 tasks" in said
+    assert "torchrun --standalone --nproc_per_node 4 launcher/pretrain.py --config 'my run.toml'" in said
+    assert environment["RANK"] == "1"
+
+
+def test_what_is_not_refused():
+    check_tasks("launcher", [], {})
+    check_tasks("launcher", [], {**SRUN, "RANK": "3", "WORLD_SIZE": "8"})
+    check_tasks("none", [], dict(SRUN))
+    check_tasks("launcher", [], {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "16"})
+
+
+def with_programs(folder: Path, **scripts: str) -> dict[str, str]:
+    """An environment whose PATH begins with these shell scripts."""
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    here = Path(sys.executable).parent
+    free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    return {**free, "PATH": f"{folder}:{here}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_line_that_is_offered_trains(shards, tmp_path):
+    """A task as srun starts it is refused on one screen; the line it prints is then typed, with a stand-in for srun."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    # Takes srun's options away and runs the rest once: what it does on each of one node.
+    srun = 'while [ "${1#--}" != "$1" ]; do shift 2; done; exec "$@"'
+    environment = with_programs(programs, srun=srun)
+    arguments = flags(shards, tmp_path / "run", {"train.steps": 2, "validation.rows": 0})
+    task = {**environment, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
+    refusal = subprocess.run(
+        [sys.executable, "launcher/pretrain.py", *arguments],
+        cwd=REPOSITORY, env=task, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert refusal.returncode == 1, refusal.stderr
+    assert "Traceback" not in refusal.stderr
+    line = re.search(r"^srun .*", refusal.stderr, re.M)
+    assert line, refusal.stderr
+    typed = subprocess.run(
+        line[0], shell=True, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert typed.returncode == 0, typed.stderr
+    assert [record["step"] for record in rows(tmp_path / "run")] == [1, 2]
+    assert "2 ranks = " in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
