@@ -303,7 +303,7 @@ def check_older_one_is_good(folder: Path) -> None:
 
 def test_a_full_disk(shards, small_disk):
     folder = small_disk / "run"
-    said = ["CheckpointError", "No space left on device", "checkpoint.keep_last", "--run.resume latest"]
+    said = ["CheckpointError", "No space left on device", "set checkpoint.keep_last lower", "--run.resume latest"]
     run(end_guarded, 2, shards, folder, settings(*PLAIN), 1, said)
     check_older_one_is_good(folder)
 
