@@ -279,7 +279,7 @@ def model_config(settings: Mapping[str, Any]) -> Any:
 
 def shrunk_presets() -> dict[str, Any]:
     """Every preset with all its choices and none of its size."""
-    from longctx.presets import PRESETS
+    from longctx.config import PRESETS
 
     return {name: _shrink(config) for name, config in PRESETS.items()}
 

@@ -19,10 +19,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import hash_file
+from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints
 
 FORMAT = "longctx-checkpoint"
 VERSION = 1

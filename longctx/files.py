@@ -1,10 +1,14 @@
-"""Writing that leaves nothing half-written: whole files and whole folders appear at once or not at all."""
+"""Writing that leaves nothing half-written: whole files and whole folders appear at once or not at all.
+
+Beside it, what is read of files without opening them: hashes, and where a run's checkpoints are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -13,6 +17,12 @@ from pathlib import Path
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
+
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that holds its checkpoints."""
+
+_COMMITTED = re.compile(r"step_(\d{6,})")
 
 _ADVICE = {
     errno.ENOSPC: "The disk is full: free some space or write to another disk.",
@@ -128,6 +138,18 @@ def hash_file(path: Path) -> str:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def list_checkpoints(run_folder: str | Path) -> list[Path]:
+    """Committed checkpoints of a run, oldest first: folders ``checkpoints/step_NNNNNN`` that have a manifest."""
+    steps: list[tuple[int, Path]] = []
+    for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
+        # Not ``step_000100.discarded``, and no folder that somebody has begun to copy.
+        match = _COMMITTED.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            steps.append((int(match[1]), path))
+    # By number, not by name: seven digits come after six.
+    return [path for _, path in sorted(steps)]
 
 
 def _writer() -> str:

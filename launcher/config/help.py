@@ -17,9 +17,9 @@ from launcher.recipes.find import recipes, summary
 from launcher.wording import did_you_mean
 from longctx.architecture.rope import ROPE_KINDS
 from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.config import PRESETS
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
-from longctx.presets import PRESETS
 from parallel.layout.select import AUTO
 from parallel.layout.sequence import KINDS
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from launcher.config.sections import NO_PRESET, PLAIN, ModelSection, RunConfig
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, list_checkpoints, model_config
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.errors import CheckpointError, ConfigError
-from longctx.presets import PRESETS
 
 SHAPE_OF_ROPE = ("partial", "interleaved")
 """Keys of ``rope`` that weights have learned: which channels are rotated, and which of them together."""

@@ -50,7 +50,7 @@ class ModelSection(ModelConfig):
     """The decoder: a preset, the model of run.start_from, or neither (a plain decoder), with some fields changed."""
 
     preset: str = NO_PRESET
-    """Named shape that the other fields start from (longctx/presets.py). none: the model of run.start_from, else a
+    """Named shape that the other fields start from (longctx/config.py). none: the model of run.start_from, else a
     plain decoder like Llama, whose sizes must then be named."""
 
     def config(self) -> ModelConfig:

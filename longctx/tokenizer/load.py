@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longctx.checkpoint_folders import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.errors import DataError
+from longctx.files import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,

@@ -17,10 +17,9 @@ from launcher.config.sections import RunConfig
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART
 from longctx.architecture.rope import Rope
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.processor import PRODUCTS
-from longctx.presets import PRESETS
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN, recipe_flags
 

@@ -16,12 +16,11 @@ from launcher.config.model import describe_change, model_changes
 from launcher.pretrain import main
 from longctx.architecture.rope import Rope
 from longctx.checkpoint_format import CHECKPOINTS
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import save_hf
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
-from longctx.presets import PRESETS
 from tests.launcher.runs import SCREEN
 from tests.longctx.samples import dense_config
 

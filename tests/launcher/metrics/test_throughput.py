@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.metrics import throughput
 from longctx.batch import PackedDocuments
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.presets import PRESETS
 from tests.longctx.attention_cores import MaskIsPlan
 
 DENSE = ModelConfig(

@@ -15,13 +15,12 @@ from longctx.architecture.fields import Role, names_of_role
 from longctx.architecture.rope import ROPE_KINDS, Rope
 from longctx.architecture.rules import CHOICES
 from longctx.architecture.size import count_parameters
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from longctx.presets import PRESETS
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 LATENT = {"kv_lora_rank": 6, "rope_head_dim": 4, "num_kv_heads": 4}

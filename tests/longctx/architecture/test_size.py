@@ -14,10 +14,9 @@ from launcher.config.load import QUICKSTART, load_run_config
 from longctx.architecture.rope import Rope
 from longctx.architecture.rules import CHOICES, LAYER_KINDS
 from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters, widest_ffn
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
-from longctx.presets import PRESETS
 from tests.launcher.runs import recipe_flags
 from tests.longctx.samples import dense_config, tiny_config
 

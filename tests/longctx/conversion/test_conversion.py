@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longctx.checkpoint_format import CheckpointReader, canonical_hash
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import HfReader, export_checkpoint, import_hf, load_hf, save_hf
 from longctx.conversion.tensors import tensor_specs
 from longctx.errors import CheckpointError, ConfigError
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate
 from longctx.model.decoder import Decoder
-from longctx.presets import PRESETS
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 from tests.longctx.samples import dense_config, randomize, tiny_config
 

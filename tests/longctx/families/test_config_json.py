@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from longctx.architecture.fields import names_of_role
 from longctx.architecture.rope import Rope
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.conversion.tensors import parameter_shapes, tensor_specs
 from longctx.errors import ConfigError
 from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
 from longctx.model.decoder import Decoder
-from longctx.presets import PRESETS
 from tests.longctx.families.hf_models import CASES
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
 from tests.longctx.samples import dense_config, tiny_config
