@@ -13,7 +13,6 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.experts import PER_EXPERT, renamed
 from longctx.families.layers import first_dense, full_attention
 from longctx.families.rotary import rotary
 from longctx.families.rules import (
@@ -30,7 +29,7 @@ from longctx.families.rules import (
     same,
     width_of_heads,
 )
-from longctx.families.spec import Family, HfConfig, Rule
+from longctx.families.spec import PER_EXPERT, Family, HfConfig, Rule, renamed
 
 _MTP_KEY = "num_nextn_predict_layers"
 

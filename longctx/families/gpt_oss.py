@@ -5,7 +5,6 @@ Weights as bfloat16 (or any other plain dtype); the released files' 4-bit blocks
 
 from __future__ import annotations
 
-from longctx.families.experts import MLP, renamed
 from longctx.families.layers import every_other, windows
 from longctx.families.rotary import rotary
 from longctx.families.rules import (
@@ -20,7 +19,7 @@ from longctx.families.rules import (
     only,
     same,
 )
-from longctx.families.spec import Family, OnDisk, TensorRule
+from longctx.families.spec import MLP, Family, OnDisk, TensorRule, renamed
 
 # What transformers takes where a config.json has no rope: the released models' own.
 _ROPE = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from longctx.families.experts import per_expert, renamed
 from longctx.families.layers import one_window
 from longctx.families.rotary import rotary
 from longctx.families.rules import IGNORED_KEYS, IGNORED_TENSORS, constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import Family
+from longctx.families.spec import Family, per_expert, renamed
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 

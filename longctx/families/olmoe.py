@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from longctx.families.experts import PER_EXPERT
 from longctx.families.layers import full_attention
 from longctx.families.rotary import rotary
 from longctx.families.rules import (
@@ -16,7 +15,7 @@ from longctx.families.rules import (
     only,
     same,
 )
-from longctx.families.spec import Family
+from longctx.families.spec import PER_EXPERT, Family
 
 OLMOE = Family(
     model_type="olmoe",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from longctx.families.experts import PER_EXPERT
 from longctx.families.layers import from_layer_on, full_attention, one_switched_window, sparse_steps, switched_windows
 from longctx.families.llama import DENSE
 from longctx.families.rotary import rotary
@@ -17,7 +16,7 @@ from longctx.families.rules import (
     only,
     same,
 )
-from longctx.families.spec import Family
+from longctx.families.spec import PER_EXPERT, Family
 
 _EXPERTS = (
     sparse_steps(),
