@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.metrics.expert_load import worst_max_over_mean
+from launcher.wording import short_duration
 
 
 def short_number(value: float) -> str:
@@ -24,21 +25,6 @@ def short_number(value: float) -> str:
     if float(value).is_integer() or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}"
-
-
-def short_duration(seconds: float) -> str:
-    """Two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
-    # What rounds up to the next unit is told in it: 59.9 s are a minute.
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h"
 
 
 class Pace:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from launcher.metrics.console import short_duration, short_number
+from launcher.metrics.console import short_number
+from launcher.wording import short_duration
 
 if TYPE_CHECKING:  # rich is imported where a terminal is watched, and nowhere else
     from rich.progress import Progress

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.metrics.console import Pace, console_line, short_duration, short_number
+from launcher.metrics.console import Pace, console_line, short_number
 from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
     idle_share,
@@ -23,6 +23,7 @@ from launcher.metrics.expert_load import (
 )
 from launcher.metrics.record import read_metrics, truncate_after, without_timing
 from launcher.metrics.writer import Lines, MetricsWriter
+from launcher.wording import short_duration
 from longctx.errors import ConfigError, DataError
 
 TRAIN = {
