@@ -22,8 +22,6 @@ from tests.launcher.runs import pretrain, recipe_flags
 
 SCRIPT = "launcher/pretrain.py"
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
-NEEDS_FIRST_RUN = "5-when-it-breaks.md"
-"""A page that goes on in the folder of the first tutorial."""
 
 
 @pytest.mark.parametrize(("where", "command"), ALL_COMMANDS, ids=lambda x: x if isinstance(x, str) else x[0])
@@ -94,6 +92,7 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda p: p.name)
 def test_marked_commands_run_in_their_order(page: Path, workspace: Path, monkeypatch, capfd):

@@ -6,7 +6,8 @@ import json
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.launcher.workers import (
     rows,
     run,
     train,
-    train_each,
     train_until_killed_in_a_resume,
     train_until_killed_in_a_save,
     train_until_killed_in_a_step,
@@ -40,25 +40,33 @@ PLAIN: Written = ("moe", "float32", 1, 2)
 PAIRS: list[tuple[Written, tuple[int, int]]] = [
     (PLAIN, (1, 2)),
     (PLAIN, (3, 1)),
-    (("moe", "float32", 3, 2), (3, 2)),
     (("moe", "float32", 3, 2), (2, 4)),
-    (("dense", "float32", 0, 1), (1, 2)),
     (("dense", "float32", 2, 2), (0, 2)),
-    (("moe", "bfloat16", 2, 2), (2, 2)),
     (("moe", "bfloat16", 2, 2), (3, 2)),
-    (("moe", "bfloat16 in float32", 2, 2), (2, 2)),
     (("moe", "bfloat16 in float32", 2, 2), (3, 2)),
 ]
 """What wrote, and the stage and ranks that read."""
+MORE_PAIRS: list[tuple[Written, tuple[int, int]]] = [
+    (("moe", "float32", 3, 2), (3, 2)),
+    (("dense", "float32", 0, 1), (1, 2)),
+    (("moe", "bfloat16", 2, 2), (2, 2)),
+    (("moe", "bfloat16 in float32", 2, 2), (2, 2)),
+]
+"""The same, tried where slow tests are."""
 
 KILLS: dict[str, tuple[Any, ...]] = {
     "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
     "while a rank writes its pieces": (train_until_killed_in_a_save, 1, "rank_00001.safetensors"),
-    "before the rename": (train_until_killed_in_a_save, 0, MANIFEST),
-    "after the rename": (train_until_killed_in_a_save, 0, CHECKPOINTS),
     "in the middle of a resume": (train_until_killed_in_a_resume, 4),
 }
 """Accidents: what is run, and where it is killed."""
+MORE_KILLS: dict[str, tuple[Any, ...]] = {
+    "before the rename": (train_until_killed_in_a_save, 0, MANIFEST),
+    "after the rename": (train_until_killed_in_a_save, 0, CHECKPOINTS),
+}
+"""The same, tried where slow tests are."""
+EVERY_PAIR = [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)]
+EVERY_KILL = [*KILLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_KILLS)]
 
 
 def settings(kind: str, dtype: str, stage: int, world: int) -> dict[str, Any]:
@@ -75,63 +83,68 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(shards, base) -> dict[Written, Path]:
-    """Runs with checkpoints at steps 2 and 4, one for each way of writing, and in ``unbroken`` a longer one."""
-    folders = {source: base / "_".join(map(str, source)) for source, _ in PAIRS}
-    for world in {source[3] for source in folders}:
-        runs = {folder: settings(*source) for source, folder in folders.items() if source[3] == world}
-        run(train_each, world, shards, {**runs, **({base / "unbroken": {}} if world == 2 else {})})
-    return folders
+def written(shards, base) -> Callable[[Written], Path]:
+    """A run with checkpoints at steps 2 and 4, for a way of writing."""
+
+    @cache
+    def write(source: Written) -> Path:
+        folder = base / "_".join(map(str, source))
+        run(train, source[3], shards, folder, settings(*source))
+        return folder
+
+    return write
 
 
 @pytest.fixture(scope="module")
-def unbroken(written, base) -> Path:
+def unbroken(shards, base) -> Path:
     """A run of all steps over two ranks that nothing befell."""
+    run(train, 2, shards, base / "unbroken", {})
     return base / "unbroken"
 
 
 @pytest.fixture(scope="module")
-def killed(shards, base) -> dict[str, Path]:
-    """What each accident left behind."""
-    folders = {name: base / name.replace(" ", "_") for name in KILLS}
-    for name, (function, *where) in KILLS.items():
+def killed(shards, base) -> Callable[[str], Path]:
+    """What an accident left behind."""
+
+    @cache
+    def kill(name: str) -> Path:
+        folder = base / name.replace(" ", "_")
+        function, *where = (KILLS | MORE_KILLS)[name]
         with pytest.raises(AssertionError):
-            run(function, 2, shards, folders[name], {}, *where)
-    return folders
+            run(function, 2, shards, folder, {}, *where)
+        return folder
+
+    return kill
 
 
 @pytest.fixture(scope="module")
-def resumed(shards, base, written, killed) -> dict[Any, Path]:
-    """Runs that went on: one for each pair, one for each accident (in a copy), one past a damaged checkpoint."""
-    starts: dict[int, dict[Path, dict[str, Any]]] = {1: {}, 2: {}, 4: {}}
-    folders: dict[Any, Path] = {}
-    for number, (source, target) in enumerate(PAIRS):
-        folders[source, target] = base / f"pair_{number}"
-        checkpoint = written[source] / CHECKPOINTS / "step_000002"
-        starts[target[1]][folders[source, target]] = {**settings(*source[:2], *target), "run.resume": checkpoint}
-    for name, folder in killed.items():
-        folders[name] = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}_resumed")))
-        starts[2][folders[name]] = {"run.resume": "latest"}
-    folders["damaged"] = Path(shutil.copytree(written[PLAIN], base / "damaged"))
-    flip_a_byte(folders["damaged"] / CHECKPOINTS / "step_000004")
-    starts[2][folders["damaged"]] = {**settings(*PLAIN), "run.resume": "newest-good"}
-    for world, runs in starts.items():
-        run(train_each, world, shards, runs)
-    return folders
+def gone_on(shards, killed) -> Callable[[str], Path]:
+    """What became of it when it went on."""
+
+    @cache
+    def resume(name: str) -> Path:
+        left = killed(name)
+        folder = Path(shutil.copytree(left, left.with_name(f"{left.name}_resumed")))
+        run(train, 2, shards, folder, {"run.resume": "latest"})
+        return folder
+
+    return resume
 
 
 @pytest.fixture
 def copied(written, tmp_path) -> Path:
     """A copy of a finished run, to damage and to go on in."""
-    return Path(shutil.copytree(written[PLAIN], tmp_path / "run"))
+    return Path(shutil.copytree(written(PLAIN), tmp_path / "run"))
 
 
 # Written here, read there.
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
-def test_any_stage_and_world_goes_on_from_what_another_wrote(written, resumed, source, target):
-    wanted, got = rows(written[source]), rows(resumed[source, target])
+@pytest.mark.parametrize(("source", "target"), EVERY_PAIR, ids=str)
+def test_any_stage_and_world_goes_on_from_what_another_wrote(shards, written, source, target, tmp_path):
+    resume = {"run.resume": written(source) / CHECKPOINTS / "step_000002"}
+    run(train, target[1], shards, tmp_path, {**settings(*source[:2], *target), **resume})
+    wanted, got = rows(written(source)), rows(tmp_path)
     assert [r["step"] for r in got] == [3, 4]
     if source[2:] == target:
         assert got == wanted[2:]
@@ -146,7 +159,7 @@ def test_any_stage_and_world_goes_on_from_what_another_wrote(written, resumed, s
 
 
 def test_what_a_checkpoint_says_of_itself(written):
-    folder = written[PLAIN] / CHECKPOINTS / "step_000004"
+    folder = written(PLAIN) / CHECKPOINTS / "step_000004"
     reader = CheckpointReader(folder)
     assert (reader.step, str(reader.dtype), reader.verify()) == (4, "torch.float32", [])
     training = reader.manifest["training"]
@@ -211,7 +224,7 @@ def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_pa
     cases.append(({**SHORT, **other, "run.resume": good}, said))
     cases.append(({**SHORT, "run.resume": tmp_path / "nowhere"}, ["is no checkpoint", str(tmp_path / "nowhere")]))
     run(refuse_each, 2, shards, copied, cases)
-    assert rows(copied) == rows(written[PLAIN]), "a refused start leaves the run as it was"
+    assert rows(copied) == rows(written(PLAIN)), "a refused start leaves the run as it was"
     assert [p.name for p in list_checkpoints(copied)] == ["step_000002", "step_000004"]
 
 
@@ -227,11 +240,12 @@ def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog, monkeypat
     )
 
 
-def test_resume_from_newest_good_rewrites_the_history_after_it(written, resumed):
-    folder = resumed["damaged"]
-    assert rows(folder) == rows(written[PLAIN])
-    assert CheckpointReader(folder / CHECKPOINTS / "step_000004").verify() == []
-    assert (folder / CHECKPOINTS / "step_000004.discarded").is_dir()
+def test_resume_from_newest_good_rewrites_the_history_after_it(shards, written, copied):
+    flip_a_byte(copied / CHECKPOINTS / "step_000004")
+    run(train, 2, shards, copied, {**settings(*PLAIN), "run.resume": "newest-good"})
+    assert rows(copied) == rows(written(PLAIN))
+    assert CheckpointReader(copied / CHECKPOINTS / "step_000004").verify() == []
+    assert (copied / CHECKPOINTS / "step_000004.discarded").is_dir()
 
 
 def test_there_is_nothing_to_resume_from(tmp_path, copied):
@@ -253,18 +267,18 @@ def test_a_folder_that_is_no_checkpoint_is_answered_with_those_there_are(copied,
 # Killed.
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("name", EVERY_KILL)
 def test_a_killed_run_is_left_with_a_good_checkpoint(killed, name):
-    folder = killed[name]
-    saving = KILLS[name][0] is train_until_killed_in_a_save and name != "after the rename"
+    folder = killed(name)
+    saving = (KILLS | MORE_KILLS)[name][0] is train_until_killed_in_a_save and name != "after the rename"
     assert [p.name for p in (folder / CHECKPOINTS).glob(".*")] == ([".step_000004.partial"] if saving else [])
     newest = folder / CHECKPOINTS / ("step_000002" if saving else "step_000004")
     assert find_resume(folder, "newest-good") == find_resume(folder, "latest") == newest
 
 
-@pytest.mark.parametrize("name", KILLS)
-def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(resumed, unbroken, killed, name):
-    folder = resumed[name]
+@pytest.mark.parametrize("name", EVERY_KILL)
+def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(gone_on, unbroken, name):
+    folder = gone_on(name)
     assert rows(folder) == rows(unbroken)
     for mine, theirs in zip(list_checkpoints(folder), list_checkpoints(unbroken), strict=True):
         files = [CheckpointReader(path).manifest["files"] for path in (mine, theirs)]
@@ -272,12 +286,12 @@ def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(resumed, unb
     assert not list((folder / CHECKPOINTS).glob(".*")), "what the killed save left is cleaned up"
 
 
-@pytest.mark.parametrize("name", KILLS)
-def test_rows_that_were_done_again_are_kept_aside(resumed, killed, name):
-    discarded = resumed[name] / DISCARDED_FILE
+@pytest.mark.parametrize("name", EVERY_KILL)
+def test_rows_that_were_done_again_are_kept_aside(gone_on, killed, name):
+    discarded = gone_on(name) / DISCARDED_FILE
     aside = [decode(line) for line in discarded.read_text().splitlines()] if discarded.exists() else []
-    newest = int(list_checkpoints(killed[name])[-1].name.removeprefix("step_"))
-    assert aside == [r for r in read_metrics(killed[name]) if r["step"] > newest]
+    newest = int(list_checkpoints(killed(name))[-1].name.removeprefix("step_"))
+    assert aside == [r for r in read_metrics(killed(name)) if r["step"] > newest]
     assert bool(aside) == (name != "after the rename")
 
 
@@ -287,7 +301,7 @@ def test_rows_that_were_done_again_are_kept_aside(resumed, killed, name):
 @pytest.fixture
 def small_disk(written, tmp_path) -> Iterator[Path]:
     """A file system with room for one checkpoint and not for two."""
-    one = sum(path.stat().st_size for path in list_checkpoints(written[PLAIN])[0].iterdir())
+    one = sum(path.stat().st_size for path in list_checkpoints(written(PLAIN))[0].iterdir())
     size = int(1.6 * one) + 100_000  # a little for metrics and logs
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
@@ -315,7 +329,7 @@ def test_one_rank_that_cannot_write_ends_all_and_the_older_checkpoint_serves(sha
     run(end_guarded, 2, shards, copied, changed, 1, ["CheckpointError", "rank 1", "File too large"], 100_000)
     check_older_one_is_good(copied)
     run(train, 2, shards, copied, changed)
-    assert rows(copied) == rows(written[PLAIN])
+    assert rows(copied) == rows(written(PLAIN))
 
 
 def test_only_the_newest_are_kept(shards, tmp_path):

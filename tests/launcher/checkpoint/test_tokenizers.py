@@ -1,0 +1,77 @@
+"""The tokenizer travels with the weights: ids that mean another text are refused wherever data and model meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from launcher.config.sections import RunConfig
+from launcher.training.setup import build_run
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import DataError
+from longctx.tokenizer import load_tokenizer
+from tests.launcher.cli.calls import call
+from tests.launcher.runs import tiny_config, tiny_start
+from tests.launcher.workers import run, train
+from tests.longctx.conversion.tiny_tokenizer import corpus
+
+VOCAB_SIZE = 512
+ONE_STEP = {"train.steps": 1, "train.warmup_steps": 0, "checkpoint.every_steps": 1, "validation.rows": 0}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of as many ids as the session's, which mean other texts."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "text").mkdir()
+    for number, text in enumerate(corpus() * 4):
+        (folder / "text" / f"{number}.txt").write_text(f"{number}\n{text}", newline="")
+    source = open_source(folder / "text")
+    tokenizer = train_tokenizer(source, folder / "other.model", vocab_size=VOCAB_SIZE)
+    build_shards(source, tokenizer, folder / "shards", validation_fraction=0.3)
+    return folder / "shards"
+
+
+def refuse_each(shards: Path, other: Path, folder: Path) -> None:
+    """A run on ``shards`` goes on from nothing but these ids: resumed, started from, validated."""
+    train(shards, folder / "run", ONE_STEP)
+    (checkpoint,) = list_checkpoints(folder / "run")
+    between = f"{other} was built with another tokenizer than {checkpoint} has"
+    refuse(tiny_config(other, folder / "run", {**ONE_STEP, "train.steps": 2, "run.resume": "latest"}), between)
+    start: dict[str, Any] = {**ONE_STEP, "train.lr": 1e-4, "run.start_from": folder / "run"}
+    refuse(tiny_start(other, folder / "started", start), between)
+    validated = {**ONE_STEP, "validation.rows": 2, "data.validation": other / "validation"}
+    refuse(tiny_config(shards, folder / "new", validated), "data.train and data.validation were built with different")
+
+
+def refuse(config: RunConfig, said: str) -> None:
+    """A DataError on every rank that says this, and how to build the data for it."""
+    with pytest.raises(DataError) as caught:
+        build_run(config, torch.device("cpu"))
+    assert said in str(caught.value)
+    assert "longctx data build --tokenizer" in str(caught.value)
+
+
+def test_data_of_another_tokenizer_is_refused_on_every_rank(shards, other, tmp_path):
+    assert load_tokenizer(other).vocab_size == load_tokenizer(shards).vocab_size == VOCAB_SIZE
+    run(refuse_each, 2, shards, other, tmp_path)
+
+
+def test_an_export_has_the_tokenizer_that_it_is_asked_for(shards, other, tmp_path, capsys):
+    """By itself the one of the weights; another one, or none, only where the command says so."""
+    run(train, 2, shards, tmp_path / "run", ONE_STEP)
+    text = "def main(): pass\n"
+    chosen = {"own": [], "another": ["--tokenizer", other], "none": ["--tokenizer", "none"]}
+    for name, words in chosen.items():
+        words = ["convert", "--to", "hf", tmp_path / "run", tmp_path / name, "--verify", "tensors", *words]
+        assert call(capsys, *words)[0] == 0
+    ids = {name: load_tokenizer(tmp_path / name).encode(text).tolist() for name in ("own", "another")}
+    assert ids["own"] == load_tokenizer(shards).encode(text).tolist()
+    assert ids["another"] == load_tokenizer(other).encode(text).tolist() != ids["own"]
+    assert not [path.name for path in (tmp_path / "none").iterdir() if "token" in path.name]
