@@ -10,7 +10,7 @@ from longctx.kernels import cross_entropy, grouped, matmul
 from longctx.kernels.matmul import linear
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.decoder import Decoder
-from longctx.model.experts import compute_cpu
+from longctx.model.experts import blocks
 from longctx.model.layers.linear import Linear, set_products
 from longctx.model.layers.norms import RMSNorm
 from longctx.model.training_pass import Execution
@@ -79,7 +79,7 @@ def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
     """Every linear layer, gated ones too, the head and the experts; forward and backward."""
     formed = []
     plain = matmul.multiplies_in_float32
-    for module in (matmul, grouped, cross_entropy, compute_cpu):
+    for module in (matmul, grouped, cross_entropy, blocks):
         told = lambda x, products: formed.append((x.dtype, products)) or plain(x, products)  # noqa: E731
         monkeypatch.setattr(module, "multiplies_in_float32", told)
     for config in (tiny_config(), tiny_config(num_experts=0, ffn_size=48, shared_ffn_size=0)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from longctx.model.experts import compute_cpu as expert_blocks
+from longctx.model.experts import blocks as expert_blocks
 from longctx.model.experts import experts, tiles
 from longctx.model.experts.dispatch import (
     RECOMPUTE,
@@ -252,6 +252,16 @@ def test_experts_of_many_blocks(rows, products, monkeypatch):
         compare(build(dtype, expert_bias=True), routed(dtype), bound, products=products)
 
 
+def test_products_in_bfloat16_have_few_sizes():
+    """oneDNN's cache has room for 1024 kernels, and each size takes one for every product and width."""
+    sizes = range(1, expert_blocks.BLOCK_TOKENS + 1)
+    padded = [expert_blocks.padded_size(size) for size in sizes]
+    assert len(set(padded)) == 32
+    assert padded == sorted(padded)
+    assert all(0 <= more - size < max(16, size / 8) for size, more in zip(sizes, padded, strict=True))
+    assert padded[-1] == expert_blocks.BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "x", "gates", "all weights"])
 def test_what_is_frozen_gets_no_gradient(frozen):
     module, (x, gates, choices) = build(expert_bias=True), routed()
@@ -406,14 +416,14 @@ def test_backward_frees_what_was_saved_unless_the_graph_is_kept(recompute, keeps
 
 def _record_chunks(monkeypatch, made):
     """Have weak references to all chunks appended to a list."""
-    allocate = expert_blocks._SavedChunks.allocate
+    allocate = expert_blocks.SavedChunks.allocate
 
     def recording(chunks):
         tensors = allocate(chunks)
         made.extend(map(weakref.ref, tensors))
         return tensors
 
-    monkeypatch.setattr(expert_blocks._SavedChunks, "allocate", recording)
+    monkeypatch.setattr(expert_blocks.SavedChunks, "allocate", recording)
 
 
 class LoggingDispatcher(LocalDispatcher):
