@@ -202,6 +202,8 @@ def find_checkpoint(folder: str | Path) -> Path:
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return folder
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist.")
     committed = list_checkpoints(folder)
     if not committed:
         raise CheckpointError(

@@ -131,6 +131,28 @@ def _check_free(target: Path, error: type[LongCtxError]) -> None:
         raise error(f"{target} already exists and is not an empty folder. Name another output, or remove it.")
 
 
+def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -> None:
+    """``error`` for a file of a folder that is a link out of it, or to nothing.
+
+    A folder may come from a stranger: what it links to must not travel on under its own name. A Hugging Face cache
+    stores every file as a link into its own blobs, so such links are fine.
+    """
+    allowed = [folder.resolve()]
+    # The folder may be named by a link of the user's own.
+    for spelling in (folder.absolute(), folder.resolve()):
+        if spelling.parent.name == "snapshots":
+            allowed.append((spelling.parents[1] / "blobs").resolve())
+    try:
+        target = (folder / file).resolve()
+    except (OSError, RuntimeError) as refusal:
+        # A link that leads to itself.
+        raise error(f"{folder / file} cannot be followed: {refusal}.") from refusal
+    if target.parent not in allowed:
+        raise error(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
+    if not target.exists():
+        raise error(f"{folder / file} is missing.")
+
+
 def hash_file(path: Path) -> str:
     """xxh3_128 of the file's bytes as 32 hex digits, read piece by piece."""
     digest = xxhash.xxh3_128()

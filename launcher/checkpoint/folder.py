@@ -6,33 +6,10 @@ import logging
 import shutil
 from pathlib import Path
 
-from launcher.config.model import is_hf_folder
-from longctx.checkpoint_format import (
-    CHECKPOINTS,
-    MANIFEST,
-    CheckpointReader,
-    find_checkpoint,
-    list_checkpoints,
-)
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from longctx.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-
-
-def find_start(start_from: str) -> Path | None:
-    """The checkpoint that ``run.start_from`` names, of a run folder its newest, or a Hugging Face folder.
-
-    None for "no".
-    """
-    if start_from == "no":
-        return None
-    folder = Path(start_from)
-    if is_hf_folder(folder):
-        return folder
-    try:
-        return find_checkpoint(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"run.start_from={start_from!r}: {error}") from error
 
 
 def find_resume(run_folder: Path, resume: str) -> Path | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from launcher.config.model import MAY_CHANGE, fixed_differences
+from launcher.config.model import MAY_CHANGE, fixed_differences, model_changes
 from longctx.checkpoint_format import (
     ROLES,
     CheckpointReader,
@@ -69,7 +70,7 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
     differing = model_config(reader).differences(model)
     if differing:
         raise CheckpointError(
-            f"{_of_another_model(reader, differing)}\nResume with the config.toml of the run's folder; or with "
+            f"{_of_another_model(reader, model, differing)}\nResume with the config.toml of the run's folder; or with "
             "--model.preset none and no fields of a model, which are the checkpoint's then."
         )
 
@@ -78,14 +79,15 @@ def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
     """Beyond what training alone reads, only how far positions reach may change."""
     differing = fixed_differences(model_config(reader), model)
     if differing:
-        raise CheckpointError(f"{_of_another_model(reader, differing)}\n{MAY_CHANGE}")
+        raise CheckpointError(f"{_of_another_model(reader, model, differing)}\n{MAY_CHANGE}")
 
 
-def _of_another_model(reader: CheckpointReader, differing: dict[str, tuple[Any, Any]]) -> str:
-    """The message about fields that differ, one a line."""
+def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: Collection[str]) -> str:
+    """The message about fields that differ, one a line; of rope its own keys."""
     lines = [f"{reader.folder} is of another model:"]
-    for name, (theirs, ours) in differing.items():
-        lines.append(f"  model.{name}: checkpoint {theirs!r}, run {ours!r}")
+    for name, (theirs, ours) in model_changes(model_config(reader), model).items():
+        if name in differing or name.partition(".")[0] in differing:
+            lines.append(f"  model.{name}: checkpoint {theirs!r}, run {ours!r}")
     return "\n".join(lines)
 
 

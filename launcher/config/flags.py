@@ -10,18 +10,18 @@ from longctx.errors import ConfigError
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value."""
+    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value; dashes stand for underscores."""
     rest, value, at = [], None, 0
     while at < len(argv):
-        if argv[at] == name:
-            if at + 1 == len(argv):
-                raise ConfigError(f"{name} needs a value.")
-            value, at = argv[at + 1], at + 2
-        elif argv[at].startswith(f"{name}="):
-            value, at = argv[at].split("=", 1)[1], at + 1
-        else:
+        if not argv[at].startswith("--") or key_of_flag(argv[at]) != key_of_flag(name):
             rest.append(argv[at])
             at += 1
+        elif "=" in argv[at]:
+            value, at = argv[at].split("=", 1)[1], at + 1
+        elif at + 1 == len(argv):
+            raise ConfigError(f"{name} needs a value.")
+        else:
+            value, at = argv[at + 1], at + 2
     return rest, value
 
 

@@ -94,7 +94,11 @@ def help_text(config: RunConfig, topic: str = "") -> str:
         if shown:
             parts.append(_block(f"[{f.name}]  {inspect.getdoc(type(section))}", shown))
     if not parts:
-        raise ConfigError(f"--help {topic}: there is no section or key of that name.{did_you_mean(topic, known)}")
+        sections = ", ".join(f.name for f in dataclasses.fields(RunConfig))
+        raise ConfigError(
+            f"--help {topic}: there is no section or key of that name.{did_you_mean(topic, known)}\n"
+            f"The sections are {sections}."
+        )
     if not topic:
         # The end of a long text is what a terminal shows: there stands where to go on.
         parts = [_OPENING, *parts, _list_recipes(), _FLAGS]

@@ -80,16 +80,30 @@ def find_base(values: dict[str, Any]) -> ModelConfig | None:
     return started_model(start_from)
 
 
-def started_model(start_from: str) -> ModelConfig:
-    """The model of ``run.start_from``: a checkpoint, a run folder (its newest) or a Hugging Face folder."""
+def find_start(start_from: str) -> Path:
+    """The checkpoint that ``run.start_from`` names, of a run folder its newest, or a Hugging Face folder."""
     folder = Path(start_from)
+    if is_hf_folder(folder):
+        return folder
+    try:
+        return find_checkpoint(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"run.start_from={start_from!r}: {error}\n"
+            "Name the folder of a checkpoint, of a run, or of a Hugging Face model, which is not downloaded by itself."
+        ) from error
+
+
+def started_model(start_from: str) -> ModelConfig:
+    """The model of ``run.start_from``."""
+    folder = find_start(start_from)
     try:
         if is_hf_folder(folder):
             # Seldom needed, and its imports take time.
             from longctx.conversion.weights.json_files import read_json
 
             return ModelConfig.from_hf(read_json(folder / "config.json"))
-        return model_config(CheckpointReader(find_checkpoint(folder)))
+        return model_config(CheckpointReader(folder))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import xxhash
 
-from launcher.checkpoint.folder import find_resume, find_start
+from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.load import check_model, check_start
-from launcher.config.model import is_hf_folder, started_model
+from launcher.config.model import find_start, is_hf_folder, started_model
 from launcher.config.sections import RunConfig
 from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
@@ -80,9 +80,9 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
 
 def _started(start_from: str, model: ModelConfig) -> Origin:
     """A checkpoint or a Hugging Face folder to start with; a new run without one."""
-    folder = find_start(start_from)
-    if folder is None:
+    if start_from == "no":
         return Origin(kind="new")
+    folder = find_start(start_from)
     if is_hf_folder(folder):
         if environment_rank()[0] == 0:
             from longctx.conversion.hf import HfReader

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from longctx.errors import DataError
-from longctx.files import CHECKPOINTS, MANIFEST, list_checkpoints
+from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,
@@ -55,8 +55,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     companions: dict[str, bytes] = {}
     # Of a model's own folder the settings hold; a file of another name stands for itself.
     if path.name in (MODEL_FILE, JSON_FILE):
-        companions = _companions(path.parent)
-        companions = {name: found for name, found in companions.items() if name not in (MODEL_FILE, JSON_FILE)}
+        companions = _companions(path.parent, [name for name in CARRIED_FILES if name not in (MODEL_FILE, JSON_FILE)])
     if content.lstrip()[:1] == b"{":
         return _load_json(content, path, companions)
     return _load_model(content, path, companions)
@@ -98,9 +97,9 @@ def _load_folder(folder: Path) -> Tokenizer:
                 f"tokenizer={folder} is a run without a checkpoint. Name another one, or its data's folder."
             )
         folder = checkpoints[-1]
-    if not has_tokenizer(folder):
+    files = _companions(folder, CARRIED_FILES)
+    if MODEL_FILE not in files and JSON_FILE not in files:
         raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
-    files = _companions(folder)
     if MODEL_FILE in files:
         model = _load_own_model(files, folder)
         if model is not None:
@@ -168,10 +167,19 @@ def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], p
         )
 
 
-def _companions(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files in a folder, and the settings that name begin and end ids."""
-    names = [*CARRIED_FILES, MODEL_CONFIG]
-    files = {name: _read(folder / name) for name in names if (folder / name).is_file()}
+def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """These files of a folder, and the settings that name begin and end ids; DataError for links out of the folder.
+
+    They are copied into shards and checkpoints, and a folder may come from a stranger.
+    """
+    files: dict[str, bytes] = {}
+    for name in (*names, MODEL_CONFIG):
+        path = folder / name
+        # A link that leads nowhere is no file; left out, it could change begin and end.
+        if path.is_symlink():
+            check_link(folder, name)
+        if path.is_file():
+            files[name] = _read(path)
     # A checkpoint has no config.json; what that of its import named stands in its manifest.
     if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
         ids = _imported_ids(folder / MANIFEST)

@@ -206,3 +206,5 @@ def test_find_checkpoint(tmp_path):
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(newest) == newest
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="gone does not exist"):
+        find_checkpoint(tmp_path / "gone")

@@ -13,6 +13,7 @@ from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.pickled import PickledFile
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
+from longctx.files import check_link
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -146,20 +147,9 @@ def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, .
     """
     if Path(file).name != file or "\\" in file or "\0" in file or not file.endswith(kinds):
         raise CheckpointError(f"{named_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
-    allowed = [folder.resolve()]
-    if folder.absolute().parent.name == "snapshots":
-        allowed.append((folder.absolute().parents[1] / "blobs").resolve())
-    try:
-        target = (folder / file).resolve()
-    except (OSError, RuntimeError) as error:
-        # A link that leads to itself.
-        raise CheckpointError(f"{folder / file} cannot be followed: {error}.") from error
-    if target.parent not in allowed:
-        raise CheckpointError(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
-    if not target.exists():
-        raise CheckpointError(f"{folder / file} is missing.")
-    if target.is_dir():
+    check_link(folder, file, CheckpointError)
+    if (folder / file).is_dir():
         raise CheckpointError(f"{folder / file} is a folder.")
-    if not target.is_file():
+    if not (folder / file).is_file():
         raise CheckpointError(f"{folder / file} is no plain file.")
     return folder / file

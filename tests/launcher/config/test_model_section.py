@@ -60,6 +60,7 @@ def toml(folder: Path, text: str) -> list[str]:
 def test_the_model_is_the_checkpoints(checkpoint, hf, tmp_path):
     for start in (checkpoint, checkpoint.parent.parent, hf):
         assert load_run_config(["--run.start_from", str(start), *RATE]).model.config() == LLAMA
+        assert load_run_config([f"--run.start-from={start}", *RATE]).model.config() == LLAMA
         named = toml(tmp_path, f"[run]\nstart_from = '{start}'\n[train]\nlr = 1e-4\n")
         assert load_run_config(named).model.config() == LLAMA
 
@@ -129,7 +130,7 @@ def test_a_rate_for_new_weights_is_not_taken_for_trained_ones(checkpoint):
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"run\.start_from='.*gone'.*neither a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"run\.start_from='.*gone'.*gone does not exist(.|\n)*Hugging Face"):
         load_run_config(["--run.start_from", str(tmp_path / "gone"), *RATE])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ConfigError, match=r"run\.start_from=(.|\n)*mamba"):

@@ -168,7 +168,7 @@ def test_only_the_reach_may_change(shards, base, tmp_path):
         ({**start, "model.rope.interleaved": True}, ["model.rope.interleaved: checkpoint False, run True"]),
         ({**start, "model.vocab_size": 513}, ["model.vocab_size: checkpoint 512, run 513"]),
         ({**start, "run.start_from": damaged}, [piece.name, "Copy or convert it again"]),
-        ({**start, "run.start_from": tmp_path / "gone"}, ["run.start_from=", "gone", "neither a checkpoint"]),
+        ({**start, "run.start_from": tmp_path / "gone"}, ["run.start_from=", "gone", "gone does not exist"]),
     ]
     run(refuse_each, 1, shards, tmp_path / "out", cases)
     assert not (tmp_path / "out" / CHECKPOINTS).exists()

@@ -122,6 +122,25 @@ def test_every_text_comes_back(family: Callable[[str], Path], name: str):
         assert tokenizer.decode(tokenizer.encode_document(text)) == text
 
 
+def test_gemma_s_two_forms_divide_a_long_run_of_spaces_each_its_own_way(family: Callable[[str], Path]):
+    """docs/data.md says so; each form gives the ids of its own library, and the text."""
+    import sentencepiece
+
+    path = family("gemma") / "tokenizer.model"
+    folder, file = load_tokenizer(family("gemma")), load_tokenizer(path)
+    theirs, model = transformers_tokenizer(family("gemma")), sentencepiece.SentencePieceProcessor(model_file=str(path))
+    longest = max(len(file.piece(token)) for token in range(file.vocab_size) if not file.piece(token).strip(SPACE_MARK))
+    differing = []
+    for count in range(1, 4 * longest):
+        text = f"a{' ' * count}b"
+        ids = [folder.encode(text).tolist(), file.encode(text).tolist()]
+        assert ids == [theirs(text, add_special_tokens=False)["input_ids"], model.encode(text)]
+        assert [folder.decode(ids[0]), file.decode(ids[1])] == [text, text]
+        if ids[0] != ids[1]:
+            differing.append(count)
+    assert differing[0] == longest + 1
+
+
 def test_the_space_mark_is_a_space_but_for_our_own_models(family: Callable[[str], Path]):
     text = f"a{SPACE_MARK}b"
     for name in ("llama2", "mistral", "gemma"):

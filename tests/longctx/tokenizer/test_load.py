@@ -123,3 +123,37 @@ def test_added_tokens_that_the_model_file_does_not_know_are_refused(family: Fami
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
     with pytest.raises(DataError, match="'<call>'"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+@pytest.mark.parametrize("target", ["secret", "absent"])
+def test_a_file_of_a_folder_that_links_elsewhere_is_refused(family: Family, tmp_path: Path, name: str, target: str):
+    (tmp_path / "secret").write_text("{}")
+    folder = copy(family, "gpt2", tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / target)
+    named = [folder]
+    # A tokenizer.json that the user names is his to link; its settings are not.
+    if name != "tokenizer.json":
+        named.append(folder / "tokenizer.json")
+    for path in named:
+        with pytest.raises(DataError, match=f"{name} leads out of its folder"):
+            load_tokenizer(path)
+
+
+def test_links_of_the_hugging_face_cache_and_of_a_user_s_own_are_followed(family: Family, tmp_path: Path):
+    wanted = load_tokenizer(family("llama3")).fingerprint
+    snapshot, blobs = tmp_path / "models--x/snapshots/rev", tmp_path / "models--x/blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(family("llama3"), blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    (tmp_path / "Llama").symlink_to(snapshot)
+    (tmp_path / "own.json").symlink_to(blobs / "tokenizer.json")
+    for path in (snapshot, snapshot / "tokenizer.json", tmp_path / "Llama"):
+        assert load_tokenizer(path).fingerprint == wanted
+    assert load_tokenizer(tmp_path / "own.json").vocab_size == load_tokenizer(snapshot).vocab_size
+    # A file that the user names may be a link of his own, in a folder of any name.
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/tokenizer.json").symlink_to(blobs / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "linked/tokenizer.json").vocab_size == load_tokenizer(snapshot).vocab_size
