@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
 
-NAMES = ("attention", "peers", "loss", "decoder", "moe")
+NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation")
 TIMEOUT_SECONDS = 7200
 
 
