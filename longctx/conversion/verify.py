@@ -33,11 +33,15 @@ MAX_LOGIT_ERROR = 1e-5
 MAX_KL = 1e-10
 """Bound on a token's KL divergence, in nats. A wrong RoPE permutation gives 1e-5, with a cosine above 0.99."""
 OWN_FACTOR = 4
-"""Where transformers' own two attentions differ by more than a quarter of a bound, as they do in models that are large
+"""Where transformers' own ways to compute differ by more than a quarter of a bound, as they do in models that are large
 or have large logits, the bound is this many times their difference."""
 TWO_ATTENTIONS = "eager and sdpa"
+TWO_POSITIONS = "positions from 0 and from 1"
+"""Rotary attention sees differences of positions alone. transformers rounds each angle to float32, in both attentions
+alike; ours are exact, so this part of its rounding only shows between two beginnings."""
 TWO_PASSES = "one pass and two"
 """Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS)."""
+_STRETCHED_BY_LENGTH = ("dynamic", "longrope")
 _PASSES_FACTOR = 4
 """In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
 
@@ -120,7 +124,7 @@ class LogitsCheck:
     own_error: float
     """Largest difference between transformers' logits of two ways to compute them."""
     ways: str
-    """``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
+    """Which two: ``TWO_ATTENTIONS``, ``TWO_POSITIONS`` or ``TWO_PASSES``, whichever are farther apart."""
     error_bound: float
     kl_bound: float
 
@@ -165,8 +169,8 @@ def compare_logits(
 
     Both get the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
     in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
-    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own eager and sdpa
-    attention are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
+    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own ways to compute
+    are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
     """
     # In float32 a difference is an error in the model; in bfloat16 it may be rounding.
     compute = dtype
@@ -174,7 +178,8 @@ def compare_logits(
         compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
     tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-    theirs = _their_logits(folder, tokens_T, compute)
+    moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
+    theirs = _their_logits(folder, tokens_T, compute, moves=moves)
     ours_TV = _our_logits(config, parameters(), tokens_T, compute, execution)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
@@ -183,23 +188,22 @@ def compare_logits(
 
 
 def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype) -> LogitsCheck:
-    """Our logits beside transformers', computed in the two ways of ``TWO_ATTENTIONS`` or ``TWO_PASSES``."""
-    ((ways, (reference_TV, other_TV)),) = theirs.items()
+    """Our logits beside transformers' of each pair of ways; all pairs begin with the same reference."""
+    (reference_TV, _), *_ = theirs.values()
     error, kl = distance(reference_TV, ours_TV)
-    own_error, own_kl = distance(reference_TV, other_TV)
-    factor = OWN_FACTOR
-    if ways == TWO_PASSES:
-        factor *= _PASSES_FACTOR
+    own = {ways: distance(*pair) for ways, pair in theirs.items()}
+    farthest = max(own, key=lambda ways: own[ways][0])
+    factors = {ways: OWN_FACTOR * (_PASSES_FACTOR if ways == TWO_PASSES else 1) for ways in own}
     return LogitsCheck(
         num_tokens=len(ours_TV),
         dtype=dtype,
         max_error=error,
         max_kl=kl,
-        own_error=own_error,
-        ways=ways,
-        error_bound=max(MAX_LOGIT_ERROR, factor * own_error),
+        own_error=own[farthest][0],
+        ways=farthest,
+        error_bound=max(MAX_LOGIT_ERROR, *(factors[ways] * own_error for ways, (own_error, _) in own.items())),
         # KL grows with the square of the difference.
-        kl_bound=max(MAX_KL, factor**2 * own_kl),
+        kl_bound=max(MAX_KL, *(factors[ways] ** 2 * own_kl for ways, (_, own_kl) in own.items())),
     )
 
 
@@ -238,8 +242,13 @@ def _our_logits(
 
 
 @torch.no_grad()
-def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run."""
+def _their_logits(
+    folder: Path, tokens_T: Tensor, dtype: torch.dtype, *, moves: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run.
+
+    ``moves`` says that the model computes the same wherever positions begin.
+    """
     from transformers import AutoModelForCausalLM
 
     with _silent_transformers():
@@ -262,7 +271,13 @@ def _their_logits(folder: Path, tokens_T: Tensor, dtype: torch.dtype) -> dict[st
             first = model(tokens_BT[:, :cut], use_cache=True)
             second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
             return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
-        return {TWO_ATTENTIONS: (model(tokens_BT, use_cache=False).logits[0].float(), eager_TV)}
+        reference_TV = model(tokens_BT, use_cache=False).logits[0].float()
+        pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
+        if moves:
+            positions_BT = torch.arange(1, len(tokens_T) + 1)[None]
+            moved_TV = model(tokens_BT, position_ids=positions_BT, use_cache=False).logits[0].float()
+            pairs[TWO_POSITIONS] = (reference_TV, moved_TV)
+        return pairs
 
 
 @contextmanager
