@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longctx.evaluation.fit import largest_fitting
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     steps=st.lists(st.integers(0, 9), min_size=2, max_size=400),
     smallest=st.integers(0, 3),
@@ -46,7 +46,7 @@ def test_a_million_units_take_few_probes():
     assert sum(probes) < 16 * found
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), budget=st.integers(60, 5000))
 def test_uneven_tokens_still_fit(seed: int, budget: int):
     """More filler may take fewer tokens: what is found fits all the same."""

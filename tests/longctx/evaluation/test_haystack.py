@@ -40,7 +40,7 @@ def test_a_haystack_without_text_is_refused():
         Haystack(["", " \n "], source="nothing")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 30), max_size=30),
     depths=st.lists(st.floats(0, 1), min_size=1, max_size=5),

