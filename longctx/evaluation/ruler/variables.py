@@ -10,6 +10,7 @@ from random import Random
 
 import numpy as np
 
+from longctx.errors import ConfigError
 from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
 from longctx.evaluation.ruler.templates import NOISE, VARIABLE_TRACKING
 
@@ -68,7 +69,14 @@ def _worked_example(budget: Budget, random: _Numbers) -> str:
     # The script fits its example as a prompt that leaves nothing for an answer.
     small = replace(budget, length=EXAMPLE_LENGTH, answer_tokens=0)
     units = units_by_estimate(draw, small, step=5)
-    text = draw_fitting(draw, small, units=units, step=5)
+    try:
+        text = draw_fitting(draw, small, units=units, step=5)
+    except ConfigError as error:
+        # No length of the prompt helps here: the example's length is fixed in the script.
+        raise ConfigError(
+            f"task {budget.task}: RULER's worked example has {EXAMPLE_LENGTH} tokens at most, and with tokenizer "
+            f"{budget.tokenizer.path} the shortest one has more. Its pieces are too small: leave the task out."
+        ) from error
     return f"{text.prompt} {' '.join(text.answers)}\n"
 
 

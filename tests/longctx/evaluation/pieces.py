@@ -20,7 +20,8 @@ class PieceTokenizer(Tokenizer):
 
     kind = "pieces"
 
-    def __init__(self, *, begin: int | None = None) -> None:
+    def __init__(self, *, begin: int | None = None, pattern: str = PATTERN) -> None:
+        self._pattern = pattern
         special = SpecialIds(bos=begin, begin=begin, end=None, padding=None, stops=())
         super().__init__(
             path=Path("pieces"),
@@ -35,7 +36,7 @@ class PieceTokenizer(Tokenizer):
         yield Chunk(text, True)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        return [np.fromiter(map(_id, re.findall(PATTERN, chunk.text)), np.int32) for chunk in chunks]
+        return [np.fromiter(map(_id, re.findall(self._pattern, chunk.text)), np.int32) for chunk in chunks]
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         raise NotImplementedError("only lengths are asked for")

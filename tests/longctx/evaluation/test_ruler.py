@@ -148,6 +148,15 @@ def test_all_six_million_keys_are_the_sorted_set():
     assert all(joined[at] == expected[at] for at in range(len(expected)))
 
 
+def test_a_tokenizer_whose_pieces_are_too_small_for_the_worked_example_is_refused(setting: Setting):
+    """NVIDIA's script never ends there, whatever the length."""
+    characters = PieceTokenizer(pattern=r"(?s).")
+    with pytest.raises(
+        ConfigError, match="worked example has 500 tokens at most, and with tokenizer pieces the shortest"
+    ):
+        next(TASKS["ruler_vt"].samples(replace(setting, tokenizer=characters), 8192, 1))
+
+
 def test_another_version_of_the_words_is_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(word_lists, "version", lambda name: "2.2.0")
     with pytest.raises(ConfigError, match=r"wonderwords 3\.0\.1; installed is 2\.2\.0"):
