@@ -16,7 +16,7 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan
+from longctx.model.attention.core import AttentionCore, KVCache, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
@@ -220,6 +220,7 @@ class Decoder(nn.Module):
         training_pass: TrainingPass | None = None,
         return_stats: bool = False,
         cache: KVCache | None = None,
+        chunk: TokenChunk | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -228,18 +229,23 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue the sequence that filled it.
+        tokens continue the sequence that filled it: they are those of a ``chunk`` of the cache, by default one that
+        every process is given whole.
         """
         if training_pass is None:
             training_pass = EVALUATION
         cores = _cores_of(self)
+        new_tokens = chunk
+        if cache is not None:
+            new_tokens = chunk or cache.chunk(tokens_Bt.shape[1])
+            placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
         )
         if self.config.position == "learned":
-            check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
+            check_learned(positions_Bt, _longest(documents, positions_Bt, cache, chunk), self.config.max_positions)
         if training_pass.replay is not None:
             training_pass.replay.check(self.config, tokens_Bt.numel())
         # Both break a compiled graph, so they are made only for what reads them.
@@ -258,17 +264,23 @@ class Decoder(nn.Module):
             positions_Bt,
             cores=cores,
             plans=plans,
-            length=_rope_length(self.config, documents, positions_Bt, cache),
+            length=_rope_length(self.config, documents, positions_Bt, cache, chunk),
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
             recompute=self.execution.recompute,
             experts=_build_moe_call(
-                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens
+                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
         )
+        if cache is not None and new_tokens is not None:
+            cache.extend(new_tokens)
         if not return_stats:
             return hidden_BtM
         return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache, on this process or on those that share its sequences."""
+        return self.core.new_cache()
 
     def selection_biases(self) -> list[Tensor]:
         """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
@@ -316,11 +328,15 @@ def _build_moe_call(
     stats_documents_Bt: Tensor | None,
     *,
     row_tokens: int,
+    chunk: TokenChunk | None,
 ) -> MoECall:
     """What the pass tells all layers of experts; the two tensors are None where nothing reads them."""
     config, execution = decoder.config, decoder.execution
+    dispatcher = decoder.dispatcher
+    if chunk is not None and chunk.is_replicated:
+        dispatcher = dispatcher.of_replicated()
     run = ExpertRun(
-        decoder.dispatcher,
+        dispatcher,
         tile_tokens=execution.expert_tile_tokens,
         recompute=execution.recompute_experts,
         products=execution.products,
@@ -336,10 +352,23 @@ def _build_moe_call(
     )
 
 
-def _rope_length(config: ModelConfig, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
-    """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
-    if config.position != "rope" or not config.rope.depends_on_length:
-        return 0
+def _longest(documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None, chunk: TokenChunk | None) -> int:
+    """Tokens of the longest document, on whatever ranks it lies."""
     if cache is None:
         return documents.longest
-    return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    if chunk is None:
+        return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    return chunk.sequence_tokens
+
+
+def _rope_length(
+    config: ModelConfig,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    cache: KVCache | None,
+    chunk: TokenChunk | None,
+) -> int:
+    """Tokens of the longest document; 0 where nothing depends on it."""
+    if config.position != "rope" or not config.rope.depends_on_length:
+        return 0
+    return _longest(documents, positions_Bt, cache, chunk)

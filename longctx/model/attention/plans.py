@@ -61,9 +61,13 @@ def layer_shapes(
     config: ModelConfig, tokens_Bt: Tensor, dtype: torch.dtype, cached_tokens: int | None = None
 ) -> AttentionShapes:
     """The shapes of the tensors that ``project`` makes of these tokens: the same in all layers."""
-    num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
-    if config.is_latent:  # each head unfolds a key and a value of its own
+    num_kv_heads, head_dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
+    values_in_keys = False
+    if config.is_latent and cached_tokens is None:  # each head unfolds a key and a value of its own
         num_kv_heads = config.num_heads
+    elif config.is_latent:  # a cache stores the latents, which all heads share
+        num_kv_heads, head_dim, value_dim = 1, config.kv_lora_rank + config.rope_head_dim, config.kv_lora_rank
+        values_in_keys = True
     if config.position == "relative":  # channels of the distance stand beside those of the content
         head_dim += config.hidden_size
     # The scores themselves are made later, on the device; a kernel is chosen by the names of their rules alone.
@@ -80,11 +84,12 @@ def layer_shapes(
         num_heads=config.num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        value_dim=config.value_dim,
+        value_dim=value_dim,
         dtype=dtype,
         device_type=tokens_Bt.device.type,
         scale=config.scale,
         softcap=config.attention_softcap or None,
         rules=tuple(rules),
         cached_tokens=cached_tokens,
+        values_in_keys=values_in_keys,
     )
