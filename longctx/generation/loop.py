@@ -62,6 +62,7 @@ def stream(
     choose = (strategy or Greedy()).start()
     if not use_cache:
         return _tokens_without_cache(model, list(prompt_ids), max_new_tokens, choose, stop_ids)
+    # The model's attention core knows which processes share the sequence.
     if cache is None:
         cache = model.new_cache()
     if cache.num_tokens:
@@ -82,6 +83,7 @@ def _tokens(
     """Yield token after token; each is read when the next is asked for."""
     for _ in range(max_new_tokens):
         logits_V = _next_logits(model, read(model, new_ids, cache, chunk_tokens))
+        # Chosen once and told to all: processes that rounded otherwise would each continue another text.
         token = cache.once(lambda logits_V=logits_V: choose(logits_V))
         yield token
         if token in stop_ids:

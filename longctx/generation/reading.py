@@ -47,8 +47,10 @@ def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_T
         raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
     check_chunk_tokens(chunk_tokens)
     cache, found = model.new_cache(), []
+    # The last token has no target, but is read like the others: chunks then end where the sequence ends.
     targets_T = torch.tensor([*ids[1:], IGNORED_TARGET])
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        # Logits of a chunk are never whole, and each process scores the tokens that it has read.
         targets_Bt = targets_T[chunk.indices][None].to(hidden_BtM.device)
         found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
     return torch.cat(found)[:-1]

@@ -229,42 +229,30 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue the sequence that filled it: they are those of a ``chunk`` of the cache, by default one that
-        every process is given whole.
+        tokens continue its sequence: they are those of its ``chunk``, by default one that every process has whole.
         """
         if training_pass is None:
             training_pass = EVALUATION
         cores = _cores_of(self)
-        new_tokens = chunk
-        if cache is not None:
-            new_tokens = chunk or cache.chunk(tokens_Bt.shape[1])
+        new_tokens = _new_tokens(tokens_Bt, cache, chunk)
+        if new_tokens is not None:
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
         )
-        if self.config.position == "learned":
-            check_learned(positions_Bt, _longest(documents, positions_Bt, cache, chunk), self.config.max_positions)
-        if training_pass.replay is not None:
-            training_pass.replay.check(self.config, tokens_Bt.numel())
-        # Both break a compiled graph, so they are made only for what reads them.
-        needs_indices = is_random(self.config, training_pass)
-        if document_ids is None and (return_stats or needs_indices):
-            document_ids = document_ids_of(documents, tokens_Bt)
-        token_Bt = None
-        if needs_indices and document_ids is not None:
-            token_Bt = token_indices(documents, positions_Bt, document_ids)
-        # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
-        stats_documents_Bt = None
-        if return_stats:
-            stats_documents_Bt = document_ids
+        length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
+        _check_pass(self.config, training_pass, positions_Bt, length)
+        token_Bt, stats_documents_Bt = _tokens_and_documents(
+            is_random(self.config, training_pass), return_stats, documents, tokens_Bt, positions_Bt, document_ids
+        )
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
             cores=cores,
             plans=plans,
-            length=_rope_length(self.config, documents, positions_Bt, cache, chunk),
+            length=length,
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
             recompute=self.execution.recompute,
@@ -312,6 +300,34 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)]
 
 
+def _new_tokens(tokens_Bt: Tensor, cache: KVCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
+    """The chunk that these tokens are of; None without a cache."""
+    if cache is None or chunk is not None:
+        return chunk
+    return cache.chunk(tokens_Bt.shape[1])
+
+
+def _tokens_and_documents(
+    draws: bool,
+    return_stats: bool,
+    documents: PackedDocuments,
+    tokens_Bt: Tensor,
+    positions_Bt: Tensor,
+    document_ids: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The indices of the tokens for what is random, and their documents for statistics; None for what nobody reads."""
+    # Both break a compiled graph, so they are made only for what reads them.
+    if document_ids is None and (return_stats or draws):
+        document_ids = document_ids_of(documents, tokens_Bt)
+    token_Bt = None
+    if draws and document_ids is not None:
+        token_Bt = token_indices(documents, positions_Bt, document_ids)
+    # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+    if not return_stats:
+        return token_Bt, None
+    return token_Bt, document_ids
+
+
 def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
     """The core of each kind of layer."""
     cores = dict.fromkeys(decoder.config.layers, decoder.core)
@@ -352,8 +368,17 @@ def _build_moe_call(
     )
 
 
-def _longest(documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None, chunk: TokenChunk | None) -> int:
-    """Tokens of the longest document, on whatever ranks it lies."""
+def _longest_document(
+    config: ModelConfig,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    cache: KVCache | None,
+    chunk: TokenChunk | None,
+) -> int:
+    """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
+    stretches = config.position == "rope" and config.rope.depends_on_length
+    if not stretches and config.position != "learned":
+        return 0
     if cache is None:
         return documents.longest
     if chunk is None:
@@ -361,14 +386,9 @@ def _longest(documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | 
     return chunk.sequence_tokens
 
 
-def _rope_length(
-    config: ModelConfig,
-    documents: PackedDocuments,
-    positions_Bt: Tensor,
-    cache: KVCache | None,
-    chunk: TokenChunk | None,
-) -> int:
-    """Tokens of the longest document; 0 where nothing depends on it."""
-    if config.position != "rope" or not config.rope.depends_on_length:
-        return 0
-    return _longest(documents, positions_Bt, cache, chunk)
+def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: Tensor, length: int) -> None:
+    """ConfigError for positions that a learned table lacks, or a replay of other tokens' experts."""
+    if config.position == "learned":
+        check_learned(positions_Bt, length, config.max_positions)
+    if training_pass.replay is not None:
+        training_pass.replay.check(config, positions_Bt.numel())

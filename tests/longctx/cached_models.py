@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.rope import Rope
+from longctx.batch import IGNORED_TARGET
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 
 _STRETCHED = {"factor": 4.0, "original_max_positions": 8}
-_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16, "shared_ffn_size": 12}
+_EXPERTS = {"num_experts": 12, "experts_per_token": 2, "expert_ffn_size": 16, "shared_ffn_size": 12}
 
 MODELS: dict[str, dict] = {
     "grouped": {},
@@ -52,5 +53,5 @@ def ids_of(length: int) -> list[int]:
 @torch.no_grad()
 def whole_nll(decoder: Decoder, ids: list[int]) -> Tensor:
     """The negative log-likelihoods of a prompt that is read in one pass, without a cache."""
-    hidden = decoder(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1)[None])
-    return decoder.token_nll(hidden, torch.tensor([ids[1:]]))[0]
+    hidden = decoder(torch.tensor([ids]), torch.arange(len(ids))[None])
+    return decoder.token_nll(hidden, torch.tensor([[*ids[1:], IGNORED_TARGET]]))[0, :-1]

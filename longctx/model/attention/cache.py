@@ -60,9 +60,8 @@ class LayerBuffer:
 
     def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None) -> None:
         """Move the stored rows to new buffers that have space for these, too."""
-        # Space for a half more copies each row about twice, however many tokens come one by one, and where rows are
-        # freed as fast as they come, each row about twice as well.
-        num_rows = max(self.num_rows + self.num_rows // 2, self.num_rows + k_BtKD.shape[1], 64)
+        # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
+        num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1], 64)
         self._keys = self._relaid(self._keys, k_BtKD, num_rows)
         if v_BtKV is not None:
             self._values = self._relaid(self._values, v_BtKV, num_rows)
