@@ -25,7 +25,7 @@ from longctx.model.attention.local import append_rows, earlier_seen
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.plan import AttentionOptions, call_signature
-from parallel.layout.cached import ChunkPlacement, count_tokens, joined, tokens_from
+from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
 from parallel.layout.sequence import Runs
 from parallel.mesh import Mesh
 from parallel.runtime.agreement import agree
@@ -147,8 +147,8 @@ def _assemble(
     work = tuple(
         cached_work(
             placement.given(visitor),
-            joined((*earlier, *stored)),
-            start=start,
+            earlier,
+            stored,
             stop=placement.stop,
             mask=Mask(mask.causal, mask.window, mask.sink_tokens, mask.stride),
             distances=bool({"alibi", "relative_bias"} & set(shapes.rules)),

@@ -23,14 +23,10 @@ class CachedLayout:
     runs: Runs = ()
     """Those of this rank, in the order of its rows."""
 
-    @property
-    def num_rows(self) -> int:
-        """Tokens on this rank."""
-        return count_tokens(self.runs)
-
     def extended(self, num_tokens: int, runs: Iterable[Run]) -> CachedLayout:
         """This layout with so many more tokens, of which this rank has these."""
-        return CachedLayout(self.num_tokens + num_tokens, joined((*self.runs, *runs)))
+        # Only the last run can go on in the new ones.
+        return CachedLayout(self.num_tokens + num_tokens, (*self.runs[:-1], *joined((*self.runs[-1:], *runs))))
 
 
 def count_tokens(runs: Iterable[Run]) -> int:

@@ -13,7 +13,7 @@ from numpy import ndarray
 from longctx.kernels.attention.slices import OPEN
 from longctx.model.attention.strided import reach
 from longctx.model.attention.work import Work
-from parallel.layout.cached import by_step, count_tokens, tokens_from
+from parallel.layout.cached import by_step, count_tokens
 from parallel.layout.sequence import Runs
 from parallel.schedule.bands import NO_SLICES, band_slices, mask_bounds
 from parallel.schedule.segments import Segments, cut_segments
@@ -21,18 +21,19 @@ from parallel.schedule.strided import StridedWork, sort_by_class, strided_work
 from parallel.schedule.work import Mask, entries
 
 
-def cached_work(queries: Runs, keys: Runs, *, start: int, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
-    """What these queries of the chunk [start, stop) see of a rank's keys; empty where that is nothing.
+def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
+    """What these queries of a chunk that ends before ``stop`` see of a rank's keys; empty where that is nothing.
 
-    Query rows count in the runs of ``queries``, key rows in those of ``keys``. ``distances`` asks for each slice's.
+    Key rows count in the runs of ``earlier``, which are all before the chunk, then in ``new``, of the chunk. Query rows
+    count in those of ``queries``. ``distances`` asks for each slice's.
     """
     boundaries = np.array([0, stop])
     query_segments = cut_segments(queries, boundaries)
-    slices, strided, first_row = [], [], 0
+    keys, first_row = (*earlier, *new), 0
+    slices, strided = [], []
     if mask.window is None and not distances:
         # Every query sees every key before the chunk: one slice serves all of them.
-        first_row = count_tokens(keys) - count_tokens(tokens_from(keys, start))
-        keys = tokens_from(keys, start)
+        keys, first_row = new, count_tokens(earlier)
         slices.append(_rectangle(count_tokens(queries), first_row))
     bounds = mask_bounds(causal=mask.causal, window=mask.window, sink_tokens=mask.sink_tokens)
     sink_ends = np.array([mask.sink_tokens])

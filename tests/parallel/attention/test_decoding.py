@@ -94,6 +94,27 @@ def compare(decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], 
     assert error <= 1e-5, f"{where}: {error:.1e}"
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_text_that_comes_in_turns(world_size):
+    """Chunks after generated tokens: a rank's keys are then runs of chunks and dealt tokens in turn."""
+    run_distributed(check_turns, world_size)
+
+
+def check_turns():
+    for name, layout in (("all kinds", "zigzag"), ("sparse, prime stride", "striped"), ("t5", "contiguous")):
+        ids = ids_of(121)
+        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        with torch.no_grad():
+            wanted = local(torch.tensor([ids]), torch.arange(len(ids))[None])[:, -1]
+        decoder = parallel_decoder(name, layout=layout).double()
+        cache = decoder.new_cache()
+        read(decoder, ids[:13], cache, 8)
+        for id in ids[13:28]:
+            read(decoder, [id], cache)
+        found = read(decoder, ids[28:], cache, 64)[:, -1]
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_float32_and_the_fast_kernel(world_size):
     run_distributed(check_float32, world_size)
@@ -141,6 +162,22 @@ def check_sampling():
             drawn.side_effect = lambda logits_V: logits_V.softmax(0)
         generate(decoder, ids_of(9), 3, Sample(seed=5))
     assert drawn.call_count == 3 * (rank == 0)
+
+
+def test_a_generated_token_goes_to_its_experts_once():
+    run_distributed(check_routed_once, 2)
+
+
+def check_routed_once():
+    """No token is sent: each rank has it, and computes the part of its own experts."""
+    decoder = parallel_decoder("experts")
+    cache = decoder.new_cache()
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        read(decoder, ids_of(13), cache)
+        assert sent.called
+        sent.reset_mock()
+        read(decoder, [3], cache)
+        assert not sent.called
 
 
 def test_what_is_sent_does_not_grow_with_the_cache():
