@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments, linear_attention
 from longctx.model.attention.core import AttentionShapes, LayerCache
@@ -107,7 +108,9 @@ def _assemble(shapes: AttentionShapes, placement: ChunkPlacement, mesh: Mesh) ->
         takes: tuple[int, ...] = ()
         if placement.earlier.num_tokens:
             takes = (0,)
-        return CachedLinearPlan(shapes, Segments([0, num_tokens], takes=takes, gives=(0,)), num_tokens, None)
+        return CachedLinearPlan(
+            shapes, Segments(PackedDocuments.of([0, num_tokens]), takes=takes, gives=(0,)), num_tokens, None
+        )
     states = StatePlan.build(placement.layout)
     # Every segment gives and takes: the cached state enters the first one, too, and the last one's leaves.
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
@@ -117,7 +120,7 @@ def _assemble(shapes: AttentionShapes, placement: ChunkPlacement, mesh: Mesh) ->
     exchange = GatherStates(mesh, replace(states, given=every, taken=wanted))
     own = tuple(x.segment for x in every[mesh.context_rank])
     ends = states.ends[mesh.context_rank]
-    return CachedLinearPlan(shapes, Segments(ends, takes=own, gives=own), num_tokens, exchange)
+    return CachedLinearPlan(shapes, Segments(PackedDocuments.of(ends), takes=own, gives=own), num_tokens, exchange)
 
 
 def _every_segment(states: StatePlan, rank: int) -> list[Open]:

@@ -41,13 +41,13 @@ class LayerBuffer:
             stop = self._stop + k_BtKD.shape[1]
         assert self._keys is not None
         self._keys[:, self._stop : stop] = k_BtKD
-        if self._values is not None:
+        values = None
+        if self._values is not None and v_BtKV is not None:
             self._values[:, self._stop : stop] = v_BtKV
+            values = self._values[:, self._first : stop]
         self._stop = stop
         self.num_tokens += k_BtKD.shape[1]
-        if self._values is None:
-            return self._keys[:, self._first : stop], None
-        return self._keys[:, self._first : stop], self._values[:, self._first : stop]
+        return self._keys[:, self._first : stop], values
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
         """Add a state, of so many tokens."""

@@ -8,7 +8,7 @@ import torch
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.generation.reading import read, token_nll
-from longctx.model.attention.cache import LayerBuffer
+from longctx.model.attention.cache import LayerBuffer, LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
@@ -36,9 +36,16 @@ def test_chunks_change_no_token(name):
             assert generate(decoder, ids_of(length), 7, use_cache=False) == wanted
 
 
+def new_cache(decoder: Decoder) -> LocalKVCache:
+    """The cache of a model on one process."""
+    cache = decoder.new_cache()
+    assert isinstance(cache, LocalKVCache)
+    return cache
+
+
 def test_keys_out_of_every_window_are_freed():
     decoder = build("window")
-    cache = decoder.new_cache()
+    cache = new_cache(decoder)
     ids = ids_of(560)
     read(decoder, ids[:500], cache, 100)
     window, full = (cache.layer(number) for number in range(2))
@@ -52,7 +59,7 @@ def test_keys_out_of_every_window_are_freed():
 
 def test_latent_attention_stores_latents():
     decoder = build("latent")
-    cache = decoder.new_cache()
+    cache = new_cache(decoder)
     read(decoder, ids_of(64), cache)
     for number in range(2):
         assert num_elements(cache.layer(number)) == 64 * (12 + 4)
