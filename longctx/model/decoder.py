@@ -240,7 +240,7 @@ class Decoder(nn.Module):
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
-            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
+            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens
         )
         length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
         _check_pass(self.config, training_pass, positions_Bt, length)

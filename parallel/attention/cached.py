@@ -21,7 +21,7 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.attention.core import AttentionShapes, LayerCache
-from longctx.model.attention.local import append_rows, earlier_seen
+from longctx.model.attention.local import append_rows, earlier_seen, later_stored
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.plan import AttentionOptions, call_signature
@@ -46,6 +46,8 @@ class CachedPlan:
     """The rows of the new tokens whose keys this rank stores."""
     earlier_rows: int
     """Rows of this rank's cache that some query sees."""
+    later_rows: int
+    """Rows that are known to join them."""
     work: tuple[tuple[Work, ...], ...]
     """With the queries of each rank, by hop; one entry where every rank has all queries."""
     is_replicated: bool
@@ -116,7 +118,14 @@ def attend_cached(
     if scores is None:
         scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
     stored = plan.stored
-    keys, values = append_rows(cache, k_BtKD[:, stored], v_BtKV[:, stored], plan.shapes, plan.earlier_rows)
+    keys, values = append_rows(
+        cache,
+        k_BtKD[:, stored],
+        v_BtKV[:, stored],
+        plan.shapes,
+        earlier_rows=plan.earlier_rows,
+        later_rows=plan.later_rows,
+    )
     kernel_forward = partial(plan.kernel.forward, scores=scores)
 
     def compute(queries: Tensor, hop: int) -> PartialResult:
@@ -161,6 +170,7 @@ def _assemble(
         choose_kernel(options.kernel, _request(mask, shapes, options)),
         _rows_of(stored, start, is_replicated=is_replicated),
         count_tokens(earlier),
+        -(-later_stored(mask, shapes) // mesh.context),
         work,
         is_replicated,
     )

@@ -29,15 +29,18 @@ class LayerBuffer:
         return self._stop - self._first
 
     def append(
-        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None
+        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Store new rows after the newest ``earlier_rows`` of those stored; return all, values only if there are."""
+        """Store new rows after the newest ``earlier_rows`` of those stored; return all, values only if there are.
+
+        Buffers that are laid anew have space for ``later_rows`` besides.
+        """
         if earlier_rows is not None:
             assert earlier_rows <= self.num_rows, f"{earlier_rows} of {self.num_rows} rows"
             self._first = self._stop - earlier_rows
         stop = self._stop + k_BtKD.shape[1]
         if self._keys is None or self._keys.shape[1] < stop:
-            self._relay(k_BtKD, v_BtKV)
+            self._relay(k_BtKD, v_BtKV, later_rows)
             stop = self._stop + k_BtKD.shape[1]
         assert self._keys is not None
         self._keys[:, self._stop : stop] = k_BtKD
@@ -58,10 +61,10 @@ class LayerBuffer:
             self.state = self.state + state_sBKDW
         self.num_tokens += num_tokens
 
-    def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None) -> None:
-        """Move the stored rows to new buffers that have space for these, too."""
+    def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
+        """Move the stored rows to new buffers that have space for these, and for those known to follow."""
         # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
-        num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1], 64)
+        num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1] + later_rows, 64)
         self._keys = self._relaid(self._keys, k_BtKD, num_rows)
         if v_BtKV is not None:
             self._values = self._relaid(self._values, v_BtKV, num_rows)

@@ -36,6 +36,8 @@ class AttentionShapes:
     """``Scores.rules``."""
     cached_tokens: int | None = None
     """Earlier tokens whose keys a cache holds; None where there is no cache."""
+    unread_tokens: int = 0
+    """Tokens that are known to follow, on however many processes: a cache makes space for all of them at once."""
     values_in_keys: bool = False
     """Whether values are the first ``value_dim`` channels of the keys, which a cache then stores once."""
 
@@ -106,12 +108,12 @@ class LayerCache(Protocol):
     """What one layer stores of the tokens already seen, for one sequence that grows."""
 
     def append(
-        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None
+        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """Store new keys and values; return all that are stored, [B, s, K, D] and [B, s, K, V].
 
         Of those stored before, only the newest ``earlier_rows`` are still seen, and the others are freed; None for all.
-        Values are None where they are channels of the keys.
+        ``later_rows`` are known to follow. Values are None where they are channels of the keys.
         """
         ...
 

@@ -44,6 +44,8 @@ class LocalPlan:
     """The mask's bands for all rows, then what a stride adds."""
     earlier_rows: int | None = None
     """Cached rows that some query sees; None for all."""
+    later_rows: int = 0
+    """Rows that are known to join them."""
     in_graph: bool = True
 
 
@@ -76,9 +78,10 @@ class LocalAttention:
             slices = continuation_slices(mask, shapes.tokens, num_keys)
             strided = strided_beyond(mask, continuation(shapes.tokens, num_keys))
         bands = Work(EVERY_ROW, EVERY_ROW, slice_table(slices))
-        if strided is None:
-            return LocalPlan(shapes, kernel, (bands,), earlier_rows)
-        return LocalPlan(shapes, kernel, (bands, strided), earlier_rows)
+        work = (bands,)
+        if strided is not None:
+            work = (bands, strided)
+        return LocalPlan(shapes, kernel, work, earlier_rows, later_stored(mask, shapes))
 
     def __call__(
         self,
@@ -97,7 +100,9 @@ class LocalAttention:
         if scores is None:
             scores = Scores(scale=D**-0.5)
         if cache is not None:
-            k_BtKD, v_BtKV = append_rows(cache, k_BtKD, v_BtKV, plan.shapes, plan.earlier_rows)
+            k_BtKD, v_BtKV = append_rows(
+                cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
+            )
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
@@ -128,15 +133,29 @@ class LocalAttention:
 
 
 def append_rows(
-    cache: LayerCache, k_BtKD: Tensor, v_BtKV: Tensor, shapes: AttentionShapes, earlier_rows: int | None
+    cache: LayerCache,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    shapes: AttentionShapes,
+    *,
+    earlier_rows: int | None,
+    later_rows: int,
 ) -> tuple[Tensor, Tensor]:
     """Store new keys and values; returns all that are stored and seen (``LayerCache.append``)."""
+    rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
     if not shapes.values_in_keys:
-        keys, values = cache.append(k_BtKD, v_BtKV, earlier_rows=earlier_rows)
+        keys, values = cache.append(k_BtKD, v_BtKV, **rows)
         assert values is not None
         return keys, values
-    keys, _ = cache.append(k_BtKD, None, earlier_rows=earlier_rows)
+    keys, _ = cache.append(k_BtKD, None, **rows)
     return keys, keys[..., : shapes.value_dim]
+
+
+def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
+    """Tokens known to follow whose keys will be stored beside all that are: none where old keys make space for new."""
+    if earlier_seen(mask) < MOST_TOKENS:
+        return 0
+    return shapes.unread_tokens
 
 
 def earlier_seen(mask: AttentionMask) -> int:

@@ -50,6 +50,7 @@ def test_keys_out_of_every_window_are_freed():
     read(decoder, ids[:500], cache, 100)
     window, full = (cache.layer(number) for number in range(2))
     assert (window.num_rows, full.num_rows) == (4 + 100, 500)
+    assert num_elements(full) == 500 * 2 * 2 * 8, "space for the prompt is made once, and for nothing else"
     for id in ids[500:]:
         read(decoder, [id], cache)
     assert (window.num_rows, full.num_rows) == (5, 560)
