@@ -122,6 +122,10 @@ class Mesh:
         """Global rank of the member of this rank's ring with that number."""
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
 
+    def context_peer(self, context_rank: int) -> int:
+        """Global rank of the member of this rank's context group with that number."""
+        return self.rank - self.context_rank + context_rank
+
     @property
     def ring_ranks_in_node(self) -> int:
         """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read
 from longctx.generation.sampling import Greedy, Sample
-from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -23,15 +23,26 @@ def generate(
     stop_ids: Collection[int] = (),
     cache: KVCache | None = None,
     use_cache: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[int]:
     """Continue the prompt by at most ``max_new_tokens`` tokens; one of ``stop_ids`` is the last token where it comes.
 
-    The prompt is read once, then one token a step against the cached keys (``cache`` must be empty; default: a
-    ``LocalKVCache``). ``use_cache=False`` reads everything again at each step, which is slow and gives the same tokens.
+    The prompt is read once, about ``chunk_tokens`` at a time, then one token a step against the cached keys (``cache``
+    must be empty; default: ``model.new_cache()``). Processes that share the model's sequences call this alike, each
+    with the whole prompt, and get the same tokens. ``use_cache=False`` reads everything again at each step, which is
+    slow, gives the same tokens, and wants one process.
     """
-    return list(
-        stream(model, prompt_ids, max_new_tokens, strategy, stop_ids=stop_ids, cache=cache, use_cache=use_cache)
+    tokens = stream(
+        model,
+        prompt_ids,
+        max_new_tokens,
+        strategy,
+        stop_ids=stop_ids,
+        cache=cache,
+        use_cache=use_cache,
+        chunk_tokens=chunk_tokens,
     )
+    return list(tokens)
 
 
 def stream(
@@ -43,33 +54,53 @@ def stream(
     stop_ids: Collection[int] = (),
     cache: KVCache | None = None,
     use_cache: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Iterator[int]:
     """The tokens of ``generate``, each as soon as it is chosen. A request that cannot be served fails at the call."""
     check_request(model, prompt_ids, max_new_tokens)
+    check_chunk_tokens(chunk_tokens)
     choose = (strategy or Greedy()).start()
-    if use_cache and cache is None:
-        cache = LocalKVCache()
     if not use_cache:
-        cache = None
-    return _tokens(model, list(prompt_ids), max_new_tokens, choose, stop_ids, cache)
+        return _tokens_without_cache(model, list(prompt_ids), max_new_tokens, choose, stop_ids)
+    # The model's attention core knows which processes share the sequence.
+    if cache is None:
+        cache = model.new_cache()
+    if cache.num_tokens:
+        raise ConfigError(f"the cache holds {cache.num_tokens} tokens already: generate begins with an empty one.")
+    return _tokens(model, list(prompt_ids), max_new_tokens, choose, stop_ids, cache, chunk_tokens)
 
 
 @torch.no_grad()
 def _tokens(
     model: Decoder,
-    ids: list[int],
+    new_ids: list[int],
     max_new_tokens: int,
     choose: Callable[[Tensor], int],
     stop_ids: Collection[int],
-    cache: KVCache | None,
+    cache: KVCache,
+    chunk_tokens: int,
+) -> Iterator[int]:
+    """Yield token after token; each is read when the next is asked for."""
+    for _ in range(max_new_tokens):
+        logits_V = _next_logits(model, read(model, new_ids, cache, chunk_tokens))
+        # Chosen once and told to all: processes that rounded otherwise would each continue another text.
+        token = cache.once(lambda logits_V=logits_V: choose(logits_V))
+        yield token
+        if token in stop_ids:
+            break
+        new_ids = [token]
+
+
+@torch.no_grad()
+def _tokens_without_cache(
+    model: Decoder, ids: list[int], max_new_tokens: int, choose: Callable[[Tensor], int], stop_ids: Collection[int]
 ) -> Iterator[int]:
     """Yield token after token; ``ids`` grows by each."""
-    start = 0
+    device = next(model.parameters()).device
     for _ in range(max_new_tokens):
-        ids.append(choose(_next_logits(model, ids[start:], start, cache)))
-        if cache is not None:
-            # Only the newest token is not in the cache.
-            start = len(ids) - 1
+        positions_BT = torch.arange(len(ids), device=device)[None]
+        hidden_BTM = model(torch.tensor([ids], device=device), positions_BT)
+        ids.append(choose(_next_logits(model, hidden_BTM)))
         yield ids[-1]
         if ids[-1] in stop_ids:
             break
@@ -87,11 +118,7 @@ def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int
         raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 
 
-def _next_logits(model: Decoder, ids: Sequence[int], start: int, cache: KVCache | None) -> Tensor:
-    """Logits [V], fp32, after ``ids``, the first of which has the position ``start``."""
-    device = next(model.parameters()).device
-    tokens_BT = torch.tensor([ids], device=device)
-    positions_BT = torch.arange(start, start + len(ids), device=device)[None]
-    hidden_BTM = model(tokens_BT, positions_BT, cache=cache)
+def _next_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
+    """Logits [V], fp32, after the last of these tokens."""
     # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
-    return model.logits(hidden_BTM[:, -1:])[0, 0].float()
+    return model.logits(hidden_BtM[:, -1:])[0, 0].float()

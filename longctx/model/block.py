@@ -77,7 +77,8 @@ class Block(nn.Module):
     def _run(
         self, x_BtM: Tensor, table: Table | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
+        cached = call.cache is not None
+        q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)
         sinks_H, cache = None, None
         if self.self_attn.sinks is not None:
             sinks_H = self.self_attn.sinks()
@@ -99,7 +100,7 @@ class Block(nn.Module):
     def _after_core(
         self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        out_BtM = self.self_attn.output(heads_BtHV)
+        out_BtM = self.self_attn.output(heads_BtHV, cached=call.cache is not None)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
         x_BtM = self._add(x_BtM, out_BtM, 0, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ class AttentionShapes:
     """``Scores.rules``."""
     cached_tokens: int | None = None
     """Earlier tokens whose keys a cache holds; None where there is no cache."""
+    unread_tokens: int = 0
+    """Tokens that are known to follow, on however many processes: a cache makes space for all of them at once."""
+    values_in_keys: bool = False
+    """Whether values are the first ``value_dim`` channels of the keys, which a cache then stores once."""
 
     @classmethod
     def of(
@@ -81,11 +86,35 @@ class AttentionShapes:
             )
 
 
-class LayerCache(Protocol):
-    """What one layer keeps of the tokens already seen, for one sequence that grows."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenChunk:
+    """New tokens that one forward pass adds to a cached sequence: a part of a prompt, or the token generated last."""
 
-    def append(self, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all of them so far, [B, s, K, D] and [B, s, K, V]."""
+    start: int
+    """Index of the chunk's first token in the sequence: as many tokens are cached before it."""
+    num_tokens: int
+    """Tokens of the chunk, on however many processes."""
+    sequence_tokens: int
+    """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
+    indices: Tensor
+    """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
+    is_replicated: bool = True
+    """Whether every process is given all tokens of the chunk."""
+    placement: Any = None
+    """Where the chunk's tokens and all cached keys are, for a core that spreads them over processes."""
+
+
+class LayerCache(Protocol):
+    """What one layer stores of the tokens already seen, for one sequence that grows."""
+
+    def append(
+        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store new keys and values; return all that are stored, [B, s, K, D] and [B, s, K, V].
+
+        Of those stored before, only the newest ``earlier_rows`` are still seen, and the others are freed; None for all.
+        ``later_rows`` are known to follow. Values are None where they are channels of the keys.
+        """
         ...
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
@@ -99,7 +128,10 @@ class LayerCache(Protocol):
 
 
 class KVCache(Protocol):
-    """Keys, values and states of the tokens already seen."""
+    """Keys, values and states of the tokens already seen, on one process or shared by several.
+
+    Processes that share a cache call each of its methods alike.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +140,29 @@ class KVCache(Protocol):
 
     def layer(self, number: int) -> LayerCache:
         """The cache of one layer."""
+        ...
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next tokens as a chunk that every process is given whole."""
+        ...
+
+    def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
+        """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
+
+        Every process is given the last token.
+        """
+        ...
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Note that every layer has seen the chunk."""
+        ...
+
+    def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
+        """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
+        ...
+
+    def once(self, choose: Callable[[], int]) -> int:
+        """The token that one of the processes chooses, told to all."""
         ...
 
 
@@ -123,11 +178,15 @@ class Plan(Protocol):
 class AttentionCore(Protocol):
     """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
 
+    def new_cache(self) -> KVCache:
+        """An empty cache for a sequence that this core's processes continue."""
+        ...
+
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
         """What every layer of one kind will do; made before the first layer, and read again by recomputation.
 
         ``placement`` tells where the batch's tokens live, for a core that spreads them over processes
-        (``Batch.placement``); None leaves it to the core. Such a core's plan is collective.
+        (``Batch.placement``, ``TokenChunk.placement``); None leaves it to the core. Such a core's plan is collective.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
+from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
@@ -29,6 +30,10 @@ class LocalLinearAttention:
 
     A cache holds one state a layer, [1, B, K, D, V + 1], however many tokens it has seen.
     """
+
+    def new_cache(self) -> LocalKVCache:
+        """An empty cache of this process."""
+        return LocalKVCache()
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalLinearPlan:
         """The documents as segments; with a cache one segment, which continues what the cache has seen."""

@@ -22,11 +22,15 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.processor import Products
+from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
 from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
+
+MOST_TOKENS = 2**31
+"""No sequence is longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,10 @@ class LocalPlan:
     """Name of the chosen kernel."""
     work: tuple[Work, ...]
     """The mask's bands for all rows, then what a stride adds."""
+    earlier_rows: int | None = None
+    """Cached rows that some query sees; None for all."""
+    later_rows: int = 0
+    """Rows that are known to join them."""
     in_graph: bool = True
 
 
@@ -49,24 +57,31 @@ class LocalAttention:
         self.kernel = kernel
         self.products: Products | None = products
 
+    def new_cache(self) -> LocalKVCache:
+        """An empty cache of this process."""
+        return LocalKVCache()
+
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalPlan:
         """Slices of the documents, or with a cache those of its newest tokens. ``placement`` says nothing new here.
 
         ValueError when the tokens are not the mask's, ConfigError when no kernel serves the request.
         """
         kernel = choose_kernel(self.kernel, self._request(mask, shapes)).name
+        earlier_rows = None
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             slices = document_slices(mask)
             strided = strided_beyond(mask, whole_documents(mask.documents.bounds))
         else:
-            num_keys = shapes.cached_tokens + shapes.tokens
+            earlier_rows = min(shapes.cached_tokens, earlier_seen(mask))
+            num_keys = earlier_rows + shapes.tokens
             slices = continuation_slices(mask, shapes.tokens, num_keys)
             strided = strided_beyond(mask, continuation(shapes.tokens, num_keys))
         bands = Work(EVERY_ROW, EVERY_ROW, slice_table(slices))
-        if strided is None:
-            return LocalPlan(shapes, kernel, (bands,))
-        return LocalPlan(shapes, kernel, (bands, strided))
+        work = (bands,)
+        if strided is not None:
+            work = (bands, strided)
+        return LocalPlan(shapes, kernel, work, earlier_rows, later_stored(mask, shapes))
 
     def __call__(
         self,
@@ -85,7 +100,9 @@ class LocalAttention:
         if scores is None:
             scores = Scores(scale=D**-0.5)
         if cache is not None:
-            k_BtKD, v_BtKV = cache.append(k_BtKD, v_BtKV)
+            k_BtKD, v_BtKV = append_rows(
+                cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
+            )
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
@@ -113,6 +130,40 @@ class LocalAttention:
             rules=shapes.rules,
             products=self.products,
         )
+
+
+def append_rows(
+    cache: LayerCache,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    shapes: AttentionShapes,
+    *,
+    earlier_rows: int | None,
+    later_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Store new keys and values; returns all that are stored and seen (``LayerCache.append``)."""
+    rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
+    if not shapes.values_in_keys:
+        keys, values = cache.append(k_BtKD, v_BtKV, **rows)
+        assert values is not None
+        return keys, values
+    keys, _ = cache.append(k_BtKD, None, **rows)
+    return keys, keys[..., : shapes.value_dim]
+
+
+def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
+    """Tokens known to follow whose keys will be stored beside all that are: none where old keys make space for new."""
+    if earlier_seen(mask) < MOST_TOKENS:
+        return 0
+    return shapes.unread_tokens
+
+
+def earlier_seen(mask: AttentionMask) -> int:
+    """Tokens before the first of a chunk that some query of the chunk sees: at most so many of the newest."""
+    # Sink tokens and those of a stride are seen from anywhere.
+    if mask.window is None or mask.sink_tokens or mask.stride:
+        return MOST_TOKENS
+    return mask.window - 1
 
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:

@@ -1,0 +1,69 @@
+"""Read tokens into a cache, chunk by chunk: memory beside the cache does not grow with the prompt.
+
+The cache says which tokens of a chunk this process is given, so reading is the same on one process and on many.
+
+Axes: B rows, t tokens of a chunk that this process is given, T all of them, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET
+from longctx.errors import ConfigError
+from longctx.model.attention.core import KVCache, TokenChunk
+from longctx.model.decoder import Decoder
+
+CHUNK_TOKENS = 4096
+"""Tokens of a prompt that one forward pass reads, on however many processes."""
+
+
+def check_chunk_tokens(chunk_tokens: int) -> None:
+    """ConfigError unless a chunk has tokens."""
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1. The default is {CHUNK_TOKENS}.")
+
+
+@torch.no_grad()
+def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """Read tokens behind those of the cache; hidden states [1, t, M] of the last few, the last token's at the end."""
+    last_BtM = None
+    for _, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        last_BtM = hidden_BtM
+    assert last_BtM is not None, "no token to read"
+    return last_BtM
+
+
+@torch.no_grad()
+def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """The negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
+
+    Every process that shares the model's sequences gets all of them.
+    """
+    if len(ids) < 2:
+        raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
+    check_chunk_tokens(chunk_tokens)
+    cache, found = model.new_cache(), []
+    # The last token has no target, but is read like the others: chunks then end where the sequence ends.
+    targets_T = torch.tensor([*ids[1:], IGNORED_TARGET])
+    for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        # Logits of a chunk are never whole, and each process scores the tokens that it has read.
+        targets_Bt = targets_T[chunk.indices][None].to(hidden_BtM.device)
+        found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
+    return torch.cat(found)[:-1]
+
+
+def read_chunks(
+    model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int
+) -> Iterator[tuple[TokenChunk, Tensor]]:
+    """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
+    device = next(model.parameters()).device
+    first, tokens_T = cache.num_tokens, torch.tensor(ids)
+    for chunk in cache.chunks(len(ids), chunk_tokens):
+        # A position is an index in the sequence: the cache holds all of it, from the first token on.
+        tokens_Bt = tokens_T[chunk.indices - first][None].to(device)
+        positions_Bt = chunk.indices[None].to(device)
+        yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)

@@ -1,0 +1,84 @@
+"""Reading a prompt chunk by chunk, in one process: the likelihoods and tokens of one pass, and what is stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longctx.errors import ConfigError
+from longctx.generation.loop import generate
+from longctx.generation.reading import read, token_nll
+from longctx.model.attention.cache import LayerBuffer, LocalKVCache
+from longctx.model.attention.local import LocalAttention
+from longctx.model.decoder import Decoder
+from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
+
+
+def build(name: str) -> Decoder:
+    return Decoder(config_of(name), LocalAttention("blockwise")).double()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_change_no_likelihood(name):
+    decoder, ids = build(name), ids_of(38)
+    wanted = whole_nll(decoder, ids)
+    for chunk_tokens in (5, 16, 37):
+        torch.testing.assert_close(token_nll(decoder, ids, chunk_tokens=chunk_tokens), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_change_no_token(name):
+    decoder = build(name)
+    for length in (2, 13):
+        wanted = generate(decoder, ids_of(length), 7, chunk_tokens=100)
+        assert generate(decoder, ids_of(length), 7, chunk_tokens=4) == wanted
+        if name != "dynamic":  # whose keys depend on the length that is known when they are made
+            assert generate(decoder, ids_of(length), 7, use_cache=False) == wanted
+
+
+def new_cache(decoder: Decoder) -> LocalKVCache:
+    """The cache of a model on one process."""
+    cache = decoder.new_cache()
+    assert isinstance(cache, LocalKVCache)
+    return cache
+
+
+def test_keys_out_of_every_window_are_freed():
+    decoder = build("window")
+    cache = new_cache(decoder)
+    ids = ids_of(560)
+    read(decoder, ids[:500], cache, 100)
+    window, full = (cache.layer(number) for number in range(2))
+    assert (window.num_rows, full.num_rows) == (4 + 100, 500)
+    assert num_elements(full) == 500 * 2 * 2 * 8, "space for the prompt is made once, and for nothing else"
+    for id in ids[500:]:
+        read(decoder, [id], cache)
+    assert (window.num_rows, full.num_rows) == (5, 560)
+    assert window.num_tokens == full.num_tokens == cache.num_tokens == 560
+    assert num_elements(window) * 4 < num_elements(full)
+
+
+def test_latent_attention_stores_latents():
+    decoder = build("latent")
+    cache = new_cache(decoder)
+    read(decoder, ids_of(64), cache)
+    for number in range(2):
+        assert num_elements(cache.layer(number)) == 64 * (12 + 4)
+
+
+def num_elements(layer: LayerBuffer) -> int:
+    """Numbers that a layer's buffers have space for."""
+    buffers = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    return sum(x.numel() for x in buffers)
+
+
+def test_refusals():
+    decoder = build("grouped")
+    with pytest.raises(ConfigError, match="chunk_tokens=0"):
+        generate(decoder, [1, 2], 1, chunk_tokens=0)
+    with pytest.raises(ConfigError, match="at least 2"):
+        token_nll(decoder, [1])
+    cache = decoder.new_cache()
+    generate(decoder, [1, 2], 2, cache=cache)
+    with pytest.raises(ConfigError, match="holds 3 tokens"):
+        generate(decoder, [1, 2], 1, cache=cache)
