@@ -1,12 +1,13 @@
-"""The tokenizer of a checkpoint beside that of the data: ids must mean the same text in both."""
+"""The tokenizer of a checkpoint, and beside that of the data: ids must mean the same text in both."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
-from longctx.errors import DataError
-from longctx.tokenizer import load_tokenizer
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import fingerprints, has_tokenizer, same_files
 
 
@@ -40,3 +41,21 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
         f"  {validation.folder}: {theirs.describe()}\n"
         f"Build one of them again: longctx data build --tokenizer {data.folder} …"
     )
+
+
+def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
+    """The chosen tokenizer, else the checkpoint's own; CheckpointError where it has none."""
+    if chosen is not None:
+        return load_tokenizer(chosen)
+    if not has_tokenizer(folder):
+        raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
+    return load_tokenizer(folder)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """ConfigError for a tokenizer with more ids than the model."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size}. "
+            "Take the tokenizer that the model was trained with."
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg, create_mutex_group
 
 from launcher.cli.console import note, progress, say, write
-from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from longctx.generation.sampling import Greedy, Sample
@@ -56,17 +56,19 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     import torch
 
+    from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
     from longctx.generation.load import find_model, load_model
     from longctx.generation.loop import stream
 
     folder = find_model(checkpoint)
-    own_tokenizer = _load_tokenizer(folder, tokenizer)
+    own_tokenizer = tokenizer_of(folder, tokenizer)
     with progress(f"loading {folder}"):
         model = load_model(folder, getattr(torch, dtype))
     prompt_ids = own_tokenizer.encode_prompt(text)
     if not prompt_ids:
         raise ConfigError("the prompt is empty, and the tokenizer begins no document with an id. Give a prompt.")
-    _check_limits(model, own_tokenizer, len(prompt_ids) + max_new_tokens)
+    check_vocabulary(own_tokenizer, model.config)
+    _warn_beyond(model, len(prompt_ids) + max_new_tokens)
     ends = set(own_tokenizer.special.stops)
     started = time.monotonic()
     tokens = stream(model, prompt_ids, max_new_tokens, strategy, stop_ids=ends)
@@ -154,24 +156,7 @@ def _strategy(**options: float | None) -> Greedy | Sample:
     return Sample(**given)  # type: ignore[arg-type]
 
 
-def _load_tokenizer(folder: Path, chosen: Path | None) -> Tokenizer:
-    """The chosen tokenizer, else the folder's own."""
-    from longctx.tokenizer import load_tokenizer
-    from longctx.tokenizer.load import has_tokenizer
-
-    if chosen is not None:
-        return load_tokenizer(chosen)
-    if not has_tokenizer(folder):
-        raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
-    return load_tokenizer(folder)
-
-
-def _check_limits(model: Decoder, tokenizer: Tokenizer, num_tokens: int) -> None:
-    """Raise ConfigError for a tokenizer with more ids than the model; warn beyond the model's positions."""
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}. "
-            "Take the tokenizer that the model was trained with."
-        )
+def _warn_beyond(model: Decoder, num_tokens: int) -> None:
+    """Warn beyond the model's positions."""
     if num_tokens > model.config.max_positions:
         note(f"warning: up to {num_tokens:,} tokens, but the model is meant for {model.config.max_positions:,}.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
+from launcher.report.evaluation.folder import Evaluation, find_evaluations, load_evaluation
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from longctx.errors import ConfigError, DataError
 
@@ -26,6 +27,8 @@ class Run:
     """Empty when the file is missing."""
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Those whose folders are in the run's."""
 
     @cached_property
     def train(self) -> list[Record]:
@@ -99,6 +102,7 @@ def load_run(folder: Path) -> Run:
         config=config,
         environment=_load_environment(folder / ENVIRONMENT_FILE),
         num_discarded=num_discarded,
+        evaluations=[load_evaluation(path) for path in find_evaluations(folder)],
     )
 
 

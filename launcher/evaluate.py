@@ -1,0 +1,48 @@
+"""Evaluate, over ranks: ``deepspeed --hostfile hostfile launcher/evaluate.py --checkpoint DIR --tasks A,B …``.
+
+The options are those of the verb ``evaluate``, which is the same in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from longctx_train import end_if_names_clash
+
+# Before any package of ours: another's of the same name would end in an ImportError.
+end_if_names_clash()
+
+from launcher.cli.console import warnings_on_stderr
+from launcher.cli.verbs import parse
+from launcher.cluster.exit import run_to_exit_code
+from launcher.cluster.scheduler import check_tasks
+from parallel.runtime.process import environment_rank
+
+INTERRUPTED = "Interrupted. The same command goes on where it stopped."
+
+
+def main(argv: list[str]) -> int | None:
+    """Parse on every rank alike, then evaluate."""
+    rank, _ = environment_rank()
+    # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
+    arguments = [argument for argument in argv if not argument.startswith("--local_rank")]
+    with ExitStack() as stack:
+        # What is wrong with the command line is the same on every rank.
+        if rank != 0:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        evaluate = parse(["evaluate", *arguments])
+    check_tasks("launcher", arguments, script="launcher/evaluate.py")
+    with warnings_on_stderr():
+        return evaluate()
+
+
+if __name__ == "__main__":
+    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED))

@@ -1,0 +1,248 @@
+"""``evaluate``: check everything, load the model, measure sample after sample, write tables and pictures.
+
+The ranks of a context group work on one sample together; each data rank has samples of its own. The first rank of a
+group makes its samples and tells the others; rank 0 writes every row before the next samples begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from launcher.cluster.hostfile import check_hostfile
+from launcher.evaluation.answer import Prompt, prompt_of, write_answer
+from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.options import Options
+from launcher.evaluation.results import write_results
+from launcher.evaluation.store import Store, settings_of, text_settings
+from launcher.evaluation.subject import Subject, open_subject
+from launcher.evaluation.texts import Text, Texts, read_documents
+from launcher.report.evaluation.folder import Key
+from longctx.errors import LongCtxError
+from longctx.evaluation import Sample, ScoreRow, Task
+from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
+from longctx.generation.reading import token_nll
+from longctx.model.decoder import Decoder
+from parallel.mesh import Mesh
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import (
+    agree_or_raise,
+    environment_rank,
+    gather_objects,
+    on_every_rank,
+    on_rank_0,
+    start_process_group,
+    stop_process_group,
+)
+
+Update = Callable[..., None]
+Progress = Callable[[int], AbstractContextManager[Update]]
+"""From the tokens to read to something that is told, as they are read, how many are done and what is under way."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The samples of one task and length that are missing."""
+
+    name: str
+    length: int
+    indices: tuple[int, ...]
+    task: Task | None
+    """None for losses of texts."""
+
+
+def evaluate(options: Options, progress: Progress) -> Path:
+    """Evaluate on the ranks that a launcher started, or in this process; returns the page with the results."""
+    _, world_size = environment_rank()
+    check_hostfile("launcher", world_size)
+    device = choose_device(options.device, "--device")
+    # Ranks of a test have their group already; one process needs none.
+    starts = world_size > 1 and not dist.is_initialized()
+    if starts:
+        start_process_group(timeout_seconds=options.timeout_seconds, device=device)
+    try:
+        return run(options, device, progress)
+    finally:
+        if starts:
+            stop_process_group()
+
+
+def run(options: Options, device: torch.device, progress: Progress) -> Path:
+    """``evaluate`` on the process group that is there, if any. Collective."""
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    # From cheap to expensive, and all of it before anything is allocated.
+    subject = on_every_rank(lambda: open_subject(options))
+    check_mesh(options, subject.model, world_size)
+    mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+    texts = on_rank_0(lambda: _read_and_check(options, subject))
+    stores: list[Store] = []
+    done = on_rank_0(lambda: _open_store(options, subject, stores))
+    jobs = missing_jobs(options, texts, done)
+    if jobs:
+        decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+        total = sum(job.length * len(job.indices) for job in jobs)
+        shown: AbstractContextManager[Update] = nullcontext(_say_nothing)
+        if rank == 0:
+            shown = progress(total)
+        with shown as update:
+            _Evaluator(options, subject, mesh, decoder, texts, stores).measure(jobs, update)
+    return on_rank_0(lambda: write_results(options.output))
+
+
+def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
+    """What is left to measure: short lengths first, so that what goes wrong does so early."""
+    tasks, measures, _ = options.chosen()
+    jobs = []
+    for length in options.lengths:
+        wanted: list[tuple[str, Task | None, int]] = [(task.name, task, options.samples) for task in tasks]
+        for measure in measures:
+            # Every token of a shorter text has its whole context in LongPPL's near one.
+            if measure == "ppl" or length > options.longppl.truncation:
+                wanted.append((measure, None, len(texts[length])))
+        for name, task, count in wanted:
+            indices = tuple(index for index in range(count) if (name, length, index) not in done)
+            if indices:
+                jobs.append(Job(name=name, length=length, indices=indices, task=task))
+    return jobs
+
+
+def deal(indices: Sequence[int], degree: int) -> list[tuple[int, ...]]:
+    """Neighbouring indices for each of ``degree`` ranks, as even as can be."""
+    bounds = [len(indices) * rank // degree for rank in range(degree + 1)]
+    return [tuple(indices[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def consecutive(indices: Sequence[int]) -> Iterator[range]:
+    """Yield the indices as ranges: some tasks draw all earlier samples for each call."""
+    start = 0
+    for at in range(1, len(indices) + 1):
+        if at == len(indices) or indices[at] != indices[at - 1] + 1:
+            yield range(indices[start], indices[at - 1] + 1)
+            start = at
+
+
+class _Evaluator:
+    """Measures jobs on a mesh; rank 0 has the store."""
+
+    def __init__(
+        self, options: Options, subject: Subject, mesh: Mesh, decoder: Decoder, texts: Texts, stores: list[Store]
+    ) -> None:
+        self._options, self._subject, self._mesh = options, subject, mesh
+        self._decoder, self._texts, self._stores = decoder, texts, stores
+
+    def measure(self, jobs: Sequence[Job], update: Update) -> None:
+        """Measure and store every sample of the jobs. Collective."""
+        done = 0
+        update(0)
+        for job in jobs:
+            blocks = deal(job.indices, self._mesh.data)
+            mine = blocks[self._mesh.data_rank]
+            samples = self._samples(job, mine)
+            for at in range(max(len(block) for block in blocks)):
+                index = None
+                if at < len(mine):
+                    index = mine[at]
+                rows = self._measure_one(job, index, samples)
+                on_every_rank(lambda rows=rows: self._store(rows))
+                done += job.length * len(rows)
+                update(done, note=f"{job.name} at {job.length:,}")
+
+    def _measure_one(
+        self, job: Job, index: int | None, samples: Iterator[tuple[Sample, Prompt]]
+    ) -> list[ScoreRow | LossRow]:
+        """The rows of all data ranks, each of its own sample; None where a rank has none left. Collective."""
+        row = None
+        if job.task is not None:
+            row = self._score(job.task, index, samples)
+        elif index is not None:
+            row = self._loss(job, index, self._texts[job.length][index])
+        # All ranks of a context group have the row; one of them speaks.
+        if self._mesh.context_rank != 0:
+            row = None
+        return [found for found in gather_objects(row) if found is not None]
+
+    def _score(self, task: Task, index: int | None, samples: Iterator[tuple[Sample, Prompt]]) -> ScoreRow | None:
+        problem, made = None, None
+        try:
+            if index is not None and self._mesh.context_rank == 0:
+                made = next(samples)
+        except LongCtxError as error:
+            # Told to all: the others would wait for the prompt.
+            problem = error
+        agree_or_raise(problem)
+        if index is None:
+            return None
+        sample, prompt = share(self._mesh, made)
+        output = write_answer(self._decoder, prompt, self._subject.tokenizer, self._options.chunk_tokens)
+        return ScoreRow.of(task, sample, output)
+
+    def _loss(self, job: Job, index: int, text: Text) -> LossRow:
+        nll = self._nll(text.ids)
+        if job.name == "ppl":
+            return text_row(job.name, job.length, index, text.name, text.ids, nll.numpy())
+        rule = self._options.longppl
+        near = []
+        for start, stop in near_windows(len(text.ids), truncation=rule.truncation, window=rule.window):
+            # A token's loss stands one before its index: the first token has none.
+            near.append(self._nll(text.ids[start:stop])[rule.truncation - 1 :])
+        near_nll = torch.cat(near)
+        return key_row(job.name, job.length, index, text.name, nll[-len(near_nll) :].numpy(), near_nll.numpy())
+
+    def _nll(self, ids: list[int]) -> torch.Tensor:
+        return token_nll(self._decoder, ids, chunk_tokens=self._options.chunk_tokens).cpu()
+
+    def _samples(self, job: Job, indices: Sequence[int]) -> Iterator[tuple[Sample, Prompt]]:
+        """Yield this rank's samples, and their ids, as they are asked for."""
+        if job.task is None:
+            return
+        setting = self._subject.setting
+        for part in consecutive(indices):
+            for sample in job.task.samples(setting, job.length, part.stop, start=part.start):
+                yield sample, prompt_of(job.task, sample, self._subject.tokenizer, self._options)
+
+    def _store(self, rows: list[ScoreRow | LossRow]) -> None:
+        for store in self._stores:
+            store.add(rows)
+
+
+def share(mesh: Mesh, value: Value | None) -> Value:
+    """The value of the context group's first rank, on all of its ranks. Collective."""
+    holder: list[Any] = [value]
+    if mesh.control_group is not None:
+        dist.broadcast_object_list(holder, src=mesh.context_peer(0), group=mesh.control_group)
+    return holder[0]
+
+
+def _read_and_check(options: Options, subject: Subject) -> Texts:
+    """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
+    tasks, measures, _ = options.chosen()
+    for task in tasks:
+        # The shortest length shows prompts that do not fit, the longest a haystack that is too short.
+        lengths = {options.lengths[0]}
+        if task.needs_haystack:
+            lengths.add(options.lengths[-1])
+        for length in sorted(lengths):
+            next(iter(task.samples(subject.setting, length, 1)))
+    if not measures:
+        return {}
+    return read_documents(options, subject)
+
+
+def _open_store(options: Options, subject: Subject, stores: list[Store]) -> set[Key]:
+    """Open the output folder on rank 0; the samples that it holds already."""
+    stores.append(Store(options.output, settings_of(options, subject), text_settings(subject)))
+    return stores[0].done
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    """What ranks other than the first tell about progress."""

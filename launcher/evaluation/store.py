@@ -1,0 +1,131 @@
+"""An evaluation's output folder: what is measured with which settings, and every row as soon as it is known."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from launcher.evaluation.options import Options
+from launcher.evaluation.subject import Subject
+from launcher.report.evaluation.folder import (
+    RESULTS_FILE,
+    SETTINGS_FILE,
+    Key,
+    line_of,
+    read_rows,
+    read_settings,
+    whole_bytes,
+)
+from longctx import __version__
+from longctx.errors import ConfigError, DataError
+from longctx.evaluation import ScoreRow
+from longctx.evaluation.losses import LossRow
+from longctx.files import explained_writes, write_atomically
+
+_MAY_DIFFER = ("date", "version", "model", "checkpoint")
+"""Settings that a second call in the same folder need not share: a checkpoint that was moved has the same weights."""
+
+
+def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
+    """All that a row depends on beside its task, length and index. Degrees and device are none of it."""
+    return {
+        "model": subject.name,
+        "checkpoint": str(subject.folder.resolve()),
+        "weights": subject.fingerprint,
+        "tokenizer": subject.tokenizer.fingerprint,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "depths": list(options.depths),
+        "answer_tokens": options.answer_tokens,
+        "teacher_forced_from": options.teacher_forced_from,
+        "longppl": asdict(options.longppl),
+        "ruler": {name: path and str(path.resolve()) for name, path in asdict(options.ruler).items()},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "version": __version__,
+    }
+
+
+def text_settings(subject: Subject) -> dict[str, Any]:
+    """What the rows that read text depend on besides."""
+    haystack = None
+    if subject.setting.haystack is not None:
+        digest = xxhash.xxh3_128()
+        for sentence in subject.setting.haystack.sentences:
+            digest.update(sentence)
+        haystack = digest.hexdigest()
+    return {"haystack": haystack, "text_folder": subject.text_folder and str(subject.text_folder.resolve())}
+
+
+class Store:
+    """The folder, opened to write; a second evaluation in it goes on where the first one stopped."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], texts: dict[str, Any]) -> None:
+        """Make the folder, or check that it holds rows of the same settings. ConfigError names those that differ."""
+        self.folder = folder
+        with explained_writes(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if (folder / SETTINGS_FILE).is_file():
+            before = read_settings(folder)
+            _check_same(folder, before, settings | texts)
+            # What tasks without text left open is settled by the first that reads some.
+            merged = before | {name: value for name, value in texts.items() if value is not None}
+        else:
+            _check_free(folder)
+            merged = settings | texts
+        write_atomically(folder / SETTINGS_FILE, f"{json.dumps(merged, indent=1, ensure_ascii=False)}\n".encode())
+        self._rows = read_rows(folder)
+        self._drop_cut_line()
+
+    @property
+    def done(self) -> set[Key]:
+        """The samples whose rows are there."""
+        return set(self._rows)
+
+    def add(self, rows: list[ScoreRow | LossRow]) -> None:
+        """Append rows, and wait until the disk has them."""
+        lines = "".join(line_of(row) for row in rows)
+        with explained_writes(self.folder / RESULTS_FILE), (self.folder / RESULTS_FILE).open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows.update({(row.task, row.length, row.index): row for row in rows})
+
+    def _drop_cut_line(self) -> None:
+        """Remove what a killed process had begun to write."""
+        path = self.folder / RESULTS_FILE
+        if path.is_file() and path.stat().st_size > whole_bytes(path):
+            with explained_writes(path):
+                os.truncate(path, whole_bytes(path))
+
+
+def _check_free(folder: Path) -> None:
+    """DataError for rows whose settings are not known."""
+    if (folder / RESULTS_FILE).exists():
+        raise DataError(
+            f"{folder} holds a {RESULTS_FILE} without its {SETTINGS_FILE}: nobody knows what its rows are of. "
+            "Choose another --output."
+        )
+
+
+def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """ConfigError, a line for each setting that differs."""
+    lines = []
+    for name, value in now.items():
+        if name in _MAY_DIFFER or before.get(name) == value:
+            continue
+        # A task that reads no text does not care which one the others read.
+        if name in ("haystack", "text_folder") and None in (value, before.get(name)):
+            continue
+        lines.append(f"  {name}: there {before.get(name)!r}, now {value!r}")
+    if lines:
+        raise ConfigError(
+            f"--output {folder} holds an evaluation with other settings:\n"
+            + "\n".join(lines)
+            + "\nTake the same settings to go on with it, or another --output. Tasks, lengths and samples may differ."
+        )
