@@ -22,6 +22,7 @@ from launcher.cli.console import warnings_on_stderr
 from launcher.cli.verbs import parse
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.scheduler import check_tasks
+from launcher.config.flags import take_flag
 from parallel.runtime.process import environment_rank
 
 INTERRUPTED = "Interrupted. The same command goes on where it stopped."
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int | None:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         evaluate = parse(["evaluate", *arguments])
-    check_tasks("launcher", arguments, script="launcher/evaluate.py")
+    _, hostfile = take_flag(arguments, "--run.hostfile")
+    check_tasks(hostfile or "launcher", arguments, script="launcher/evaluate.py")
     with warnings_on_stderr():
         return evaluate()
 

@@ -66,6 +66,8 @@ class Flags:
     """Ranks that share a prompt; 0 is all."""
     expert: Annotated[int, arg(name="parallel.expert")] = 1
     """Ranks that share the experts; a divisor of parallel.context."""
+    hostfile: Annotated[str, arg(name="run.hostfile")] = "launcher"
+    """As of pretrain.py: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
     timeout_seconds: float = 1800.0
     """How long a rank waits for another."""
     json: bool = False
@@ -116,6 +118,7 @@ def _options(flags: Flags) -> Options:
         device=flags.device,
         context=flags.context,
         expert=flags.expert,
+        hostfile=flags.hostfile,
         timeout_seconds=flags.timeout_seconds,
     )
 

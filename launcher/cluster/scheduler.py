@@ -46,13 +46,13 @@ def _refusal(
     """The error of one task; tasks other than the first leave the report to it."""
     # All that reads RANK after this is the report of this error.
     environment["RANK"] = task
-    alone, way_out = "evaluate alone", ""
-    if script == SCRIPT:
-        alone = "train alone, on the same data"
-        way_out = f"\n\nPass --run.hostfile none for {tasks} runs that know nothing of each other."
+    alone = "train alone, on the same data and"
+    if script != SCRIPT:
+        alone = "work alone and write"
     return ClusterError(
-        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} and into the same folder.\n"
-        f"This starts {tasks} ranks that work together:\n\n{line}{way_out}"
+        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} into the same folder.\n"
+        f"This starts {tasks} ranks that work together:\n\n{line}\n\n"
+        f"Pass --run.hostfile none for {tasks} runs that know nothing of each other."
     )
 
 

@@ -18,7 +18,7 @@ from parallel.mesh import Mesh, check_degrees, nearest
 from parallel.parallelize import build_empty_decoder, check_experts
 
 LAYOUT = "zigzag"
-"""How a chunk is split. Its queries visit every rank's keys, so layouts do even work; every kind of layer takes this."""
+"""How a chunk is split. Its queries visit the keys of every rank, so work is even in all layouts."""
 
 
 def check_mesh(options: Options, model: ModelConfig, world_size: int) -> None:

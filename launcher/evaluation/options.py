@@ -64,6 +64,7 @@ class Options:
     context: int = 0
     """Ranks that share a prompt; 0 for all."""
     expert: int = 1
+    hostfile: str = "launcher"
     timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:

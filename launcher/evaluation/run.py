@@ -62,7 +62,7 @@ class Job:
 def evaluate(options: Options, progress: Progress) -> Path:
     """Evaluate on the ranks that a launcher started, or in this process; returns the page with the results."""
     _, world_size = environment_rank()
-    check_hostfile("launcher", world_size)
+    check_hostfile(options.hostfile, world_size)
     device = choose_device(options.device, "--device")
     # Ranks of a test have their group already; one process needs none.
     starts = world_size > 1 and not dist.is_initialized()

@@ -20,7 +20,7 @@ from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
 
-SCRIPT = "launcher/pretrain.py"
+SCRIPT, EVALUATION = "launcher/pretrain.py", "launcher/evaluate.py"
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
 
 
@@ -30,6 +30,8 @@ def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...]
     program, *words = command
     if program == "longctx":
         parse(words)
+    elif program in ("deepspeed", "torchrun") and EVALUATION in words:
+        parse(["evaluate", *words[words.index(EVALUATION) + 1 :]])
     elif program in ("deepspeed", "torchrun") or (program == "python" and words[0] == SCRIPT):
         check_start(words)
     elif program == "python":

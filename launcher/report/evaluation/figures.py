@@ -127,7 +127,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
 
 def _caption(figure: Figure, caption: str) -> None:
     """Model, lengths, date and n below the picture: it may be seen without its page."""
-    figure.supxlabel(caption, fontsize=7.5, color=GREY)
+    figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 
 
 def _with_interval(row: dict[str, Any]) -> str:
