@@ -155,7 +155,7 @@ def _print(options: Options, page: Path, *, as_json: bool) -> None:
         return
     for rows in (score_rows(evaluation), area_rows(evaluation), loss_rows(evaluation)):
         if rows:
-            say(table([*rows[0]], [[_cell(value) for value in row.values()] for row in rows]) + "\n")
+            say(table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]) + "\n")
     say(str(page))
 
 

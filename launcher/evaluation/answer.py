@@ -69,7 +69,7 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
 
     The prompt is read as ever; then the target is read at once, in place of one token a step.
     """
-    check_request(model, [*prompt_ids, *target_ids], len(target_ids))
+    check_request(model, prompt_ids + target_ids, len(target_ids))
     cache = model.new_cache()
     last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
     # Given whole to every rank, as generated tokens are.
@@ -79,10 +79,8 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
     hidden_BnM = model(tokens_Bn, chunk.indices[None].to(device), cache=cache, chunk=chunk)
     logits_BnV = model.logits(torch.cat((last_BtM, hidden_BnM), dim=1))
     likeliest = logits_BnV[0].float().argmax(-1).tolist()
-    written = []
-    for wanted, token in zip([*target_ids, None], likeliest, strict=True):
-        written.append(token)
+    for right, (wanted, token) in enumerate(zip(target_ids, likeliest, strict=False)):
         # From here on greedy decoding would read another token than the target's.
         if token != wanted:
-            break
-    return written
+            return likeliest[: right + 1]
+    return likeliest

@@ -123,7 +123,7 @@ def split_depths(text: str) -> tuple[float, ...]:
 
 def lines_of_tasks() -> list[str]:
     """A line for each task, measure and group."""
-    width = max(len(name) for name in (*TASKS, *GROUPS))
+    width = max(len(name) for name in TASKS | GROUPS)
     lines = list(task_lines())
     lines += [f"{name:{width}}  {measures}" for name, measures in MEASURES.items()]
     lines += [f"{name:{width}}  all of: {', '.join(members)}" for name, members in GROUPS.items()]
@@ -143,7 +143,7 @@ def _check_names(names: Sequence[str]) -> None:
     for name in names:
         if name in TASKS or name in GROUPS:
             continue
-        nearest = get_close_matches(name, [*TASKS, *GROUPS, *MEASURES], n=1, cutoff=0.5)
+        nearest = get_close_matches(name, TASKS | GROUPS | MEASURES, n=1, cutoff=0.5)
         if nearest and nearest[0] in MEASURES:
             raise ConfigError(f"task {name!r} is unknown. Did you mean {nearest[0]}? `evaluate --list` names all.")
 

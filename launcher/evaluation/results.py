@@ -62,7 +62,8 @@ def run_above(folder: Path) -> Path | None:
 def _write_picture(folder: Path, picture: Picture) -> None:
     """The picture, and beside it what it was drawn from."""
     write_atomically(folder / f"{picture.name}.svg", standalone(picture.svg).encode())
-    for name, rows in ((picture.name, picture.rows), *picture.more):
+    write_csv(folder / f"{picture.name}.csv", picture.rows)
+    for name, rows in picture.more:
         if rows:
             write_csv(folder / f"{name}.csv", rows)
 

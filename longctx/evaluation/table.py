@@ -195,7 +195,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
             # A task that is named twice, or by two groups, is run once.
             found[task] = TASKS[task]
     if not found:
-        raise ConfigError(f"No task is named. There are: {', '.join([*TASKS, *GROUPS])}.")
+        raise ConfigError(f"No task is named. There are: {', '.join(TASKS | GROUPS)}.")
     return list(found.values())
 
 
@@ -208,8 +208,7 @@ def task_lines() -> Iterator[str]:
 
 
 def _explain_unknown(asked: str) -> str:
-    known = [*TASKS, *GROUPS]
-    nearest = get_close_matches(asked, known, n=1, cutoff=0.5)
+    nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
     advice = ""
     if nearest:
         advice = f"Did you mean {nearest[0]}? "

@@ -48,8 +48,8 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 def find_evaluations(run_folder: Path) -> list[Path]:
     """The folders of evaluations in a run folder, at most two levels down."""
-    found = [*run_folder.glob(f"*/{SETTINGS_FILE}"), *run_folder.glob(f"*/*/{SETTINGS_FILE}")]
-    return sorted(path.parent for path in found)
+    patterns = (f"*/{SETTINGS_FILE}", f"*/*/{SETTINGS_FILE}")
+    return sorted(path.parent for pattern in patterns for path in run_folder.glob(pattern))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -141,21 +141,23 @@ def _score_table(scores: Rows, areas: Rows) -> Table:
     cells = {(row["task"], row["length"]): f"{_interval(row)}, n={row['n']}" for row in scores}
     rows = []
     for area in areas:
-        found = [cells.get((area["task"], length), "") for length in lengths]
-        rows.append([area["task"], *found, _interval(area)])
-    return Table(headings=["Task", *(f"{length:,}" for length in lengths), "Area over lengths"], rows=rows)
+        row = [cells.get((area["task"], length), "") for length in lengths]
+        rows.append([area["task"], *row, _interval(area)])
+    headings = [f"{length:,}" for length in lengths]
+    return Table(headings=["Task", *headings, "Area over lengths"], rows=rows)
 
 
 def _loss_table(losses: Rows) -> Table:
     rows = []
     for row in losses:
-        cells = ["–", "–"]
+        perplexity, loss = "–", "–"
         if row["loss"] is not None:
-            cells = [f"{row['perplexity']:.4g}", f"{row['loss']:.4f}"]
+            perplexity, loss = f"{row['perplexity']:.4g}", f"{row['loss']:.4f}"
+        # Of one text how much texts differ is not known.
         if row["low"] is not None:
-            cells[1] += f" ({row['low']:.4f} to {row['high']:.4f})"
+            loss += f" ({row['low']:.4f} to {row['high']:.4f})"
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
-        rows.append((row["task"], f"{row['length']:,}", *cells, counts, f"{row['texts']:,}"))
+        rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
     return Table(headings=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
 
 

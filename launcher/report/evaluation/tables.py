@@ -32,7 +32,7 @@ def depth_rows(evaluation: Evaluation, task: str) -> Rows:
     """A row for each length and depth of a task's grid; what was not tested has no score, and n = 0."""
     cells = {(cell.length, cell.depth): cell for cell in by_depth(evaluation.scores) if cell.task == task}
     lengths = sorted({length for length, _ in cells})
-    depths = sorted({*evaluation.settings.get("depths", []), *(depth for _, depth in cells)})
+    depths = sorted({depth for _, depth in cells} | set(evaluation.settings.get("depths", [])))
     rows: Rows = []
     for length in lengths:
         for depth in depths:
@@ -52,8 +52,8 @@ def area_rows(evaluation: Evaluation) -> Rows:
     """The area of each task under its score over the logarithm of the length, and last that of all tasks."""
     if not evaluation.scores:
         return []
-    rows = [{"task": task, **_score(area)} for task, area in areas(evaluation.scores).items()]
-    return [*rows, {"task": "all tasks", **_score(overall(evaluation.scores))}]
+    found = areas(evaluation.scores) | {"all tasks": overall(evaluation.scores)}
+    return [{"task": task, **_score(area)} for task, area in found.items()]
 
 
 def ruler_rows(evaluation: Evaluation) -> Rows:
@@ -75,7 +75,8 @@ def ruler_rows(evaluation: Evaluation) -> Rows:
         average[str(length)] = None
         if len(known) == len(tasks):
             average[str(length)] = _rounded(fmean(known))
-    return [*rows, average]
+    rows.append(average)
+    return rows
 
 
 def loss_rows(evaluation: Evaluation) -> Rows:
