@@ -110,8 +110,10 @@ def _loss_curves(axes: Axes, rows: Rows) -> None:
         colour = _COLOURS[number % len(_COLOURS)]
         axes.plot(spots, [row["loss"] for row in own], "o-", color=colour, markersize=3, label=f"{length:,} tokens")
         banded = [(spot, row) for spot, row in zip(spots, own, strict=True) if row["low"] is not None]
-        low, high = [row["low"] for _, row in banded], [row["high"] for _, row in banded]
-        axes.fill_between([spot for spot, _ in banded], low, high, color=colour, alpha=0.15, linewidth=0)
+        # A single text has no interval.
+        if banded:
+            low, high = [row["low"] for _, row in banded], [row["high"] for _, row in banded]
+            axes.fill_between([spot for spot, _ in banded], low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_number(value)))
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from longctx.errors import LongCtxError
-from tests.helpers import run_distributed
+from tests.helpers import REPOSITORY, run_distributed
 from tests.launcher.cli.calls import call
+from tests.launcher.runs import free_port
 
 LENGTHS = (320, 450)
 TASKS = "niah,passkey,ppl,longppl"
@@ -140,9 +144,40 @@ def test_two_ranks_give_the_answers_of_one_process(run, evaluated, tmp_path):
 
 
 def evaluate_on_ranks(arguments: list[object]) -> None:
-    from launcher.evaluation.run import evaluate
+    """Rows alone: pictures take longer."""
+    import launcher.evaluation.run as module
 
-    evaluate(options_of(arguments), lambda total: nullcontext(lambda *_, **__: None))
+    module.write_results = lambda folder: folder
+    module.evaluate(options_of(arguments), lambda total: nullcontext(lambda *_, **__: None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_deepspeed_starts_it_on_two_ranks(run, evaluated, tmp_path):
+    done = start_deepspeed(words(run, tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same_rows(tmp_path / "out", evaluated)
+    assert done.stdout.count("report.html") == 1
+    wrong = start_deepspeed(words(run, tmp_path / "other", tasks="nihah"))
+    assert wrong.returncode != 0
+    assert (wrong.stdout + wrong.stderr).count("'nihah' is unknown") == 1
+    assert "Traceback" not in wrong.stdout + wrong.stderr
+
+
+def start_deepspeed(arguments: list[object]) -> subprocess.CompletedProcess[str]:
+    """The command that a user types, on two ranks of this machine."""
+    folder = Path(sys.executable).parent
+    launcher = [f"{folder}/deepspeed", "--num_gpus", "2", "--master_port", f"{free_port()}", "launcher/evaluate.py"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        [*launcher, *map(str, arguments[1:])],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
 
 
 def check_same_rows(folder: Path, other: Path) -> None:
