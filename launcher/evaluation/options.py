@@ -11,7 +11,6 @@ from typing import TypeVar
 from longctx.errors import ConfigError
 from longctx.evaluation.table import GROUPS, TASKS, find_tasks, task_lines
 from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
 
 Number = TypeVar("Number", int, float)
 
@@ -58,7 +57,7 @@ class Options:
     beyond_positions: bool = False
     ruler: RulerFiles = field(default_factory=RulerFiles)
     longppl: LongPPL = field(default_factory=LongPPL)
-    chunk_tokens: int = CHUNK_TOKENS
+    chunk_tokens: int = 4096
     dtype: str = "float32"
     device: str = "auto"
     context: int = 0
@@ -68,7 +67,8 @@ class Options:
     timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
-        check_chunk_tokens(self.chunk_tokens)
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"--chunk-tokens {self.chunk_tokens} must be at least 1. The default is 4096.")
         # The names, so that a wrong one costs nothing.
         self.chosen()
         if not self.lengths or min(self.lengths) < 2:

@@ -88,12 +88,13 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
 def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -> str:
     """Loss by position in the text, and by how far back a pair of tokens last stood; a curve a length."""
     figure, (left, right) = new_figure(2, height=3.4)
-    _loss_curves(left, by_position)
+    # From 1, because a log axis has no 0.
+    _loss_curves(left, by_position, first=1)
     left.set_title("By position")
     left.set_xlabel("position in the text, counted from 1 (tokens, log scale)")
     left.set_ylabel("loss (nats a token)")
     # Bins that begin at 0 hold pairs that stood nowhere before: they have no distance.
-    _loss_curves(right, [row for row in by_distance if row["start"] > 0])
+    _loss_curves(right, [row for row in by_distance if row["start"] > 0], first=0)
     right.set_title("By distance to the same pair of tokens before")
     right.set_xlabel("distance (tokens, log scale)")
     left.legend(loc="best")
@@ -101,12 +102,12 @@ def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -
     return to_svg(figure, name)
 
 
-def _loss_curves(axes: Axes, rows: Rows) -> None:
-    """A curve a length, with its interval as a band."""
+def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
+    """A curve a length, with its interval as a band; ``first`` is what the first token of a text is counted as."""
     for number, length in enumerate(sorted({row["length"] for row in rows})):
         own = [row for row in rows if row["length"] == length]
-        # From 1, because a log axis has no 0; the middle of a bin on that axis.
-        spots = [math.sqrt(max(row["start"], 1) * max(row["stop"], 1)) for row in own]
+        # The middle of a bin on a log axis.
+        spots = [math.sqrt((row["start"] + first) * (row["stop"] - 1 + first)) for row in own]
         colour = _COLOURS[number % len(_COLOURS)]
         axes.plot(spots, [row["loss"] for row in own], "o-", color=colour, markersize=3, label=f"{length:,} tokens")
         banded = [(spot, row) for spot, row in zip(spots, own, strict=True) if row["low"] is not None]
