@@ -175,7 +175,7 @@ class Launch:
         found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
             # One that has just ended has no command line any more.
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 words = process.cmdline()
                 if "launcher/pretrain.py" in words and "deepspeed.launcher.launch" not in words:
                     found[int(process.environ()["RANK"])] = process
