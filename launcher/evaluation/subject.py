@@ -49,11 +49,8 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The model in a few words: run and step, or the folder."""
-        run = run_of(self.folder)
-        if run is None:
-            return self.folder.resolve().name
-        return f"{run.resolve().name} {self.folder.name}"
+        """The model in a few words."""
+        return model_name(self.folder)
 
 
 def open_subject(options: Options) -> Subject:
@@ -86,6 +83,14 @@ def open_subject(options: Options) -> Subject:
         setting=setting,
         text_folder=text_folder,
     )
+
+
+def model_name(checkpoint: Path) -> str:
+    """A checkpoint in a few words: run and step, or the folder."""
+    run = run_of(checkpoint)
+    if run is None:
+        return checkpoint.resolve().name
+    return f"{run.resolve().name} {checkpoint.name}"
 
 
 def run_of(checkpoint: Path) -> Path | None:

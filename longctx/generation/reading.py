@@ -51,7 +51,7 @@ def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_T
     targets_T = torch.tensor([*ids[1:], IGNORED_TARGET])
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         # Logits of a chunk are never whole, and each process scores the tokens that it has read.
-        targets_Bt = targets_T[chunk.indices][None].to(hidden_BtM.device)
+        targets_Bt = targets_T[chunk.indices][None].to(hidden_BtM.device, non_blocking=True)
         found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
     return torch.cat(found)[:-1]
 
@@ -64,6 +64,7 @@ def read_chunks(
     first, tokens_T = cache.num_tokens, torch.tensor(ids)
     for chunk in cache.chunks(len(ids), chunk_tokens):
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
-        tokens_Bt = tokens_T[chunk.indices - first][None].to(device)
-        positions_Bt = chunk.indices[None].to(device)
+        # Copied without a wait: the device is still busy with the chunk before.
+        tokens_Bt = tokens_T[chunk.indices - first][None].to(device, non_blocking=True)
+        positions_Bt = chunk.indices[None].to(device, non_blocking=True)
         yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
