@@ -90,6 +90,7 @@ def sections(run: Run) -> list[Section]:
     parts += _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)
+    parts += [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
     parts.append(
         Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
     )
