@@ -241,7 +241,7 @@ def _read_and_check(options: Options, subject: Subject) -> Texts:
     """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
     tasks, measures, _ = options.chosen()
     for task in tasks:
-        # The shortest length shows prompts that do not fit, the longest a haystack or a list of words that is too short.
+        # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
         lengths = {options.lengths[0]}
         if task.needs_haystack or not isinstance(task, FittedTask):
             lengths.add(options.lengths[-1])
