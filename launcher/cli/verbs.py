@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import checkpoint, convert, data, evaluate, generate, report, tokenizer
+from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, report, tokenizer
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -66,6 +66,10 @@ VERBS = {
             "--checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation",
             "--list",
         ),
+    ),
+    "attention": Verb(
+        attention.attention,
+        ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),
     ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
