@@ -1,167 +1,179 @@
-"""``attention``: what heads of a checkpoint look at in a text, a packed row or a task's prompt, as files."""
+"""What one head of a layer attends to in a text: the share of each block of keys in the attention of blocks of queries.
+
+Axes: T tokens, N blocks of queries, G blocks of keys; blocks of both have the same size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from data_pipeline.rows.batches import build_batch
-from data_pipeline.rows.pack import plan_rows
-from data_pipeline.shards.reader import ShardSet
-from launcher.checkpoint.tokenizers import check_same_tokenizer, check_vocabulary, tokenizer_of
-from launcher.evaluation.options import Options
-from launcher.evaluation.subject import model_name, open_subject
-from launcher.report.attention import MOST_TOKENS, pattern_figure, pattern_rows, token_page
+from data_pipeline.texts import read_texts
+from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+from launcher.evaluation.subject import checkpoint_name, open_reader
+from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
 from launcher.report.evaluation.tables import write_csv
 from launcher.report.figures import standalone
-from longctx.batch import PADDING_DOCUMENT, PackedDocuments
-from longctx.errors import ConfigError
-from longctx.evaluation.patterns import Blocks, HeadPattern, attention_patterns
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError, DataError
 from longctx.files import write_atomically
 from longctx.generation.load import find_model, load_model
 from longctx.generation.text import TextStream
-from longctx.model.decoder import Decoder
+from longctx.model.attention.observed import ObservedAttention
 from longctx.tokenizer import Tokenizer
 
-PAGE_FILE = "attention.html"
+PAGE_TOKENS = 512
+"""Tokens of the longest text that gets a page on which each token shows what it attends to."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
-    """The tokens that heads are watched on."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """One call of ``attention``."""
 
-    name: str
-    """What they are, for captions."""
-    tokens_T: Tensor
-    positions_T: Tensor
-    documents: PackedDocuments
-    document_ids_T: Tensor
+    checkpoint: Path
+    text: Path
+    layer: int
+    head: int
+    output: Path
+    length: int | None = None
+    blocks: int = 96
+    tokenizer: Path | None = None
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Watched:
-    """A loaded model and its tokenizer."""
-
-    folder: Path
-    model: Decoder
-    tokenizer: Tokenizer
-
-    @classmethod
-    def load(cls, checkpoint: Path, tokenizer: Path | None) -> Watched:
-        """The model of a checkpoint, on the CPU in float32."""
-        folder = find_model(checkpoint)
-        own = tokenizer_of(folder, tokenizer)
-        model = load_model(folder)
-        check_vocabulary(own, model.config)
-        return cls(folder=folder, model=model, tokenizer=own)
+    def __post_init__(self) -> None:
+        if self.blocks < 2:
+            raise ConfigError(f"--blocks {self.blocks}: a picture has at least 2 blocks on a side. The default is 96.")
+        if self.length is not None and self.length < 2:
+            raise ConfigError(f"--length {self.length}: attention needs at least 2 tokens.")
 
 
-def row_of_text(tokenizer: Tokenizer, text: str, name: str) -> Row:
-    """A text as the beginning of a document."""
-    ids = tokenizer.encode_prompt(text)
-    if not ids:
-        raise ConfigError("the text is empty: there is no token to look from.")
-    tokens_T = torch.tensor(ids)
-    return Row(
-        name=name,
-        tokens_T=tokens_T,
-        positions_T=torch.arange(len(ids)),
-        documents=PackedDocuments.of(None, len(ids)),
-        document_ids_T=torch.zeros_like(tokens_T),
+def draw_attention(options: AttentionOptions) -> list[Path]:
+    """Write the picture and its CSV, and for a short text the page; returns their paths."""
+    folder = find_model(options.checkpoint)
+    _, model, _ = open_reader(folder)
+    call = softmax_call(model, options.layer, options.head)
+    tokenizer = tokenizer_of(folder, options.tokenizer)
+    check_vocabulary(tokenizer, model)
+    documents = read_packed(options.text, tokenizer, options.length)
+    _check_positions(model, documents)
+    num_tokens = sum(map(len, documents))
+    caption = (
+        f"{checkpoint_name(folder)} · layer {options.layer}, head {options.head} · length {num_tokens:,} · "
+        f"{datetime.now(UTC):%Y-%m-%d} · n = {num_tokens:,} queries"
     )
+    block_tokens = -(-num_tokens // options.blocks)
+    found = observe(folder, documents, call=call, head=options.head, block_tokens=block_tokens)
+    name = f"attention_layer{options.layer}_head{options.head}"
+    paths = _write_picture(options.output / name, found, caption)
+    if num_tokens <= PAGE_TOKENS:
+        by_token = observe(folder, documents, call=call, head=options.head, block_tokens=1)
+        page = token_page(by_token, [spelt(tokenizer, ids) for ids in documents], caption)
+        paths.append(options.output / f"{name}.html")
+        write_atomically(paths[-1], page.encode())
+    return paths
 
 
-def row_of_shards(checkpoint: Path, data: Path, *, seq_len: int, row: int) -> Row:
-    """A packed row of the first epoch, as ``data inspect --row`` shows it and training reads it (seed 0)."""
-    shards = ShardSet.open(data, verify=False)
-    check_same_tokenizer(checkpoint, shards)
-    plan = plan_rows(shards.lengths, seq_len, seed=0, epoch=0, shuffle=True)
-    if not 0 <= row < plan.num_rows:
-        raise ConfigError(f"--row {row}: {data} has rows 0 to {plan.num_rows - 1} at --seq-len {seq_len}.")
-    batch = build_batch(shards, [plan.row(row)], seq_len)
-    return Row(
-        name=f"row {row} of {data}",
-        tokens_T=batch.tokens[0],
-        positions_T=batch.positions[0],
-        documents=batch.documents,
-        document_ids_T=batch.document_ids[0],
-    )
+def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
+    """The layer's number among those of softmax attention; ConfigError for one that the model does not have."""
+    if not 0 <= layer < model.num_layers:
+        raise ConfigError(f"--layer {layer}: the model has layers 0 to {model.num_layers - 1}.")
+    if not 0 <= head < model.num_heads:
+        raise ConfigError(f"--head {head}: the model has heads 0 to {model.num_heads - 1}.")
+    softmax = [number for number in range(model.num_layers) if model.layer_kind(number) != "linear"]
+    if layer not in softmax:
+        raise ConfigError(
+            f"--layer {layer} is linear attention, which has a state and no weights of keys. "
+            f"Layers of softmax attention: {softmax}."
+        )
+    return softmax.index(layer)
 
 
-def row_of_task(options: Options, sample: int) -> Row:
-    """A task's prompt of the first length, and the right answer after it."""
-    subject = open_subject(options)
-    tasks, measures, _ = options.chosen()
-    if measures or len(tasks) != 1:
-        raise ConfigError(f"--task {','.join(options.tasks)}: name one task with prompts. `evaluate --list` has all.")
-    made = next(iter(tasks[0].samples(subject.setting, options.lengths[0], sample + 1, start=sample)))
-    name = f"{made.task}, sample {sample}"
-    if made.depth is not None:
-        name += f" at depth {made.depth:g}"
-    return row_of_text(subject.tokenizer, made.prompt + made.target, name)
+def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[list[int]]:
+    """A file as one document, or a folder's documents, packed into one row of ``length`` tokens."""
+    if path.is_file():
+        try:
+            documents = [tokenizer.encode_prompt(path.read_text(encoding="utf-8"))]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--text {path} cannot be read as UTF-8 text ({error}).") from error
+        found = list(_cut(documents, length or len(documents[0])))
+    elif not path.exists():
+        raise ConfigError(f"--text {path} does not exist. Name a file of text, or a folder of text or of shards.")
+    elif length is None:
+        raise ConfigError(f"--text {path} is a folder: say how many tokens of it to pack into a row, --length N.")
+    else:
+        found = list(_cut((tokenizer.encode_document(text).tolist() for text in read_texts(path)), length))
+    num_tokens = sum(map(len, found))
+    if num_tokens < max(2, length or 2):
+        raise DataError(f"--text {path} has {num_tokens:,} tokens, and {max(2, length or 2):,} are asked for.")
+    return found
 
 
-def write_patterns(
-    watched: Watched, row: Row, output: Path, *, layer: int | None, heads: Sequence[int], blocks: int
-) -> list[Path]:
-    """Write a table and a picture of each head, and for a short row the page by tokens; returns the files to open."""
-    config = watched.model.config
-    if layer is None:
-        # The last layer with softmax: recall ends there.
-        layer = max((n for n in range(config.num_layers) if config.layer_kind(n) != "linear"), default=0)
+def _cut(documents: Iterator[list[int]] | Sequence[list[int]], length: int) -> Iterator[list[int]]:
+    """Yield documents up to so many tokens together, the last one cut."""
+    for ids in documents:
+        if length <= 0:
+            return
+        if ids:
+            yield ids[:length]
+        length -= len(ids)
 
-    def patterns_of(most_blocks: int) -> list[HeadPattern]:
-        return attention_patterns(
-            watched.model, row.tokens_T, row.positions_T, row.documents, layer=layer, heads=heads, blocks=most_blocks
+
+def _check_positions(model: ModelConfig, documents: list[list[int]]) -> None:
+    longest = max(map(len, documents))
+    if longest > model.max_positions:
+        raise ConfigError(
+            f"a document has {longest:,} tokens, and the model is meant for {model.max_positions:,} positions "
+            f"(model.max_positions). Ask for --length {model.max_positions} or less."
         )
 
-    written = []
-    for pattern in patterns_of(blocks):
-        name = f"attention_layer{pattern.layer}_head{pattern.head}"
-        picture = pattern_figure(pattern, _caption(watched, row, pattern.blocks, f"head {pattern.head}", layer), name)
-        write_atomically(output / f"{name}.svg", standalone(picture).encode())
-        write_csv(output / f"{name}.csv", pattern_rows(pattern))
-        written.append(output / f"{name}.svg")
-    num_tokens = len(row.tokens_T)
-    if num_tokens <= MOST_TOKENS:
-        singles = patterns_of(num_tokens)
-        page = token_page(
-            singles,
-            token_texts(watched.tokenizer, row),
-            row.document_ids_T.tolist(),
-            title=f"Attention of {model_name(watched.folder)}",
-            caption=_caption(watched, row, singles[0].blocks, f"{len(singles)} heads", layer),
-        )
-        write_atomically(output / PAGE_FILE, page.encode())
-        written.append(output / PAGE_FILE)
-    return written
 
-
-def token_texts(tokenizer: Tokenizer, row: Row) -> list[str]:
-    """What each token stands for; of one without text of its own, how the tokenizer's file spells it."""
-    texts: list[str] = []
-    stream = TextStream(tokenizer.decode, [])
-    for token, document in zip(row.tokens_T.tolist(), row.document_ids_T.tolist(), strict=True):
-        # A model's vocabulary may be padded beyond its tokenizer's.
-        if document == PADDING_DOCUMENT or token >= tokenizer.vocab_size:
-            texts.append("·")
-            continue
-        texts.append(stream.add(token) or tokenizer.piece(token))
-    return texts
-
-
-def _caption(watched: Watched, row: Row, blocks: Blocks, heads: str, layer: int) -> str:
-    """Model, head, text, length, date and n."""
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    cut = f"blocks of {blocks.size}"
-    if blocks.size == 1:
-        cut = "token by token"
-    return (
-        f"{model_name(watched.folder)} · layer {layer}, {heads} · {row.name} · "
-        f"length {blocks.num_tokens:,}, {cut} · {date} · n = {blocks.num_tokens:,} queries"
+@torch.no_grad()
+def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, block_tokens: int) -> AttentionMap:
+    """Read the documents in one row, as in training, and average what the head's queries attend to."""
+    ids = [token for document in documents for token in document]
+    core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
+    model = load_model(folder, core=core)
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    bounds = np.cumsum([0, *map(len, documents)]).tolist()
+    model(torch.tensor([ids]), positions[None], bounds)
+    assert core.weights_TG is not None, "the layer was not met"
+    assert core.is_seen_TG is not None, "the layer was not met"
+    return AttentionMap(
+        share_NG=_by_block(core.weights_TG, block_tokens, "mean"),
+        is_seen_NG=_by_block(core.is_seen_TG.float(), block_tokens, "amax") > 0,
+        block_tokens=block_tokens,
+        bounds=bounds,
     )
+
+
+def _by_block(values_TG: torch.Tensor, block_tokens: int, how: str) -> np.ndarray:
+    """The mean or the maximum over the queries of each block, [N, G]."""
+    num_tokens, num_blocks = values_TG.shape
+    block_T = (torch.arange(num_tokens) // block_tokens)[:, None].expand(-1, num_blocks)
+    result_NG = values_TG.new_zeros(num_blocks, num_blocks)
+    return result_NG.scatter_reduce(0, block_T, values_TG, how, include_self=False).numpy()
+
+
+def spelt(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text of each token; a character of several tokens stands at its last one."""
+    stream = TextStream(tokenizer.decode, ids[:1])
+    parts = [tokenizer.decode(ids[:1]) or tokenizer.piece(ids[0])]
+    return parts + [stream.add(token) or _silent(tokenizer, token) for token in ids[1:]]
+
+
+def _silent(tokenizer: Tokenizer, token: int) -> str:
+    """What stands for a token without text: a control id's own name, or a dot for a part of a character."""
+    if tokenizer.decode([token]):
+        return "·"
+    return tokenizer.piece(token)
+
+
+def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
+    """The picture, and the rows that it was drawn from."""
+    picture = path.with_suffix(".svg")
+    write_atomically(picture, standalone(map_figure(found, caption, path.name)).encode())
+    return [picture, write_csv(path.with_suffix(".csv"), csv_rows(found))]

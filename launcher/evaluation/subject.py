@@ -49,14 +49,14 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The model in a few words."""
-        return model_name(self.folder)
+        """The model in a few words: run and step, or the folder."""
+        return checkpoint_name(self.folder)
 
 
 def open_subject(options: Options) -> Subject:
     """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
     folder = find_model(options.checkpoint)
-    reader, model, fingerprint = _open_reader(folder)
+    reader, model, fingerprint = open_reader(folder)
     _check_lengths(options, model)
     tokenizer = tokenizer_of(folder, options.tokenizer)
     check_vocabulary(tokenizer, model)
@@ -85,14 +85,6 @@ def open_subject(options: Options) -> Subject:
     )
 
 
-def model_name(checkpoint: Path) -> str:
-    """A checkpoint in a few words: run and step, or the folder."""
-    run = run_of(checkpoint)
-    if run is None:
-        return checkpoint.resolve().name
-    return f"{run.resolve().name} {checkpoint.name}"
-
-
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder that a checkpoint is in; None where it stands by itself."""
     parent = checkpoint.resolve().parent
@@ -101,7 +93,15 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def _open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
+def checkpoint_name(folder: Path) -> str:
+    """A checkpoint in a few words: run and step, or the folder."""
+    run = run_of(folder)
+    if run is None:
+        return folder.resolve().name
+    return f"{run.resolve().name} {folder.name}"
+
+
+def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
     """The checkpoint, its model, and what its weights are told from others by."""
     if not is_hf_folder(folder):
         reader = CheckpointReader(folder)

@@ -1,4 +1,4 @@
-"""Pages are filled templates."""
+"""Fill the templates of pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 
-def fill(template: str, **values: Any) -> str:
-    """The template of this name with these values."""
+def fill_template(name: str = "report.html", /, **values: Any) -> str:
+    """A page's template with these values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         # Names and the config come from the user; only our own SVG is Markup.
@@ -19,4 +19,4 @@ def fill(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    return environment.get_template(name).render(**values)

@@ -1,107 +1,81 @@
-"""``attention``: tables, pictures and the page by tokens, of a text, a packed row and a task's prompt."""
+"""``attention``: the picture, its numbers, the page of a short text, and what is refused."""
 
 from __future__ import annotations
 
+import base64
 import csv
-import json
 import re
-from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.launcher.cli.calls import call
 
-TEXT = "def main():\n    return '</script><b>&'\n"
+NAME = "attention_layer1_head3"
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.read_text().splitlines()))
+def words(run: Path, output: Path, **options: object) -> list[object]:
+    given = {"checkpoint": run, "text": run.parent / "data/validation", "length": 400, "layer": 1, "head": 3}
+    given |= {"output": output, "blocks": 16, **options}
+    return ["attention", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
 
 
-def row_sums(rows: list[dict[str, str]]) -> dict[str, float]:
-    sums: dict[str, float] = {}
+def test_rows_of_the_picture_are_shares_of_what_a_query_sees(capsys, run, tmp_path):
+    code, out, err = call(capsys, *words(run, tmp_path))
+    assert code == 0, err
+    assert [Path(line).suffix for line in out.splitlines()] == [".svg", ".csv", ".html"]
+    rows = list(csv.DictReader((tmp_path / f"{NAME}.csv").read_text().splitlines()))
+    sums: dict[int, float] = {}
     for row in rows:
-        sums[row["query_start"]] = sums.get(row["query_start"], 0.0) + float(row["share"])
-    return sums
+        start, stop = int(row["query_start"]), int(row["query_stop"])
+        assert int(row["key_start"]) < stop
+        assert stop - start == 25
+        sums[start] = sums.get(start, 0.0) + float(row["share"])
+    assert sums == pytest.approx(dict.fromkeys(range(0, 400, 25), 1.0), abs=1e-5)
+    svg = (tmp_path / f"{NAME}.svg").read_text()
+    assert re.search(r"run step_000100 · layer 1, head 3 · length 400 · \d{4}-\d\d-\d\d · n = 400 queries", svg)
 
 
-def spans_of(page: str) -> list[str]:
-    return [unescape(text) for text in re.findall(r'<span data-at="\d+">(.*?)</span>', page, re.S)]
+def test_the_page_of_a_short_text_holds_each_token_and_its_weights(capsys, run, tmp_path):
+    (tmp_path / "text").write_text("def <main>(x):\n    return 'ä'\n")
+    code, _, err = call(capsys, *words(run, tmp_path, text=tmp_path / "text", length=None))
+    assert code == 0, err
+    page = (tmp_path / f"{NAME}.html").read_text()
+    assert "<main>(" not in page
+    tokens = re.findall(r'<span class="token"[^>]*>(.*?)</span>', page, flags=re.DOTALL)
+    count = int(re.search(r"count = (\d+)", page)[1])  # type: ignore[index]
+    assert len(tokens) == count
+    assert "".join(tokens[1:]).replace("·", "").startswith("def &lt;m")
+    data = re.search(r'atob\("([^"]+)"\)', page)
+    assert data is not None
+    shares = np.frombuffer(base64.b64decode(data[1]), dtype="<u2").reshape(count, count) / 65535
+    assert not np.triu(shares, 1).any()
+    assert np.abs(shares.sum(1) - 1).max() < 1e-3
 
 
-def heads_of(page: str) -> list[dict]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert found is not None
-    return json.loads(found[1])["heads"]
+def test_a_long_text_gets_no_page(capsys, run, tmp_path):
+    code, out, err = call(capsys, *words(run, tmp_path, length=600))
+    assert code == 0, err
+    assert ".html" not in out
 
 
-def test_a_text(capsys, run, tmp_path):
-    code, out, _ = call(
-        capsys, "attention", "--checkpoint", run, "--text", TEXT, "--heads", "1,0", "--blocks", 5, "--output", tmp_path
-    )
-    assert code == 0
-    names = [Path(line).name for line in out.splitlines()]
-    last = names[0].removeprefix("attention_layer").removesuffix("_head1.svg")
-    assert names == [f"attention_layer{last}_head1.svg", f"attention_layer{last}_head0.svg", "attention.html"]
-    page = (tmp_path / "attention.html").read_text()
-    # The text's own "</script>" is text: the data does not end there, and nothing of it is a tag.
-    assert "".join(spans_of(page)).endswith(TEXT)
-    assert "<b>" not in page
-    heads = heads_of(page)
-    assert [head["head"] for head in heads] == [1, 0]
-    for head in heads:
-        assert len(head["rows"]) == len(spans_of(page))
-        for query, row in enumerate(head["rows"]):
-            assert all(key <= query for key in row[::2])
-            assert sum(row[1::2]) == pytest.approx(1000, abs=60)
-    for head in (0, 1):
-        sums = row_sums(rows_of(tmp_path / f"attention_layer{last}_head{head}.csv"))
-        assert len(sums) <= 5
-        assert all(total == pytest.approx(1, abs=1e-5) for total in sums.values())
-        svg = (tmp_path / f"attention_layer{last}_head{head}.svg").read_text()
-        tokens = len(spans_of(page))
-        caption = rf"run step_000100 · layer {last}, head {head} · a text · length {tokens}, .* · \d{{4}}-\d\d-\d\d · n ="
-        assert re.search(caption, svg)
+BAD = [
+    ({"layer": 2}, 2, "the model has layers 0 to 1"),
+    ({"head": -1}, 2, "the model has heads 0 to 3"),
+    ({"length": None}, 2, "--length N"),
+    ({"length": 1}, 2, "at least 2 tokens"),
+    ({"length": 10_000_000}, 1, "10,000,000 are asked for"),
+    ({"blocks": 1}, 2, "at least 2 blocks"),
+    ({"text": "NOWHERE"}, 2, "NOWHERE does not exist"),
+    ({"checkpoint": "NOWHERE"}, 1, "NOWHERE"),
+]
 
 
-def test_a_packed_row_shows_its_documents(capsys, run, tmp_path):
-    code, _, _ = call(
-        capsys, "attention", "--checkpoint", run, "--data", run.parent / "data", "--length", 6000, "--row", 1,
-        "--layer", 0, "--heads", 0, "--blocks", 20, "--output", tmp_path,
-    )  # fmt: skip
-    assert code == 0
-    assert not (tmp_path / "attention.html").exists()
-    rows = rows_of(tmp_path / "attention_layer0_head0.csv")
-    assert all(int(row["key_start"]) <= int(row["query_start"]) for row in rows)
-    # Blocks of other documents are masked, and so they are no rows: fewer than those of one long document.
-    assert len(rows) < 20 * 21 // 2
-    assert {float(row["queries_that_see"]) for row in rows} > {1.0}
-
-
-def test_a_tasks_prompt_ends_in_its_answer(capsys, run, tmp_path):
-    code, _, _ = call(
-        capsys, "attention", "--checkpoint", run, "--task", "passkey", "--length", 450, "--sample", 4,
-        "--heads", 0, "--output", tmp_path,
-    )  # fmt: skip
-    assert code == 0
-    page = (tmp_path / "attention.html").read_text()
-    assert re.search(r"The pass key is \d{5}\.$", "".join(spans_of(page)))
-    assert "passkey, sample 4 at depth 0.4" in page
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("--text", "a", "--layer", 99), 2, "layer=99"),
-        (("--text", "a", "--heads", "x"), 2, "--heads x"),
-        (("--task", "passkey"), 2, "need --length N"),
-        (("--task", "ppl", "--length", 300, "--haystack", "."), 2, "name one task with prompts"),
-        (("--text-file", "no-such-file"), 1, "no-such-file cannot be read"),
-        (("--text", "a", "--data", "x"), 2, "--data"),
-    ],
-)
-def test_refused(capsys, run, tmp_path, words, code, message):
-    found, _, error = call(capsys, "attention", "--checkpoint", run, *words, "--output", tmp_path / "out")
-    assert (found, (tmp_path / "out").exists()) == (code, False)
-    assert message in error
+@pytest.mark.parametrize(("options", "code", "said"), BAD, ids=[str(options) for options, _, _ in BAD])
+def test_bad_input_says_what_would_work(capsys, run, tmp_path, options, code, said):
+    ended, out, err = call(capsys, *words(run, tmp_path / "out", **options))
+    assert (ended, out) == (code, ""), err
+    assert said in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
