@@ -71,9 +71,13 @@ print(json.dumps(rope))
 PYTHON
 needles --checkpoint "$run/recall-with-yarn" --lengths 1024,1536,2048 --output "$model/twice-with-yarn"
 
-say "6/6 where the heads look"
-show longctx attention --checkpoint "$model" --task niah_word --length 1024 --sample 3 \
-  --haystack "$text/haystack.jsonl" --output "$model/attention"
+show longctx report "$model/twice-without-scaling" "$model/twice-with-yarn" --output "$model/twice.html"
+
+say "6/6 what the heads of the last layer attend to, in short documents that were held out"
+for head in 0 1; do
+  show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 1 --head "$head" \
+    --output "$model/attention"
+done
 
 show python - "$model" <<'PYTHON'
 import csv, sys
@@ -97,10 +101,9 @@ PYTHON
 
 say "done in $((SECONDS - start)) s. What there is now:"
 cat <<END
-    $model/report.html                              all pictures on one page
-    $model/needles-2-ranks/depth_niah_word.svg      the needles: score by length and depth
-    $model/twice-without-scaling/depth_niah_word.svg  at twice the length, as it is
-    $model/twice-with-yarn/depth_niah_word.svg      and with YaRN
-    $model/attention/attention.html                 point at a token: what it looks at
+    $model/report.html    loss, speed and all pictures on one page
+    $model/needles-2-ranks/depth_niah_word.svg    the needles: score by length and depth
+    $model/twice_niah_word.svg    at twice the length, as it is and with YaRN, side by side
+    $model/attention/attention_layer1_head0.html    point at a token: what it attends to
 END
 [ -z "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ] || python -m webbrowser "file://$PWD/$model/report.html"

@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -24,13 +25,30 @@ _MOST_BANDS = 4
 
 
 @styled
-def needle_figure(rows: Rows, caption: str, name: str) -> str:
-    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank."""
-    lengths = sorted({row["length"] for row in rows})
-    depths = sorted({row["depth"] for row in rows})
+def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -> str:
+    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank.
+
+    A panel each for several models, with its title; all have the same cells.
+    """
+    every = [row for _, rows in panels for row in rows]
+    lengths = sorted({row["length"] for row in every})
+    depths = sorted({row["depth"] for row in every})
+    figure, axes_of_panels = new_figure(len(panels), height=1.6 + 0.36 * len(depths))
+    image = None
+    for axes, (title, rows) in zip(axes_of_panels, panels, strict=True):
+        image = _draw_cells(axes, rows, lengths, depths)
+        axes.set_title(title)
+    axes_of_panels[0].set_ylabel("depth of the answer")
+    assert image is not None, "no panel"
+    bar = figure.colorbar(image, ax=axes_of_panels, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
+    bar.set_label("score")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float]) -> QuadMesh:
+    """One panel: a column a length, a row a depth."""
     grid = np.full((len(depths), len(lengths)), np.nan)
-    figure, (axes,) = new_figure(1, height=1.6 + 0.36 * len(depths))
-    colours = matplotlib.colormaps["viridis"]
     for row in rows:
         x, y = lengths.index(row["length"]), depths.index(row["depth"])
         if row["mean"] is None:
@@ -42,6 +60,7 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
             ink = "#ffffff"
         axes.text(x, y, f"{row['mean']:.2f}  n={row['n']}", ha="center", va="center", fontsize=7.5, color=ink)
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
+    colours = matplotlib.colormaps["viridis"]
     # Fixed: pictures of two models are compared side by side.
     image = axes.pcolormesh(edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1)
     axes.grid(False)
@@ -49,11 +68,7 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth of the answer")
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
-    bar.set_label("score")
-    write_caption(figure, caption)
-    return to_svg(figure, name)
+    return image
 
 
 @styled
