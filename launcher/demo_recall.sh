@@ -23,25 +23,25 @@ pretrain() {
 }
 needles() {
   # Plain sentences of their own seed: no needle of an evaluation stands in a text that the model has read.
-  "${evaluate[@]}" --tasks niah_word --samples 44 --haystack "$text/haystack.jsonl" "$@"
+  "${evaluate[@]}" --tasks niah_word --samples 22 --haystack "$text/haystack.jsonl" "$@"
 }
 
 start=$SECONDS
 mkdir -p "$text"
 say "1/6 text, tokenizer, shards"
-practise short 12000 --words 0 20 --pairs 2 4 --mentions 2 3 --questions 1 2
-practise middle 6000 --words 0 150 --pairs 3 6 --mentions 1 3 --questions 2 4
-practise long 4000 --words 100 620 --pairs 4 8 --mentions 1 2 --questions 3 6
+practise short 16000 --words 0 40 --pairs 1 1 --mentions 2 5 --questions 1 1
+practise middle 6000 --words 40 250 --pairs 1 1 --mentions 1 4 --questions 1 1
+practise long 3000 --words 200 700 --pairs 1 1 --mentions 1 3 --questions 1 1
 practise haystack 60 --words 500 500 --pairs 0 0 --seed 1
 [ -e "$text/tokenizer.model" ] ||
-  show longctx tokenizer train --source "$text/middle.jsonl" --vocab-size 1024 --output "$text/tokenizer.model"
+  show longctx tokenizer train --source "$text/short.jsonl" --vocab-size 1024 --output "$text/tokenizer.model"
 for stage in short middle long; do
   show longctx data build --source "$text/$stage.jsonl" --tokenizer "$text/tokenizer.model" --output "$text/$stage"
 done
 
 say "2/6 pretraining on two ranks: short documents, longer ones, documents of up to 1,024 tokens"
 pretrain short "$run/1-short" --train.steps 400
-pretrain middle "$run/2-middle" --train.steps 200 --run.start_from "$run/1-short" --train.lr 2e-3
+pretrain middle "$run/2-middle" --train.steps 250 --run.start_from "$run/1-short" --train.lr 2e-3
 pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.lr 2e-3
 model=$run/3-long
 
