@@ -27,7 +27,9 @@ def test_a_model_learns_to_find_needles_across_ranks(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
     command = ["bash", str(REPOSITORY / "launcher/demo_recall.sh"), str(tmp_path / "recall")]
     with (tmp_path / "log").open("w") as log:
-        ended = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700, check=False)
+        ended = subprocess.run(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700, check=False
+        )
     assert ended.returncode == 0, (tmp_path / "log").read_text()[-4000:]
     model = tmp_path / "recall/3-long"
     for name in ("needles-1-rank", "needles-2-ranks"):

@@ -11,9 +11,7 @@ from longctx.evaluation.values import KINDS, distinct, word
 INTRODUCTION = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
 _NEEDLE = "The secret code of {key} is {code}."
 _QUESTION = "\n\nQuestion: What is the secret code of {key}?\nAnswer: The secret code of {key} is"
-_QUESTION_OF_SEVERAL = (
-    "\n\nQuestion: What are all the secret codes of {keys}?\nAnswer: The secret codes of {keys} are"
-)
+_QUESTION_OF_SEVERAL = "\n\nQuestion: What are all the secret codes of {keys}?\nAnswer: The secret codes of {keys} are"
 
 
 @dataclass(frozen=True, kw_only=True)
