@@ -40,8 +40,8 @@ for stage in short middle long; do
 done
 
 say "2/6 pretraining on two ranks: short documents, longer ones, documents of up to 1,024 tokens"
-pretrain short "$run/1-short" --train.steps 400
-pretrain middle "$run/2-middle" --train.steps 250 --run.start_from "$run/1-short" --train.lr 2e-3
+pretrain short "$run/1-short" --train.steps 500
+pretrain middle "$run/2-middle" --train.steps 900 --run.start_from "$run/1-short" --train.lr 3e-3
 pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.lr 2e-3
 model=$run/3-long
 

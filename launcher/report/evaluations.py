@@ -41,10 +41,12 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     if not tasks:
         raise ConfigError(f"{', '.join(names)} have no task with depth in common: there is nothing to draw.")
     page = Path(output or COMPARISON_FILE)
+    # Scores first: a task without depth has no picture.
     sections = [_score_section(evaluations, names)]
     for task in tasks:
         rows = panel_rows(evaluations, names, task)
         picture = _needle_picture(evaluations, names, task)
+        # Files of their own: a picture is sent around without its page.
         beside = page.with_name(f"{page.stem}_{task}.svg")
         write_atomically(beside, standalone(picture).encode())
         write_csv(beside.with_suffix(".csv"), rows)
@@ -71,6 +73,7 @@ def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: st
 def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
     panels = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
     lengths = sorted({row["length"] for _, rows in panels for row in rows})
+    # A line each: models, dates and numbers of samples may all differ.
     parts = []
     for evaluation, (name, rows) in zip(evaluations, panels, strict=True):
         count = plural(sum(row["n"] for row in rows), "sample")

@@ -14,19 +14,17 @@ from longctx.evaluation.haystack import insert_sentences
 from longctx.evaluation.tasks.niah import INTRODUCTION, needle_sentence, question_of
 from longctx.evaluation.values import KINDS, distinct, word
 
-_WHO = (
+_PHRASES = (
     "The baker|The teacher|The old sailor|A young clerk|The gardener|My neighbour|The doctor|A tired guard|"
-    "The painter|Her brother|The miller|A stranger"
-).split("|")
-_DOES = (
+    "The painter|Her brother|The miller|A stranger",
     "walks|waits|works|sits|reads|sleeps|talks|sings|looks for a job|buys bread|counts coins|sells books|"
-    "writes letters|asks the way|repairs shoes|drinks tea"
-).split("|")
-_WHERE = (
+    "writes letters|asks the way|repairs shoes|drinks tea",
     "near the market|at the station|behind the school|in the village|on the main road|under the roof|"
-    "beside the church|at the window|in front of the shop|by the sea|in the kitchen|across the street"
-).split("|")
-_WHEN = "every day|in winter|at noon|before dawn|after work|on Sundays|all night|once a week".split("|")
+    "beside the church|at the window|in front of the shop|by the sea|in the kitchen|across the street",
+    "every day|in winter|at noon|before dawn|after work|on Sundays|all night|once a week",
+)
+_PARTS = [phrases.split("|") for phrases in _PHRASES]
+"""Who does what, where and when: a sentence takes one of each."""
 
 MOST_PAIRS = 1000
 
@@ -67,27 +65,32 @@ class Practice:
     def document(self, index: int) -> str:
         """Document number ``index``: the same whichever others are made."""
         random = Random(f"{self.seed}/practice/{self.kind}/{index}")
-        sentences = _sentences(random, random.randint(*self.words))
-        num_pairs = random.randint(*self.pairs)
+        sentences = _sentences(random, _between(random, self.words))
+        num_pairs = _between(random, self.pairs)
         if not num_pairs:
             return " ".join(sentences)
         keys = distinct(random, word, num_pairs)
         pairs = list(zip(keys, distinct(random, KINDS[self.kind], num_pairs), strict=True))
         hidden = []
         for key, code in pairs:
-            mentions = random.randint(*self.mentions)
+            mentions = _between(random, self.mentions)
             hidden += [(random.random(), needle_sentence(key, code)) for _ in range(mentions)]
         context, _ = insert_sentences(sentences, hidden)
-        asked = random.sample(pairs, min(num_pairs, random.randint(*self.questions)))
+        asked = random.sample(pairs, min(num_pairs, _between(random, self.questions)))
         questions = [f"{question_of(key)} {code}." for key, code in asked]
         return f"{INTRODUCTION}{context}{''.join(questions)}"
+
+
+def _between(random: Random, bounds: Range) -> int:
+    low, high = bounds
+    return random.randint(low, high)
 
 
 def _sentences(random: Random, num_words: int) -> list[str]:
     """Sentences of about so many words: the last one ends where they are reached."""
     sentences: list[str] = []
     while num_words > 0:
-        parts = [random.choice(phrases) for phrases in (_WHO, _DOES, _WHERE, _WHEN)]
+        parts = [random.choice(phrases) for phrases in _PARTS]
         sentences.append(f"{' '.join(parts)}.")
         num_words -= sentences[-1].count(" ") + 1
     return sentences
