@@ -31,10 +31,10 @@ mkdir -p "$text"
 say "1/6 text, tokenizer, shards"
 practise short 16000 --words 0 40 --pairs 1 1 --mentions 2 5 --questions 1 1
 practise middle 6000 --words 40 250 --pairs 1 1 --mentions 1 4 --questions 1 1
-practise long 3000 --words 200 700 --pairs 1 1 --mentions 1 3 --questions 1 1
+practise long 3000 --words 200 840 --pairs 1 1 --mentions 1 3 --questions 1 1
 practise haystack 60 --words 500 500 --pairs 0 0 --seed 1
 [ -e "$text/tokenizer.model" ] ||
-  show longctx tokenizer train --source "$text/short.jsonl" --vocab-size 1024 --output "$text/tokenizer.model"
+  show longctx tokenizer train --source "$text/short.jsonl" --vocab-size 1152 --output "$text/tokenizer.model"
 for stage in short middle long; do
   show longctx data build --source "$text/$stage.jsonl" --tokenizer "$text/tokenizer.model" --output "$text/$stage"
 done
