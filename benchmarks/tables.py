@@ -105,6 +105,22 @@ def loss(result: Result) -> str:
     return markdown(("", "CPU s", "ratio", "MB", "loss", "dhidden", "dweight"), rows)
 
 
+def generation(result: Result) -> str:
+    """Greedy continuations beside transformers'."""
+    head = ("case", "CPU s", "transformers", "tokens/s over theirs", "ms a token", "transformers", "same ids")
+    rows = [
+        [
+            row["case"],
+            *(f"{row['cpu_seconds'][who]:.2f}" for who in ("longctx", "transformers")),
+            f"**{row['speed_ratio']:.2f}**",
+            *(f"{row['milliseconds_a_token'][who]:.1f}" for who in ("longctx", "transformers")),
+            f"{row['same_ids']} of {result['new_tokens']}",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(head, rows)
+
+
 # --- attention across ranks ---------------------------------------------------------------------------------
 
 _ERRORS = ("out", "dq", "dk", "dv")
@@ -236,6 +252,7 @@ def _power(value: float) -> str:
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "loss": ("loss", loss),
+    "generation": ("generation", generation),
     "ring": ("attention", ring),
     "packed": ("attention", packed),
     "exactness": ("attention", exactness),

@@ -68,13 +68,13 @@ def test_time_bounds_follow_the_kind(native, monkeypatch):
     monkeypatch.setattr(attention, "has_native_bfloat16", lambda: native)
     row = {"ratio_to_share": 1.15, "ratio_to_blocks": 1.04, "blocks_ratio_to_share": 1.08}
     [whole] = attention.time_bounds("ring", row | {"case": FP32})
-    assert (whole.limit, whole.held) == (1.03, False)
+    assert (whole.limit, whole.held) == (attention.TIME_BOUND, False)
     found = list(attention.time_bounds("ring", row | {"case": BF16}))
     if native:
-        assert [bound.limit for bound in found] == [1.05, 1.1]
+        assert [bound.limit for bound in found] == [attention.NATIVE_RING_BOUND, 1.1]
         assert all(bound.held for bound in found)
     else:
-        assert [bound.limit for bound in found] == [0.618]
+        assert [bound.limit for bound in found] == [round(0.6 * attention.TIME_BOUND, 3)]
     *_, busiest = attention.time_bounds("packed", row | {"case": BF16}, 1.2, 1.15)
-    assert busiest.limit == pytest.approx(1.38 * 1.1 / 1.03 if native else 0.6 * 1.38, abs=1e-3)
+    assert busiest.limit == pytest.approx(1.38 * 1.1 / attention.TIME_BOUND if native else 0.6 * 1.38, abs=1e-3)
     assert "1.200" in busiest.why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -173,9 +174,11 @@ class Launch:
         """The processes that run the script, by rank."""
         found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
-            words = process.cmdline()
-            if "launcher/pretrain.py" in words and "deepspeed.launcher.launch" not in words:
-                found[int(process.environ()["RANK"])] = process
+            # One that has just ended has no command line any more.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                words = process.cmdline()
+                if "launcher/pretrain.py" in words and "deepspeed.launcher.launch" not in words:
+                    found[int(process.environ()["RANK"])] = process
         return found
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:

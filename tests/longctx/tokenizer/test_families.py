@@ -163,16 +163,10 @@ def test_a_line_without_an_end_is_cut_at_the_limit(family: Callable[[str], Path]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "own"])
 def test_a_line_of_ten_megabytes_has_the_ids_of_transformers(family: Callable[[str], Path], name: str):
     tokenizer = load_tokenizer(family(name))
     sentence = "the quick brown fox: {'id': 12345, 'text': \"Gr\u00fc\u00dfe, \u65e5\u672c\u8a9e\"}; it's 3,14  two "
     line = (sentence * (10**7 // len(sentence.encode()) + 1)).strip()
-    ids = np.concatenate(tokenizer.encode_chunks(list(tokenizer.cut(line))))
-    if name == "own":
-        import sentencepiece
-
-        wanted = sentencepiece.SentencePieceProcessor(model_file=str(family(name) / "tokenizer.model")).encode(line)
-    else:
-        wanted = transformers_tokenizer(family(name))(line, add_special_tokens=False)["input_ids"]
-    np.testing.assert_array_equal(ids, wanted)
+    wanted = transformers_tokenizer(family(name))(line, add_special_tokens=False)["input_ids"]
+    np.testing.assert_array_equal(tokenizer.encode(line), wanted)
