@@ -2,7 +2,8 @@
 
 The cache says which tokens of a chunk this process is given, so reading is the same on one process and on many.
 
-Axes: B rows, t tokens of a chunk that this process is given, T all of them, M model width.
+Axes: B rows, t tokens of a chunk that this process is given, T all of them, M model width, N
+sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.model.attention.core import KVCache, TokenChunk
+from longctx.model.attention.sequences import SequencesCache
 from longctx.model.decoder import Decoder
 
 CHUNK_TOKENS = 4096
@@ -35,6 +37,28 @@ def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int =
         last_BtM = hidden_BtM
     assert last_BtM is not None, "no token to read"
     return last_BtM
+
+
+def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
+    """Logits [B, V], fp32, after the last of these tokens."""
+    # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
+    return model.logits(hidden_BtM[:, -1:])[:, 0].float()
+
+
+@torch.no_grad()
+def read_one_each(model: Decoder, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
+    """Read one more token of each of N sequences, all in one pass; logits [N, V], fp32, after them."""
+    config = model.config
+    # Frequencies that depend on a sequence's length differ from one sequence to the next.
+    stretches = config.position == "rope" and config.rope.depends_on_length
+    if len(caches) == 1 or stretches:
+        logits = [last_logits(model, read(model, [id], cache)) for id, cache in zip(tokens, caches, strict=True)]
+        return torch.cat(logits)
+    device = next(model.parameters()).device
+    cache = SequencesCache(caches)
+    chunk = cache.chunk(len(tokens))
+    tokens_BN, positions_BN = torch.tensor([tokens], device=device), chunk.indices[None].to(device)
+    return model.logits(model(tokens_BN, positions_BN, cache=cache, chunk=chunk))[0].float()
 
 
 @torch.no_grad()

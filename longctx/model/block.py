@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan
+from longctx.model.attention.core import AttentionCore, PassCache, Plan
 from longctx.model.attention.projections import Table, build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Dropout
@@ -29,7 +29,7 @@ class Call:
     plan: Plan
     """The core's own, for this forward pass; made before the first layer, so that recomputation reads the same."""
     scores: Scores
-    cache: KVCache | None
+    cache: PassCache | None
     dropout: Dropout | None
     recompute: bool
     experts: MoECall

@@ -16,10 +16,11 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan, TokenChunk
+from longctx.model.attention.core import AttentionCore, KVCache, PassCache, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
+from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
@@ -67,7 +68,7 @@ class Backbone(nn.Module):
         cores: dict[str, AttentionCore],
         plans: dict[str, Plan],
         length: int,
-        cache: KVCache | None,
+        cache: PassCache | None,
         dropout: Dropout | None,
         recompute: bool,
         experts: MoECall,
@@ -219,7 +220,7 @@ class Decoder(nn.Module):
         placement: Any = None,
         training_pass: TrainingPass | None = None,
         return_stats: bool = False,
-        cache: KVCache | None = None,
+        cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
@@ -229,12 +230,12 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue its sequence: they are those of its ``chunk``, by default one that every process has whole.
+        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole.
         """
         if training_pass is None:
             training_pass = EVALUATION
-        cores = _cores_of(self)
         new_tokens = _new_tokens(tokens_Bt, cache, chunk)
+        cores = _cores_of(self, new_tokens)
         if new_tokens is not None:
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
@@ -300,7 +301,7 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)]
 
 
-def _new_tokens(tokens_Bt: Tensor, cache: KVCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
+def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
     """The chunk that these tokens are of; None without a cache."""
     if cache is None or chunk is not None:
         return chunk
@@ -328,11 +329,13 @@ def _tokens_and_documents(
     return token_Bt, document_ids
 
 
-def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
+def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, AttentionCore]:
     """The core of each kind of layer."""
     cores = dict.fromkeys(decoder.config.layers, decoder.core)
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
+    if chunk is not None and chunk.sequences:
+        return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
     return cores
 
 
@@ -372,7 +375,7 @@ def _longest_document(
     config: ModelConfig,
     documents: PackedDocuments,
     positions_Bt: Tensor,
-    cache: KVCache | None,
+    cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> int:
     """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""

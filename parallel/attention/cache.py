@@ -40,6 +40,14 @@ class ShardedKVCache:
             self._layers[number] = LayerBuffer()
         return self._layers[number]
 
+    def copy(self) -> ShardedKVCache:
+        """The same tokens of this rank, in buffers of their own."""
+        other = ShardedKVCache(self.mesh, self.layout)
+        # A value: what extends it makes another.
+        other._tokens = self._tokens
+        other._layers = {number: layer.copy() for number, layer in self._layers.items()}
+        return other
+
     def chunk(self, num_tokens: int) -> TokenChunk:
         """The next tokens as a chunk that every rank is given whole."""
         return self._chunk(num_tokens, num_tokens, is_split=False)
@@ -68,18 +76,18 @@ class ShardedKVCache:
         )
         return layout.join(list(gathered), 1)
 
-    def once(self, choose: Callable[[], int]) -> int:
-        """The token that the first rank of the sequence chooses, told to all. Collective."""
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """The ``count`` integers that the first rank of the sequence chooses, told to all. Collective."""
         if self.mesh.context == 1:
             return choose()
-        token = torch.zeros(1, dtype=torch.int64)
+        chosen = torch.zeros(count, dtype=torch.int64)
         if self.mesh.context_rank == 0:
-            token[0] = choose()
+            chosen[:] = torch.tensor(choose())
         named_collective(
-            lambda: dist.broadcast(token, self.mesh.context_peer(0), group=self.mesh.control_group),
+            lambda: dist.broadcast(chosen, self.mesh.context_peer(0), group=self.mesh.control_group),
             f"rank {self.mesh.rank} waiting for the chosen token",
         )
-        return int(token)
+        return chosen.tolist()
 
     def _chunk(self, num_tokens: int, left: int, *, is_split: bool) -> TokenChunk:
         mesh, start, layout = self.mesh, self.num_tokens, None

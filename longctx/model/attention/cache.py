@@ -61,6 +61,20 @@ class LayerBuffer:
             self.state = self.state + state_sBKDW
         self.num_tokens += num_tokens
 
+    def copy(self) -> LayerBuffer:
+        """The same rows in buffers of their own, with space for the next."""
+        other = LayerBuffer()
+        other.num_tokens = self.num_tokens
+        # States are never written in place.
+        other.state = self.state
+        if self._keys is not None:
+            num_rows = self._keys.shape[1]
+            other._keys = self._relaid(self._keys, self._keys, num_rows)
+            if self._values is not None:
+                other._values = self._relaid(self._values, self._values, num_rows)
+        other._first, other._stop = 0, self.num_rows
+        return other
+
     def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
         """Move the stored rows to new buffers that have space for these, and for those known to follow."""
         # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
@@ -95,6 +109,12 @@ class LocalKVCache:
             self._layers[number] = LayerBuffer()
         return self._layers[number]
 
+    def copy(self) -> LocalKVCache:
+        """The same tokens, in buffers of their own."""
+        other = LocalKVCache()
+        other._layers = {number: layer.copy() for number, layer in self._layers.items()}
+        return other
+
     def chunk(self, num_tokens: int) -> TokenChunk:
         """The next tokens."""
         return self._chunk(num_tokens, num_tokens)
@@ -112,7 +132,7 @@ class LocalKVCache:
         """The values themselves."""
         return values_Bt
 
-    def once(self, choose: Callable[[], int]) -> int:
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
         """What ``choose`` returns."""
         return choose()
 

@@ -102,6 +102,11 @@ class TokenChunk:
     """Whether every process is given all tokens of the chunk."""
     placement: Any = None
     """Where the chunk's tokens and all cached keys are, for a core that spreads them over processes."""
+    sequences: tuple[TokenChunk, ...] = ()
+    """The chunks of one token each that these tokens are, of sequences with caches of their own; none for one sequence.
+
+    ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
+    """
 
 
 class LayerCache(Protocol):
@@ -127,8 +132,24 @@ class LayerCache(Protocol):
         ...
 
 
-class KVCache(Protocol):
-    """Keys, values and states of the tokens already seen, on one process or shared by several.
+class PassCache(Protocol):
+    """What a forward pass reads of the tokens already seen, and adds its own to: of one sequence or of several."""
+
+    def layer(self, number: int) -> Any:
+        """The cache of one layer: a ``LayerCache``, or one for each sequence."""
+        ...
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next tokens as a chunk that every process is given whole."""
+        ...
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Note that every layer has seen the chunk."""
+        ...
+
+
+class KVCache(PassCache, Protocol):
+    """Keys, values and states of the tokens already seen of a sequence, on one process or shared by several.
 
     Processes that share a cache call each of its methods alike.
     """
@@ -142,8 +163,8 @@ class KVCache(Protocol):
         """The cache of one layer."""
         ...
 
-    def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next tokens as a chunk that every process is given whole."""
+    def copy(self) -> KVCache:
+        """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
         ...
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
@@ -153,16 +174,12 @@ class KVCache(Protocol):
         """
         ...
 
-    def extend(self, chunk: TokenChunk) -> None:
-        """Note that every layer has seen the chunk."""
-        ...
-
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
         """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
         ...
 
-    def once(self, choose: Callable[[], int]) -> int:
-        """The token that one of the processes chooses, told to all."""
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """The ``count`` integers that one of the processes chooses, told to all."""
         ...
 
 

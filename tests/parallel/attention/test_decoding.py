@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ClusterError, ConfigError
+from longctx.generation.batch import generate_batch
+from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
 from longctx.generation.reading import read, token_nll
 from longctx.generation.sampling import Sample
@@ -92,6 +94,32 @@ def compare(decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], 
     assert generate(decoder, ids, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS) == tokens, where
     error = (token_nll(decoder, ids + tokens, chunk_tokens=CHUNK_TOKENS) - nll).abs().max().item()
     assert error <= 1e-5, f"{where}: {error:.1e}"
+
+
+# --- several sequences, and beams -----------------------------------------------------------------------------------
+
+
+def test_several_sequences_equal_one_process():
+    run_distributed(check_sequences, 2, ["grouped", "window", "linear", "latent", "experts"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_several_sequences_of_every_kind_equal_one_process(world_size):
+    run_distributed(check_sequences, world_size, list(MODELS), timeout=250.0)
+
+
+def check_sequences(names: list[str]):
+    """Prompts of other lengths under way together, and the beams of one: each rank has the tokens of one process."""
+    prompts = [ids_of(length) for length in (13, 1, 6)]
+    for name in names:
+        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        decoder = parallel_decoder(name).double()
+        found = dict(generate_batch(decoder, prompts, NEW_TOKENS, max_sequences=2, chunk_tokens=CHUNK_TOKENS))
+        assert found == {n: generate(local, prompt, NEW_TOKENS) for n, prompt in enumerate(prompts)}, name
+        wanted = generate(local, prompts[0], NEW_TOKENS, Beams(num_beams=2))
+        assert generate(decoder, prompts[0], NEW_TOKENS, Beams(num_beams=2), chunk_tokens=CHUNK_TOKENS) == wanted, name
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,0 +1,129 @@
+"""Continue many prompts, several at a time: one that has ended leaves, and the next one enters.
+
+A prompt is read alone, chunk by chunk. Then the tokens of all that are under way are read together, one of each a step,
+whatever their lengths: no prompt is padded, and none waits for another to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.generation.beams import Beams
+from longctx.generation.continuation import Continuation, Request
+from longctx.generation.penalties import Penalties
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_logits, read, read_one_each
+from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.search import search
+from longctx.generation.stop_strings import StopStrings
+from longctx.model.attention.core import KVCache
+from longctx.model.decoder import Decoder
+
+MAX_SEQUENCES = 8
+"""Prompts that are under way together."""
+
+
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    strategy: Greedy | Sample | Beams | None = None,
+    *,
+    penalties: Penalties | None = None,
+    stop_ids: Collection[int] = (),
+    stop_strings: StopStrings | None = None,
+    max_sequences: int = MAX_SEQUENCES,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (index of the prompt, its new tokens), each as soon as it has ended.
+
+    The tokens are those that ``generate`` gives for the prompt alone: each is sampled from the strategy's seed on.
+    ``max_sequences`` are under way at most, each with a cache of its own. Beams search for one prompt after another.
+    Processes that share the model's sequences call this alike. A request that cannot be served fails at the call.
+    """
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        strategy=strategy or Greedy(),
+        penalties=penalties or Penalties(),
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+    )
+    check_chunk_tokens(chunk_tokens)
+    if max_sequences < 1:
+        raise ConfigError(f"max_sequences={max_sequences} must be at least 1. The default is {MAX_SEQUENCES}.")
+    # All of them now: hours later, one bad prompt would lose the others' continuations.
+    for index, prompt_ids in enumerate(prompts):
+        try:
+            request.check(model, prompt_ids)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {index} of {len(prompts)}: {error}") from error
+    if isinstance(request.strategy, Beams):
+        return _searched(model, prompts, request, request.strategy, chunk_tokens)
+    return _continued(model, prompts, request, max_sequences, chunk_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sequence:
+    """A prompt that is under way."""
+
+    index: int
+    continuation: Continuation
+    cache: KVCache
+
+
+@torch.no_grad()
+def _continued(
+    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    # A list gives its last element fastest.
+    waiting = list(reversed(range(len(prompts))))
+    under_way: list[_Sequence] = []
+    while waiting or under_way:
+        while waiting and len(under_way) < max_sequences:
+            index = waiting.pop()
+            under_way.append(_entered(model, index, list(prompts[index]), request, chunk_tokens))
+            # Its first token may be its last: the next prompt then enters at once.
+            yield from _ended(under_way)
+        if under_way:
+            tokens = [sequence.continuation.ids[-1] for sequence in under_way]
+            _add_tokens(under_way, read_one_each(model, tokens, [sequence.cache for sequence in under_way]))
+            yield from _ended(under_way)
+
+
+def _entered(model: Decoder, index: int, prompt_ids: list[int], request: Request, chunk_tokens: int) -> _Sequence:
+    """A sequence whose prompt is read and whose first token is chosen."""
+    sequence = _Sequence(index, Continuation(request, prompt_ids), model.new_cache())
+    if not sequence.continuation.has_ended:
+        _add_tokens([sequence], last_logits(model, read(model, prompt_ids, sequence.cache, chunk_tokens)))
+    return sequence
+
+
+def _add_tokens(sequences: list[_Sequence], logits_NV: Tensor) -> None:
+    """Choose the next token of each sequence."""
+    continuations = [sequence.continuation for sequence in sequences]
+
+    def choose() -> list[int]:
+        return [of_one.choose(logits_V) for of_one, logits_V in zip(continuations, logits_NV, strict=True)]
+
+    # One message for all sequences, where processes share them.
+    tokens = sequences[0].cache.once(choose, len(sequences))
+    for of_one, token in zip(continuations, tokens, strict=True):
+        of_one.add(token)
+
+
+def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
+    """Take out the sequences that have ended: index and tokens of each."""
+    ended = [(sequence.index, sequence.continuation.ids) for sequence in under_way if sequence.continuation.has_ended]
+    under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
+    return ended
+
+
+def _searched(
+    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    for index, prompt_ids in enumerate(prompts):
+        yield index, list(search(model, list(prompt_ids), request, beams, model.new_cache(), chunk_tokens))
