@@ -59,7 +59,7 @@ class Subject:
 def open_subject(options: Options) -> Subject:
     """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
     folder = find_model(options.checkpoint)
-    reader, model, fingerprint = _open_reader(folder)
+    reader, model, fingerprint = open_reader(folder)
     _check_lengths(options, model)
     tokenizer = tokenizer_of(folder, options.tokenizer)
     check_vocabulary(tokenizer, model)
@@ -96,7 +96,7 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def _open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
+def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
     """The checkpoint, its model, and what its weights are told from others by."""
     if not is_hf_folder(folder):
         reader = CheckpointReader(folder)
