@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int | None:
     check_tasks(hostfile or "launcher", arguments, script="launcher/lm_eval.py")
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
-        raise ConfigError("lm-eval is not installed. Install it: pip install 'longctx-train[lm-eval]'")
+        raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
     if world_size == 1:
         return _run(arguments)
     _, wish = take_flag(arguments, "--device")

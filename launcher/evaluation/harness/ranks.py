@@ -82,8 +82,8 @@ class Ranks:
                 return self._load(*arguments)
             assert self._worker is not None, "no model is loaded"
             return self._gathered(lambda: getattr(self._worker, name)(*arguments))
-        except LongCtxError:
-            # All ranks raise it, and stop listening.
+        except BaseException:
+            # All ranks raise what one of them met, or lose contact with it: nobody listens any more.
             self._has_ended = True
             raise
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
@@ -64,6 +68,49 @@ def test_latent_attention_stores_latents():
     read(decoder, ids_of(64), cache)
     for number in range(2):
         assert num_elements(cache.layer(number)) == 64 * (12 + 4)
+
+
+@pytest.mark.parametrize("name", ["grouped", "latent", "all kinds", "narrow window", "linear alone"])
+def test_a_new_token_costs_no_more_than_its_keys(name):
+    """What all operators write for one more token grows at most as the cache, and not at all without a full layer."""
+    config = config_of(name)
+    decoder = Decoder(config)
+    cache = new_cache(decoder)
+    written = []
+    for length in (512, 1024, 2048):
+        read(decoder, ids_of(length - cache.num_tokens), cache, 512)
+        # A step that makes buffers larger copies them, once in as many tokens as an eighth of them.
+        written.append(min(elements_written(decoder, cache) for _ in range(3)))
+    grown = [after - before for before, after in pairwise(written)]
+    if {"full", "sparse"} & set(config.layers):
+        assert grown[1] <= 2.05 * grown[0] + 8
+        assert max(grown) <= 4 * 1024 * config.num_heads * config.num_layers
+    else:
+        assert grown == [0, 0]
+
+
+def elements_written(decoder: Decoder, cache: LocalKVCache) -> int:
+    """Elements that operators lay anew when one token is read; views are none."""
+    counted = Written()
+    with counted:
+        read(decoder, [5], cache)
+    return counted.elements
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements of results that are no views of arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in before:
+                self.elements += x.numel()
+        return found
 
 
 def num_elements(layer: LayerBuffer) -> int:
