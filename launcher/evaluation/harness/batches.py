@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from longctx.generation.scoring import Pair
@@ -9,11 +10,16 @@ from longctx.generation.scoring import Pair
 
 def by_context(pairs: Sequence[Pair]) -> list[list[int]]:
     """The indices of pairs with the same context; the longest group first, so that what does not fit fails early."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for index, pair in enumerate(pairs):
-        groups.setdefault(tuple(pair.context), []).append(index)
+        groups.setdefault(compact(pair.context).tobytes(), []).append(index)
     # Sorting is stable: every rank has the same order.
     return sorted(groups.values(), key=lambda group: -max(pairs[index].num_read for index in group))
+
+
+def compact(ids: Sequence[int]) -> array[int]:
+    """The ids in four bytes each: hundreds of long texts wait at once."""
+    return array("i", ids)
 
 
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:

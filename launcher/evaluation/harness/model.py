@@ -15,7 +15,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from launcher.evaluation.harness.batches import portions
+from launcher.evaluation.harness.batches import by_context, compact, portions
 from launcher.evaluation.harness.ranks import Ranks
 from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
 from launcher.evaluation.harness.settings import Settings, device_wish
@@ -85,7 +85,7 @@ class LongctxLM(LM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one."""
         texts = [request.args for request in requests]
-        pairs = [self._encoder.pair(context, continuation) for context, continuation in texts]
+        pairs = [_compact(self._encoder.pair(context, continuation)) for context, continuation in texts]
         self._check([pair.num_read for pair in pairs], "the longest takes")
         scores = self._score(pairs, [("loglikelihood", text) for text in texts], disable_tqdm)
         return [(score.log_likelihood, score.is_greedy) for score in scores]
@@ -93,7 +93,7 @@ class LongctxLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, in windows of ``max_length`` tokens."""
         texts = [request.args[0] for request in requests]
-        windows = [self._encoder.windows(text, self._limit) for text in texts]
+        windows = [[_compact(pair) for pair in self._encoder.windows(text, self._limit)] for text in texts]
         scores = iter(self._score([pair for parts in windows for pair in parts], None, disable_tqdm))
         sums = []
         for text, parts in zip(texts, windows, strict=True):
@@ -107,7 +107,7 @@ class LongctxLM(LM):
         end = None
         if special.end is not None:
             end = self._subject.tokenizer.piece(special.end)
-        prompts = [self._encoder.text(request.args[0]) or [self._encoder.prefix] for request in requests]
+        prompts = [compact(self._encoder.text(request.args[0]) or [self._encoder.prefix]) for request in requests]
         wanted = [generation_of(request.args[1], end=end) for request in requests]
         self._check(
             [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],
@@ -157,7 +157,7 @@ class LongctxLM(LM):
     ) -> list[Score]:
         """The score of each pair, portion by portion; ``cached`` is what each answers in lm-eval's cache."""
         # Those of one context stay together, and what takes most memory comes first.
-        order = sorted(range(len(pairs)), key=lambda index: (-len(pairs[index].context), pairs[index].context))
+        order = [index for group in by_context(pairs) for index in group]
         scores: dict[int, Score] = {}
         with tqdm(total=len(pairs), desc="longctx: loglikelihood", disable=disable_tqdm) as bar:
             costs = [pairs[index].num_read for index in order]
@@ -184,6 +184,10 @@ def run_command(arguments: Sequence[str]) -> None:
     # lm-eval reads the process's command line.
     sys.argv = ["lm_eval", *words]
     cli_evaluate()
+
+
+def _compact(pair: Pair) -> Pair:
+    return Pair(compact(pair.context), compact(pair.continuation))
 
 
 def _sequences(batch_size: int | str | None, max_batch_size: int | None) -> int:

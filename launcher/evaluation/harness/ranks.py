@@ -51,7 +51,7 @@ class Ranks:
         """The score of each pair. Rank 0 calls this."""
         return _in_order(self._ask("score", pairs))
 
-    def generate(self, prompts: Sequence[tuple[int, list[int]]], generation: Generation, many: int) -> list[str]:
+    def generate(self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int) -> list[str]:
         """The text after each prompt. Rank 0 calls this."""
         return _in_order(self._ask("generate", prompts, generation, many))
 

@@ -67,7 +67,7 @@ class Worker:
             if self._packs(pairs, group):
                 together += group
                 continue
-            context, continuations = pairs[group[0]].context, [pairs[index].continuation for index in group]
+            context, continuations = list(pairs[group[0]].context), [list(pairs[n].continuation) for n in group]
             scores = score_behind(self._model, context, continuations, chunk_tokens=self._settings.chunk_tokens)
             found.update(zip(group, scores, strict=True))
         for pack in packs([pairs[index].num_read for index in together], self._settings.chunk_tokens):
@@ -75,7 +75,9 @@ class Worker:
             found.update(zip(indices, score_packed(self._model, [pairs[n] for n in indices]), strict=True))
         return found
 
-    def generate(self, prompts: Sequence[tuple[int, list[int]]], generation: Generation, many: int) -> dict[int, str]:
+    def generate(
+        self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int
+    ) -> dict[int, str]:
         """The text after each prompt of this rank's share, by its index.
 
         ``prompts`` are (number, ids); what is sampled is drawn from the seed plus the number. ``many`` are under way
@@ -90,13 +92,13 @@ class Worker:
             for index in mine:
                 number, ids = prompts[index]
                 strategy = replace(generation.strategy, seed=self._settings.seed + number)
-                new_ids = generate(self._model, ids, generation.max_new_tokens, strategy, **options)
+                new_ids = generate(self._model, list(ids), generation.max_new_tokens, strategy, **options)
                 found[index] = self._text(new_ids, generation)
             return found
         assert isinstance(generation.strategy, (Greedy, Beams))
         batch = generate_batch(
             self._model,
-            [prompts[index][1] for index in mine],
+            [list(prompts[index][1]) for index in mine],
             generation.max_new_tokens,
             generation.strategy,
             max_sequences=many,
