@@ -19,13 +19,11 @@ from longctx_train import end_if_names_clash
 end_if_names_clash()
 
 from launcher.cli.console import warnings_on_stderr
-from launcher.cli.verbs import parse
+from launcher.cli.verbs import explained, parse
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.flags import take_flag
 from parallel.runtime.process import environment_rank
-
-INTERRUPTED = "Interrupted. The same command goes on where it stopped."
 
 
 def main(argv: list[str]) -> int | None:
@@ -34,17 +32,19 @@ def main(argv: list[str]) -> int | None:
     # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
     arguments = [argument for argument in argv if not argument.startswith("--local_rank")]
     with ExitStack() as stack:
-        # What is wrong with the command line is the same on every rank.
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        # Results, help and what is wrong with the command line are the same on every rank.
         if rank != 0:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        evaluate = parse(["evaluate", *arguments])
-    _, hostfile = take_flag(arguments, "--run.hostfile")
-    check_tasks(hostfile or "launcher", arguments, script="launcher/evaluate.py")
-    with warnings_on_stderr():
-        return evaluate()
+        with ExitStack() as parsing:
+            if rank != 0:
+                parsing.enter_context(redirect_stderr(nowhere))
+            evaluate = parse(["evaluate", *arguments])
+        _, hostfile = take_flag(arguments, "--run.hostfile")
+        check_tasks(hostfile or "launcher", arguments, script="launcher/evaluate.py")
+        with warnings_on_stderr():
+            return explained(evaluate)
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED))
+    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:]), interrupted="Interrupted."))

@@ -179,7 +179,7 @@ def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: in
             raise ConfigError(
                 f"parallel.{name}={degree} does not divide the {world_size} ranks that were started.\n"
                 f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or start a multiple of {degree} ranks: "
-                f"on one machine with deepspeed --num_gpus {degree} launcher/pretrain.py …"
+                f"on one machine with deepspeed --num_gpus {degree} …"
             )
     if context % ulysses:
         fits = [n for n in range(1, context + 1) if context % n == 0]

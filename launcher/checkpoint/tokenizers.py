@@ -44,9 +44,21 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
 
 
 def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
-    """The chosen tokenizer, else the checkpoint's own; CheckpointError where it has none."""
+    """The chosen tokenizer, else the checkpoint's own; CheckpointError where it has none.
+
+    ConfigError where it has one and the chosen one is another.
+    """
     if chosen is not None:
-        return load_tokenizer(chosen)
+        tokenizer = load_tokenizer(chosen)
+        # With another one a model answers, in words that it never meant.
+        if has_tokenizer(folder) and tokenizer.fingerprint not in fingerprints(folder).values():
+            raise ConfigError(
+                f"--tokenizer {chosen} is another tokenizer than {folder} has: ids would mean other text.\n"
+                f"  chosen:     {tokenizer.describe()}\n"
+                f"  checkpoint: {load_tokenizer(folder).describe()}\n"
+                "Leave --tokenizer out."
+            )
+        return tokenizer
     if not has_tokenizer(folder):
         raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
     return load_tokenizer(folder)

@@ -132,16 +132,23 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     _, _, left_out = options.chosen()
     if left_out and is_rank_0:
         note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
-    page = evaluation.evaluate(options, _progress)
+    try:
+        page = evaluation.evaluate(options, _progress)
+    except KeyboardInterrupt:
+        if is_rank_0:
+            note(f"{options.output} holds what was measured: the same command goes on from there.")
+        raise
     if is_rank_0:
         _print(options, page, as_json=as_json)
 
 
-def _progress(total: int) -> AbstractContextManager[Update]:
-    """Progress in tokens, with the time left."""
+def _progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
+    """Progress; of so many tokens with the time left."""
     from launcher.metrics.console import short_number
 
-    return progress("evaluating", total=total, rate=lambda per_second: f"{short_number(per_second)} tokens/s")
+    if total is None:
+        return progress(label)
+    return progress(label, total=total, rate=lambda per_second: f"{short_number(per_second)} tokens/s")
 
 
 def _print(options: Options, page: Path, *, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import checkpoint, convert, data, evaluate, generate, report, tokenizer
+from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, report, tokenizer
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -66,6 +66,10 @@ VERBS = {
             "--checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation",
             "--list",
         ),
+    ),
+    "attention": Verb(
+        attention.attention,
+        ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),
     ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
@@ -126,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_results()
         return DONE
     with warnings_on_stderr():
-        code = run_to_exit_code(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
+        code = run_to_exit_code(lambda: explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
         # A library still computes in its thread; waiting for it is what Ctrl-C was against.
         os._exit(code)
@@ -224,7 +228,7 @@ def _complain(called: str, complaint: str, offer: str) -> NoReturn:
     raise SystemExit(WRONG_USAGE)
 
 
-def _explained(verb: Callable[[], int | None]) -> int:
+def explained(verb: Callable[[], int | None]) -> int:
     """Run a verb; a missing package or a file system that refuses becomes a message of one line."""
     try:
         return verb() or DONE

@@ -13,7 +13,6 @@ from launcher.evaluation.options import Options
 from longctx.evaluation import Sample, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.scorers import begins_with
-from longctx.generation.continuation import Request
 from longctx.generation.loop import generate
 from longctx.generation.reading import read
 from longctx.generation.text import TextStream
@@ -70,7 +69,6 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
 
     The prompt is read as ever; then the target is read at once, in place of one token a step.
     """
-    Request(max_new_tokens=len(target_ids)).check(model, prompt_ids + target_ids)
     cache = model.new_cache()
     last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
     # Given whole to every rank, as generated tokens are.

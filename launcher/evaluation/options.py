@@ -75,6 +75,8 @@ class Options:
             raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
         if self.samples < 1:
             raise ConfigError(f"--samples {self.samples}: there is no score without a sample. Take 1 or more.")
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"--timeout-seconds {self.timeout_seconds} must be above 0. The default is 1800.")
         if self.teacher_forced_from < 0:
             raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
         if self.longppl.truncation < 1 or self.longppl.window < 1:

@@ -19,7 +19,8 @@ from launcher.report.evaluation.tables import (
 )
 from launcher.report.figures import standalone
 from launcher.report.head import Figure
-from launcher.report.page import REPORT_FILE, fill_template, write_page, write_report
+from launcher.report.page import REPORT_FILE, write_page, write_report
+from launcher.report.template import fill_template
 from launcher.run_folder import CONFIG_FILE
 from longctx.files import write_atomically
 

@@ -25,8 +25,9 @@ from launcher.evaluation.store import Store, settings_of, text_settings
 from launcher.evaluation.subject import Subject, open_subject
 from launcher.evaluation.texts import Text, Texts, read_documents
 from launcher.report.evaluation.folder import Key
-from longctx.errors import LongCtxError
+from longctx.errors import CheckpointError, LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
+from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
 from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
@@ -43,8 +44,8 @@ from parallel.runtime.process import (
 )
 
 Update = Callable[..., None]
-Progress = Callable[[int], AbstractContextManager[Update]]
-"""From the tokens to read to something that is told, as they are read, how many are done and what is under way."""
+Progress = Callable[..., AbstractContextManager[Update]]
+"""From what is done, and the tokens to read if they are known, to something that is told how many are done."""
 Value = TypeVar("Value")
 
 
@@ -80,23 +81,24 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank != 0:
+        progress = _no_progress
     # From cheap to expensive, and all of it before anything is allocated.
-    subject = on_every_rank(lambda: open_subject(options))
-    check_mesh(options, subject.model, world_size)
-    mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
-    texts = on_rank_0(lambda: _read_and_check(options, subject))
+    with progress("reading text, trying each task"):
+        subject = on_every_rank(lambda: open_subject(options))
+        check_mesh(options, subject.model, world_size)
+        mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+        texts = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
-    done = on_rank_0(lambda: _open_store(options, subject, stores))
+    done = on_rank_0(lambda: _open_store(options, subject, texts, stores))
     jobs = missing_jobs(options, texts, done)
     if jobs:
-        decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
-        total = sum(job.length * len(job.indices) for job in jobs)
-        shown: AbstractContextManager[Update] = nullcontext(_say_nothing)
-        if rank == 0:
-            shown = progress(total)
-        with shown as update:
+        with progress(f"loading {subject.folder}"):
+            decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+        with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
             _Evaluator(options, subject, mesh, decoder, texts, stores).measure(jobs, update)
-    return on_rank_0(lambda: write_results(options.output))
+    with progress("drawing"):
+        return on_rank_0(lambda: write_results(options.output))
 
 
 def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
@@ -164,8 +166,8 @@ class _Evaluator:
         row = None
         if job.task is not None:
             row = self._score(job.task, index, samples)
-        elif index is not None:
-            row = self._loss(job, index, self._texts[job.length][index])
+        else:
+            row = on_every_rank(lambda: self._loss(job, index))
         # All ranks of a context group have the row; one of them speaks.
         if self._mesh.context_rank != 0:
             row = None
@@ -186,20 +188,32 @@ class _Evaluator:
         output = write_answer(self._decoder, prompt, self._subject.tokenizer, self._options.chunk_tokens)
         return ScoreRow.of(task, sample, output)
 
-    def _loss(self, job: Job, index: int, text: Text) -> LossRow:
-        nll = self._nll(text.ids)
+    def _loss(self, job: Job, index: int | None) -> LossRow | None:
+        if index is None:
+            return None
+        text = self._texts[job.length][index]
+        ids = text.ids.tolist()
+        nll = self._nll(text, ids)
         if job.name == "ppl":
-            return text_row(job.name, job.length, index, text.name, text.ids, nll.numpy())
+            return text_row(job.name, job.length, index, text.name, ids, nll.numpy())
         rule = self._options.longppl
         near = []
-        for start, stop in near_windows(len(text.ids), truncation=rule.truncation, window=rule.window):
+        for start, stop in near_windows(len(ids), truncation=rule.truncation, window=rule.window):
             # A token's loss stands one before its index: the first token has none.
-            near.append(self._nll(text.ids[start:stop])[rule.truncation - 1 :])
+            near.append(self._nll(text, ids[start:stop])[rule.truncation - 1 :])
         near_nll = torch.cat(near)
         return key_row(job.name, job.length, index, text.name, nll[-len(near_nll) :].numpy(), near_nll.numpy())
 
-    def _nll(self, ids: list[int]) -> torch.Tensor:
-        return token_nll(self._decoder, ids, chunk_tokens=self._options.chunk_tokens).cpu()
+    def _nll(self, text: Text, ids: list[int]) -> torch.Tensor:
+        nll = token_nll(self._decoder, ids, chunk_tokens=self._options.chunk_tokens).cpu()
+        # One such number would make every mean that it is part of another one, or none.
+        if not nll.isfinite().all():
+            raise CheckpointError(
+                f"{self._subject.folder}: the loss of {text.name!r} is not finite from token "
+                f"{int((~nll.isfinite()).nonzero()[0]) + 1} on: the weights are broken, or too large for "
+                f"--dtype {self._options.dtype}. Try an earlier checkpoint, or --dtype float32."
+            )
+        return nll
 
     def _samples(self, job: Job, indices: Sequence[int]) -> Iterator[tuple[Sample, Prompt]]:
         """Yield this rank's samples, and their ids, as they are asked for."""
@@ -227,9 +241,9 @@ def _read_and_check(options: Options, subject: Subject) -> Texts:
     """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
     tasks, measures, _ = options.chosen()
     for task in tasks:
-        # The shortest length shows prompts that do not fit, the longest a haystack that is too short.
+        # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
         lengths = {options.lengths[0]}
-        if task.needs_haystack:
+        if task.needs_haystack or not isinstance(task, FittedTask):
             lengths.add(options.lengths[-1])
         for length in sorted(lengths):
             next(iter(task.samples(subject.setting, length, 1)))
@@ -238,11 +252,14 @@ def _read_and_check(options: Options, subject: Subject) -> Texts:
     return read_documents(options, subject)
 
 
-def _open_store(options: Options, subject: Subject, stores: list[Store]) -> set[Key]:
+def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store]) -> set[Key]:
     """Open the output folder on rank 0; the samples that it holds already."""
-    stores.append(Store(options.output, settings_of(options, subject), text_settings(subject)))
-    return stores[0].done
+    store = Store(options.output, settings_of(options, subject), text_settings(subject))
+    store.check_texts(texts)
+    stores.append(store)
+    return store.done
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
-    """What ranks other than the first tell about progress."""
+def _no_progress(*_: Any) -> AbstractContextManager[Update]:
+    """What ranks other than the first show."""
+    return nullcontext(lambda *_, **__: None)

@@ -13,6 +13,7 @@ import xxhash
 
 from launcher.evaluation.options import Options
 from launcher.evaluation.subject import Subject
+from launcher.evaluation.texts import Texts
 from launcher.report.evaluation.folder import (
     RESULTS_FILE,
     SETTINGS_FILE,
@@ -86,6 +87,17 @@ class Store:
     def done(self) -> set[Key]:
         """The samples whose rows are there."""
         return set(self._rows)
+
+    def check_texts(self, texts: Texts) -> None:
+        """DataError for a loss that is of another text than the one that has its number now."""
+        for (task, length, index), row in self._rows.items():
+            known = texts.get(length, [])[index : index + 1]
+            if isinstance(row, LossRow) and known and row.document != known[0].name:
+                raise DataError(
+                    f"{self.folder} holds the loss of text {row.document!r} as number {index} of {task} at {length:,} "
+                    f"tokens, and now that is {known[0].name!r}: the folder of texts has changed. Choose another "
+                    "--output."
+                )
 
     def add(self, rows: list[ScoreRow | LossRow]) -> None:
         """Append rows, and wait until the disk has them."""

@@ -50,10 +50,7 @@ class Subject:
     @property
     def name(self) -> str:
         """The model in a few words: run and step, or the folder."""
-        run = run_of(self.folder)
-        if run is None:
-            return self.folder.resolve().name
-        return f"{run.resolve().name} {self.folder.name}"
+        return checkpoint_name(self.folder)
 
 
 def open_subject(options: Options) -> Subject:
@@ -94,6 +91,14 @@ def run_of(checkpoint: Path) -> Path | None:
     if parent.name == CHECKPOINTS:
         return parent.parent
     return None
+
+
+def checkpoint_name(folder: Path) -> str:
+    """A checkpoint in a few words: run and step, or the folder."""
+    run = run_of(folder)
+    if run is None:
+        return folder.resolve().name
+    return f"{run.resolve().name} {folder.name}"
 
 
 def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
@@ -20,6 +18,7 @@ from launcher.report.evaluation.sections import evaluation_sections
 from launcher.report.head import key_figures, progress, remarks, state
 from launcher.report.run import Run, load_run
 from launcher.report.section import Section, Table
+from launcher.report.template import fill_template
 from launcher.report.text import flatten, known, number, perplexity, plain
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from launcher.wording import first_names
@@ -66,20 +65,6 @@ def render(run: Run) -> str:
     )
 
 
-def fill_template(**values: Any) -> str:
-    """The page's template with these values."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        # Names and the config come from the user; only our own SVG is Markup.
-        autoescape=True,
-        # A misspelt name in the template is an error, not an empty space.
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(**values)
-
-
 # The parts of the page.
 
 
@@ -90,6 +75,7 @@ def sections(run: Run) -> list[Section]:
     parts += _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)
+    parts += [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
     parts.append(
         Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
     )

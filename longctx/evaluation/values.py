@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Callable
 from random import Random
 
+from longctx.errors import DataError
+
 _ADJECTIVES = (
     "amber ancient brave bright calm careful clever cold copper crimson curious dark eager early emerald fearless "
     "fierce frozen gentle giant golden grand grey happy hidden hollow humble iron jolly kind large late light lively "
@@ -64,11 +66,22 @@ def name(random: Random) -> str:
 KINDS: dict[str, Callable[[Random], str]] = {"number": number, "word": word, "uuid": uuid4}
 """What a needle's value may be."""
 
+DRAWS = 50
+"""Draws for each value of ``distinct`` before it is said that there are too few."""
+
 
 def distinct(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:
     """``count`` different values; of two counts the shorter list begins the longer one."""
     # A dictionary is an ordered set here: the order of draws is the order of the list.
     drawn: dict[str, None] = {}
-    while len(drawn) < count:
+    # All of n values are drawn after about n ln n draws; of fewer values than asked for never.
+    for _ in range(DRAWS * (count + 1)):
+        if len(drawn) >= count:
+            break
         drawn[draw(random)] = None
+    if len(drawn) < count:
+        raise DataError(
+            f"{count:,} different values are wanted, and there are only {len(drawn):,}. Ask for a shorter length, or "
+            "another task."
+        )
     return list(drawn)

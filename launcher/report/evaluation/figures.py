@@ -52,7 +52,7 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
     axes.set_ylabel("depth of the answer")
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
     bar.set_label("score")
-    _caption(figure, caption)
+    write_caption(figure, caption)
     return to_svg(figure, name)
 
 
@@ -80,7 +80,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
     _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
     axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
     figure.legend(loc="outside right upper", fontsize=7.5)
-    _caption(figure, caption)
+    write_caption(figure, caption)
     return to_svg(figure, name)
 
 
@@ -98,7 +98,7 @@ def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -
     right.set_title("By distance to the same pair of tokens before")
     right.set_xlabel("distance (tokens, log scale)")
     left.legend(loc="best")
-    _caption(figure, caption)
+    write_caption(figure, caption)
     return to_svg(figure, name)
 
 
@@ -128,7 +128,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _caption(figure: Figure, caption: str) -> None:
+def write_caption(figure: Figure, caption: str) -> None:
     """Model, lengths, date and n below the picture: it may be seen without its page."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 

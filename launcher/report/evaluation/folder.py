@@ -52,6 +52,17 @@ def find_evaluations(run_folder: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in run_folder.glob(pattern))
 
 
+def load_evaluations(run_folder: Path) -> tuple[list[Evaluation], list[str]]:
+    """The evaluations in a run folder, and why others cannot be read: the run's own report is worth having without."""
+    found, unread = [], []
+    for folder in find_evaluations(run_folder):
+        try:
+            found.append(load_evaluation(folder))
+        except DataError as error:
+            unread.append(str(error))
+    return found, unread
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
     """What ``evaluation.json`` says; DataError where it is no JSON object."""
     path = folder / SETTINGS_FILE

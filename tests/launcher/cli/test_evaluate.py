@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 
 from longctx.errors import LongCtxError
 from tests.helpers import REPOSITORY, run_distributed
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import call, start
 from tests.launcher.runs import free_port
 
 LENGTHS = (320, 450)
@@ -60,7 +62,7 @@ def evaluated(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from launcher.evaluation.run import evaluate
 
     output = tmp_path_factory.mktemp("evaluated") / "out"
-    evaluate(options_of(words(run, output)), lambda total: nullcontext(lambda *_, **__: None))
+    evaluate(options_of(words(run, output)), lambda *_: nullcontext(lambda *_, **__: None))
     return output
 
 
@@ -148,20 +150,43 @@ def evaluate_on_ranks(arguments: list[object]) -> None:
     import launcher.evaluation.run as module
 
     module.write_results = lambda folder: folder
-    module.evaluate(options_of(arguments), lambda total: nullcontext(lambda *_, **__: None))
+    module.evaluate(options_of(arguments), lambda *_: nullcontext(lambda *_, **__: None))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_deepspeed_starts_it_on_two_ranks(run, evaluated, tmp_path):
     done = start_deepspeed(words(run, tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     check_same_rows(tmp_path / "out", evaluated)
     assert done.stdout.count("report.html") == 1
+    assert start_deepspeed(["evaluate", "--list"]).stdout.count("five digits among repeated sentences") == 1
     wrong = start_deepspeed(words(run, tmp_path / "other", tasks="nihah"))
     assert wrong.returncode != 0
     assert (wrong.stdout + wrong.stderr).count("'nihah' is unknown") == 1
     assert "Traceback" not in wrong.stdout + wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_interrupted_command_goes_on_where_it_stopped(capsys, run, evaluated, tmp_path):
+    process = start(*words(run, tmp_path / "out"))
+    path = tmp_path / "out/results.jsonl"
+    deadline = time.monotonic() + 90
+    while not path.exists() or len(path.read_bytes().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err
+    assert "the same command goes on from there" in err
+    assert "Traceback" not in err
+    before = path.read_bytes()
+    assert before.count(b"\n") < len(lines(evaluated))
+    assert call(capsys, *words(run, tmp_path / "out"))[0] == 0
+    assert path.read_bytes().startswith(before)
+    check_same_rows(tmp_path / "out", evaluated)
 
 
 def start_deepspeed(arguments: list[object]) -> subprocess.CompletedProcess[str]:
@@ -299,6 +324,10 @@ BAD = [
     ({"haystack": "NOWHERE"}, 2, ["NOWHERE does not exist"]),
     ({"haystack": None}, 2, ["--haystack FOLDER"]),
     ({"parallel.expert": 2}, 2, ["parallel.expert=2", "1 ranks"]),
+    ({"parallel.context": 3}, 2, ["parallel.context=3 does not divide the 1 ranks", "--num_gpus 3"]),
+    ({"timeout-seconds": 0}, 2, ["--timeout-seconds 0"]),
+    ({"chunk-tokens": 0}, 2, ["--chunk-tokens 0"]),
+    ({"tasks": "ruler_cwe", "lengths": 40}, 2, ["length=40", "Ask for length="]),
 ]
 
 
@@ -340,15 +369,61 @@ def test_shards_of_another_tokenizer_are_refused(capsys, run, world, tmp_path):
     assert "another tokenizer" in err
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(capsys, run, world, tmp_path):
+def test_a_tokenizer_that_does_not_match_is_refused(capsys, damaged_run, world, tmp_path):
+    """Beside the checkpoint's own, and where it has none."""
     from launcher.cli import main
 
-    tokenizer = str(tmp_path / "large.model")
-    source = str(world / "corpus")
+    tokenizer, source = str(tmp_path / "large.model"), str(world / "corpus")
     assert main(["tokenizer", "train", "--source", source, "--vocab-size", "700", "--output", tokenizer]) == 0
-    code, _, err = call(capsys, *words(run, tmp_path / "out", tokenizer=tokenizer))
+    given = {"haystack": world / "data/validation"}
+    code, _, err = call(capsys, *words(damaged_run, tmp_path / "out", tokenizer=tokenizer, **given))
+    assert (code, "Leave --tokenizer out" in err) == (2, True)
+    # The checkpoint's own by another path is no other.
+    own = words(damaged_run, tmp_path / "out", tokenizer=world / "tokenizer.model", tasks="niah", lengths=40, **given)
+    assert "length=40" in call(capsys, *own)[2]
+    for path in (damaged_run / "checkpoints/step_000100").glob("tokenizer*"):
+        path.unlink()
+    code, _, err = call(capsys, *words(damaged_run, tmp_path / "out", tokenizer=tokenizer, **given))
     assert code == 2
     assert "the tokenizer has 700 ids, the model only 600" in err
+    code, _, err = call(capsys, *words(damaged_run, tmp_path / "out", **given))
+    assert (code, "--tokenizer F" in err) == (1, True)
+
+
+def test_a_loss_that_is_no_number_ends_the_evaluation(capsys, world, run, tmp_path):
+    """A mean with it would be no number either, or hide it."""
+    import torch
+
+    from longctx.conversion import load_hf, save_hf
+
+    config, weights = load_hf(world / "hf")
+    weights = dict(weights)
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    weights[name] = torch.full_like(weights[name], torch.nan)
+    save_hf(config, weights, tmp_path / "broken", tokenizer=world / "tokenizer.model")
+    given = {"haystack": world / "data/validation", "tasks": "ppl", "lengths": "320"}
+    code, _, err = call(capsys, *words(tmp_path / "broken", tmp_path / "out", **given))
+    assert (code, "is not finite from token 1 on" in err) == (1, True), err
+    assert not (tmp_path / "out/results.jsonl").exists()
+
+
+def test_a_folder_of_texts_that_has_changed_is_refused(capsys, run, evaluated, tmp_path):
+    shutil.copytree(evaluated, tmp_path / "out")
+    path = tmp_path / "out/results.jsonl"
+    path.write_text(re.sub(r'"document": "[^"]*"', '"document": "another"', path.read_text(), count=1))
+    code, _, err = call(capsys, *words(run, tmp_path / "out", samples=3))
+    assert (code, "the folder of texts has changed" in err) == (1, True), err
+
+
+def test_a_damaged_evaluation_leaves_the_report_of_its_run(evaluated, damaged_run):
+    from launcher.report.page import write_report
+
+    (damaged_run / "config.toml").write_text("")
+    (damaged_run / "metrics.jsonl").write_text("")
+    shutil.copytree(evaluated, damaged_run / "evaluation")
+    (damaged_run / "evaluation/results.jsonl").write_text("{}\n")
+    page = write_report(damaged_run).read_text()
+    assert "results.jsonl, line 1, is no row of an evaluation" in page
 
 
 def test_errors_of_one_rank_end_all_alike(run, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, Setting, find_tasks, task_lines
 from longctx.evaluation.fitted import FittedTask
+from longctx.evaluation.values import distinct
 from tests.longctx.evaluation.pieces import PieceTokenizer
 from tests.longctx.evaluation.solvers import SOLVERS
 from tests.longctx.evaluation.texts import haystack
@@ -191,6 +193,13 @@ def test_an_answer_longer_than_what_is_left_is_refused(setting: Setting):
         next(TASKS["niah"].samples(replace(setting, answer_tokens=3), LENGTH, 1))
     sample = next(TASKS["niah"].samples(replace(setting, answer_tokens=6), LENGTH, 1))
     assert sample.answer_tokens == 6
+
+
+def test_more_values_than_there_are_is_an_error():
+    """A draw that goes on for ever looks like a long one."""
+    assert sorted(distinct(Random(0), lambda random: str(random.randrange(9)), 9)) == list("012345678")
+    with pytest.raises(DataError, match="10 different values are wanted, and there are only 9"):
+        distinct(Random(0), lambda random: str(random.randrange(9)), 10)
 
 
 @pytest.mark.parametrize(("field", "value"), [("depths", []), ("depths", [1.2]), ("answer_tokens", 0)])
