@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """``LongctxLM``: a model of ours as lm-eval asks for one. The only file that imports lm-eval.
 
-``launcher/lm_eval.py`` starts it. Where a version of lm-eval reads entry points, ``lm_eval --model longctx`` does too.
+``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 knows no models of other packages until they are imported.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Encoder:
         if not continuation_ids:
             raise ConfigError(
                 f"the continuation {continuation[:80]!r} after {context[-80:]!r} has no token of its own with "
-                f"tokenizer {self._tokenizer.path}: it has no likelihood. Let the task's continuations begin with a "
-                "space or a new line."
+                f"tokenizer {self._tokenizer.path}, so it has no likelihood: it is empty, or joins the context's last "
+                "token. Let the task's continuations begin with a space and a letter."
             )
         return Pair(context_ids, continuation_ids)
 

@@ -28,7 +28,7 @@ def wanted(decoder: Decoder, pair: Pair) -> Score:
     logits = decoder.logits(decoder(ids[:, :-1], torch.arange(ids.shape[1] - 1)[None]))[0].float()
     logits, targets = logits[len(pair.context) - 1 :], ids[0, len(pair.context) :]
     found = logits.log_softmax(-1).gather(1, targets[:, None])
-    return Score(float(found.sum()), logits.argmax(-1).tolist() == targets.tolist())
+    return Score(float(found.double().sum()), logits.argmax(-1).tolist() == targets.tolist())
 
 
 def check(found: list[Score], right: list[Score]) -> None:

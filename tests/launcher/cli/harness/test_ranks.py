@@ -20,7 +20,7 @@ from longctx.tokenizer import load_tokenizer
 from tests.helpers import run_distributed
 
 TEXT = "import os\n\n\ndef main(arguments):\n    return os.path.join(arguments)\n"
-ENDS = (" -> int:", "):", " pass", "\n")
+ENDS = (" -> int:", "):", " pass", " x = 1")
 OPTIONS = (
     {"until": ["\n\n"], "max_gen_toks": 9},
     {"temperature": 0.8, "max_gen_toks": 5},
