@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int | None:
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
+    # One process needs no group, and lm-eval makes the model.
     if world_size == 1:
         return _run(arguments)
     _, wish = take_flag(arguments, "--device")

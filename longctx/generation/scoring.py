@@ -29,13 +29,13 @@ class Pair(NamedTuple):
     continuation: Sequence[int]
 
     @property
-    def read(self) -> list[int]:
-        """The ids that a model reads: what follows the last one is not asked."""
-        return [*self.context, *self.continuation][:-1]
+    def ids(self) -> list[int]:
+        """All of them. A model reads all but the last: what follows that one is not asked."""
+        return list(self.context) + list(self.continuation)
 
     @property
     def num_read(self) -> int:
-        """How many those are."""
+        """How many ids a model reads."""
         return len(self.context) + len(self.continuation) - 1
 
 
@@ -61,11 +61,11 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
     for pair in pairs:
         _check(model, pair)
     device = next(model.parameters()).device
-    bounds = [0, *accumulate(pair.num_read for pair in pairs)]
-    tokens_T = torch.tensor([token for pair in pairs for token in pair.read], device=device)
+    bounds = list(accumulate((pair.num_read for pair in pairs), initial=0))
+    tokens_T = torch.tensor([token for pair in pairs for token in pair.ids[:-1]], device=device)
     positions_T = torch.cat([torch.arange(pair.num_read) for pair in pairs]).to(device)
     hidden_BTM = model(tokens_T[None], positions_T[None], bounds)
-    targets_T = torch.cat([torch.tensor([*pair.context, *pair.continuation][1:]) for pair in pairs])
+    targets_T = torch.cat([torch.tensor(pair.ids[1:]) for pair in pairs])
     is_scored_T = torch.cat([torch.arange(pair.num_read) >= len(pair.context) - 1 for pair in pairs])
     found_2T = _token_scores(model, hidden_BTM, targets_T, is_scored_T)
     parts = found_2T[:, is_scored_T.to(device)].split([len(pair.continuation) for pair in pairs], dim=1)
@@ -116,9 +116,8 @@ def _check(model: Decoder, pair: Pair) -> None:
 
 def _score_one(model: Decoder, pair: Pair, chunk_tokens: int) -> Score:
     """The score of one pair."""
-    targets = [*pair.context, *pair.continuation][1:]
-    first = len(pair.context) - 1
-    return _score(_read_and_score(model, pair.read, targets, first, model.new_cache(), chunk_tokens))
+    ids, first = pair.ids, len(pair.context) - 1
+    return _score(_read_and_score(model, ids[:-1], ids[1:], first, model.new_cache(), chunk_tokens))
 
 
 def _read_and_score(

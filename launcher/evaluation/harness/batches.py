@@ -25,6 +25,7 @@ def compact(ids: Sequence[int]) -> array[int]:
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Neighbouring indices whose lengths are together at most ``limit``; a longer one is alone."""
     found: list[list[int]] = []
+    # As if a full one stood before the first.
     used = limit
     for index, length in enumerate(lengths):
         if used + length > limit:

@@ -56,6 +56,7 @@ class LongctxLM(LM):
         super().__init__()
         self._settings = Settings.of(arguments)
         self._num_sequences = _sequences(batch_size, max_batch_size)
+        # lm-eval makes the model itself, so ranks cannot be an argument.
         self._ranks = (_RANKS or [Ranks(choose_device(device_wish(device), "--device"))])[0]
         self._subject = self._ranks.load(self._settings)
         self._limit = self._settings.limit(self._subject.model)
@@ -93,6 +94,7 @@ class LongctxLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, in windows of ``max_length`` tokens."""
         texts = [request.args[0] for request in requests]
+        # Each window is a text of its own, which begins at position 0.
         windows = [[_compact(pair) for pair in self._encoder.windows(text, self._limit)] for text in texts]
         scores = iter(self._score([pair for parts in windows for pair in parts], None, disable_tqdm))
         sums = []
@@ -118,11 +120,13 @@ class LongctxLM(LM):
         for index, how in enumerate(wanted):
             kinds.setdefault(how, []).append(index)
         answers: dict[int, str] = {}
+        # lm-eval's own bar, so that its option to hide bars hides this one.
         with tqdm(total=len(requests), desc="longctx: generate_until", disable=disable_tqdm) as bar:
             for how, indices in kinds.items():
                 costs = [len(prompts[index]) + how.max_new_tokens for index in indices]
                 for part in portions(costs, PORTION_TOKENS * self._ranks.data_degree):
                     asked = [indices[at] for at in part]
+                    # Seeds follow these numbers, whatever the portions are.
                     numbered = [(self._num_sampled + n, prompts[index]) for n, index in enumerate(asked)]
                     self._num_sampled += len(asked)
                     texts = self._ranks.generate(numbered, how, self._num_sequences)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from longctx.errors import ConfigError
@@ -68,6 +69,7 @@ class Encoder:
             if ids[:1] == [self.prefix]:
                 return self._checked(ids[:1], ids[1:], context, continuation)
             return self._checked([self.prefix], ids, context, continuation)
+        # The two are encoded as one text: a token may span the spaces between them.
         stripped = context.rstrip()
         whole = self.text(context + continuation)
         start = self.text(stripped)
@@ -94,9 +96,9 @@ class Encoder:
 
     def _without_begin(self, text: str) -> list[int]:
         """The ids of a text alone. Where it spells its first token, that is the token: a prompt may come with it."""
-        if self._begins(text):
-            return [self.prefix, *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]
-        return self._tokenizer.encode(text).tolist()
+        if not self._begins(text):
+            return self._tokenizer.encode(text).tolist()
+        return [self.prefix, *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]
 
     def _checked(self, context_ids: list[int], continuation_ids: list[int], context: str, continuation: str) -> Pair:
         if not continuation_ids:
@@ -124,16 +126,18 @@ def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Gene
 
     ``end`` is how the end token is spelt: a text ends before it too.
     """
+    # lm-eval writes None for what a task leaves open.
     given = {name: value for name, value in options.items() if value is not None}
     until = given.pop("until", ())
     if isinstance(until, str):
         until = (until,)
+    until = tuple(until)
     if end:
-        until = (*until, end)
+        until += (end,)
     counts = [given.pop(name) for name in _MAX_NAMES if name in given]
     penalties = {ours: float(given.pop(name)) for name, ours in _PENALTIES.items() if name in given}
     return Generation(
-        max_new_tokens=int([*counts, MAX_NEW_TOKENS][0]),
+        max_new_tokens=int(next(iter(counts), MAX_NEW_TOKENS)),
         until=tuple(dict.fromkeys(until)),
         strategy=_strategy(given),
         penalties=Penalties(**penalties),
@@ -163,4 +167,4 @@ def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
 
 
 def _known() -> str:
-    return ", ".join(("until", "do_sample", "num_beams", *_MAX_NAMES, *_SAMPLED, *_SEARCHED, *_PENALTIES))
+    return ", ".join(chain(("until", "do_sample", "num_beams"), _MAX_NAMES, _SAMPLED, _SEARCHED, _PENALTIES))

@@ -64,7 +64,7 @@ class Settings:
                 raise ConfigError(f"--model_args {name}={value}: give {_described(wanted)}.")
             values[name] = value
             if "Path" in str(known[name].type):
-                values[name] = Path(value)
+                values[name] = Path(str(value))
         missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
         if missing:
             raise ConfigError("--model_args names no checkpoint. Write --model_args checkpoint=RUN_OR_HF_FOLDER")

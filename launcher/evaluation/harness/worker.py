@@ -59,6 +59,7 @@ class Worker:
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:
         """The score of each pair of this rank's share, by its index."""
         groups = by_context(pairs)
+        # Continuations of one context go to one rank, which reads it once.
         costs = [sum(pairs[index].num_read for index in group) for group in groups]
         mine = [groups[at] for at in sorted(deal_by_cost(costs, self.mesh.data)[self.mesh.data_rank])]
         found: dict[int, Score] = {}

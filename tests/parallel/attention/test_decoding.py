@@ -16,6 +16,7 @@ from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
 from longctx.generation.reading import read, token_nll
 from longctx.generation.sampling import Sample
+from longctx.generation.scoring import score_behind
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
@@ -111,13 +112,18 @@ def test_several_sequences_of_every_kind_equal_one_process(world_size):
 
 
 def check_sequences(names: list[str]):
-    """Prompts of other lengths under way together, and the beams of one: each rank has the tokens of one process."""
+    """Prompts of other lengths under way together, the beams of one, and scores behind it: as of one process."""
     prompts = [ids_of(length) for length in (13, 1, 6)]
     for name in names:
         local = Decoder(config_of(name), LocalAttention("blockwise")).double()
         decoder = parallel_decoder(name).double()
         found = dict(generate_batch(decoder, prompts, NEW_TOKENS, max_sequences=2, chunk_tokens=CHUNK_TOKENS))
         assert found == {n: generate(local, prompt, NEW_TOKENS) for n, prompt in enumerate(prompts)}, name
+        ends = [ids_of(length) for length in (1, 2, 17)]
+        scores = score_behind(decoder, prompts[0], ends, chunk_tokens=CHUNK_TOKENS)
+        for score, right in zip(scores, score_behind(local, prompts[0], ends), strict=True):
+            assert score.is_greedy == right.is_greedy, name
+            assert abs(score.log_likelihood - right.log_likelihood) <= 1e-4, name
         wanted = generate(local, prompts[0], NEW_TOKENS, Beams(num_beams=2))
         assert generate(decoder, prompts[0], NEW_TOKENS, Beams(num_beams=2), chunk_tokens=CHUNK_TOKENS) == wanted, name
 
