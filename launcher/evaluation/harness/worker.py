@@ -24,6 +24,9 @@ from parallel.mesh import Mesh
 
 Decode = Callable[[Sequence[int]], str]
 
+REPEATED_TOKENS = 512
+"""Tokens of a context that are read again with each of its continuations, rather than in a pass of their own."""
+
 
 def open_subject(settings: Settings) -> Subject:
     """The checkpoint and its tokenizer; an error of one screen where they do not fit the settings."""
@@ -114,7 +117,9 @@ class Worker:
         # Of a context group each rank reads its part of one text: rows of several texts have no cache to share.
         if self.mesh.context > 1 or not can_share(self._model):
             return False
-        return max(pairs[index].num_read for index in group) <= self._settings.chunk_tokens
+        if max(pairs[index].num_read for index in group) > self._settings.chunk_tokens:
+            return False
+        return (len(group) - 1) * len(pairs[group[0]].context) <= REPEATED_TOKENS
 
     def _options(self, generation: Generation) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -68,6 +68,22 @@ def test_scores_and_texts_are_the_models(run, alone):
     assert texts[1][2] != texts[1][3]
 
 
+def test_a_long_context_is_read_once_and_short_texts_together(run, monkeypatch):
+    ranks = Ranks(torch.device("cpu"))
+    encoder = Encoder(ranks.load(Settings(checkpoint=run)).tokenizer)
+    assert ranks._worker is not None
+    backbone, read = ranks._worker._model.model, []
+    forward = backbone.forward
+    monkeypatch.setattr(backbone, "forward", lambda x, *a, **k: read.append(x.numel()) or forward(x, *a, **k))
+    long = [encoder.pair(TEXT * 20, end) for end in ENDS]
+    ranks.score(long)
+    assert sum(read) < len(long[0].context) + sum(pair.num_read - len(pair.context) + 1 for pair in long)
+    read.clear()
+    short = [encoder.pair(TEXT, end) for end in ENDS] + [encoder.pair(TEXT[:9], TEXT[9:])]
+    ranks.score(short)
+    assert read == [sum(pair.num_read for pair in short)]
+
+
 @pytest.mark.parametrize("context", [1, 2])
 def test_two_ranks_give_what_one_process_does(run, alone, context):
     """Two that share each text, and two that each have texts of their own."""
