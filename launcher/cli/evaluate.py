@@ -128,6 +128,7 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     import launcher.evaluation.run as evaluation
     from parallel.runtime.process import environment_rank
 
+    # Every rank measures; one speaks.
     is_rank_0 = environment_rank()[0] == 0
     _, _, left_out = options.chosen()
     if left_out and is_rank_0:

@@ -42,6 +42,7 @@ class Picture:
 
 def pictures(evaluation: Evaluation) -> list[Picture]:
     """Every picture that the evaluation has figures for."""
+    # Heat maps first: they say where in a text a model finds what it is asked for.
     found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
     scores, areas = score_rows(evaluation), area_rows(evaluation)
     if scores:
