@@ -271,8 +271,9 @@ def test_other_settings_in_the_same_folder_are_refused(capsys, run, evaluated):
 def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp_path):
     haystack = world / "data/validation"
     arguments = words(world / "hf", tmp_path / "out", tasks="passkey", lengths="320", haystack=haystack)
-    code, _, err = call(capsys, *arguments)
+    code, _, err = call(capsys, *arguments, "--depths=0,1,0.5,0.25")
     assert code == 0, err
+    assert "leaves these depths without a sample: 0.5, 0.25" in err
     wanted = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("passkey", 320)]
     assert lines(tmp_path / "out") == wanted
 
@@ -331,6 +332,11 @@ BAD = [
     ({"lengths": "4k"}, 2, ["--lengths 4k", "4096,8192"]),
     ({"lengths": "100000"}, 2, ["--lengths 100000", "positions", "--beyond-positions"]),
     ({"tasks": "niah", "lengths": "40"}, 2, ["length=40", "Ask for length="]),
+    (
+        {"tasks": "niah,copy,passkey", "lengths": "30"},
+        2,
+        ["task niah has", "these tasks out: niah, copy, passkey"],
+    ),
     ({"tasks": "longppl", "longppl-truncation": 450}, 2, ["longppl", "450"]),
     ({"tasks": "passkey", "answer-tokens": 2}, 1, ["leaves 2 tokens for its answer", "answer_tokens="]),
     ({"tasks": "ruler_qa_1"}, 2, ["ruler_qa_1", "dev-v2.0.json"]),
@@ -370,6 +376,10 @@ def test_a_haystack_that_is_too_short_says_which_length_works(capsys, run, tmp_p
         code, _, err = call(capsys, *words(run, tmp_path / "out", tasks=task, haystack=tmp_path / "text"))
         assert code == 1
         assert all(part in err for part in said), err
+    (tmp_path / "text/one.txt").write_text("Nothing is said here.")
+    for task, said in (("niah", "at least 16 words of text"), ("ppl", "the longest document")):
+        code, _, err = call(capsys, *words(run, tmp_path / "out", tasks=task, haystack=tmp_path / "text"))
+        assert (code, said in err, "has 0 tokens" in err) == (1, True, False), err
 
 
 def test_shards_of_another_tokenizer_are_refused(capsys, run, world, tmp_path):
