@@ -130,7 +130,7 @@ def test_figures_stand_beside_the_numbers_they_were_drawn_from(evaluated):
     assert [row["task"] for row in summary["areas"]] == ["niah", "passkey", "all tasks"]
     page = (evaluated / "report.html").read_text()
     assert "niah by length and depth" in page
-    assert "Perplexity" in page
+    assert "out: perplexity" in page
     assert len(set(ids := re.findall(r'\bid="([^"]+)"', page))) == len(ids)
 
 
