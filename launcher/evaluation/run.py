@@ -47,6 +47,8 @@ Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
 """From what is done, and the tokens to read if they are known, to something that is told how many are done."""
 Value = TypeVar("Value")
+_MOST_PROBLEMS = 8
+"""Tasks whose problems stand on one screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,16 +242,33 @@ def share(mesh: Mesh, value: Value | None) -> Value:
 def _read_and_check(options: Options, subject: Subject) -> Texts:
     """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
     tasks, measures, _ = options.chosen()
+    problems: dict[str, LongCtxError] = {}
     for task in tasks:
         # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
         lengths = {options.lengths[0]}
         if task.needs_haystack or not isinstance(task, FittedTask):
             lengths.add(options.lengths[-1])
-        for length in sorted(lengths):
-            next(iter(task.samples(subject.setting, length, 1)))
+        try:
+            for length in sorted(lengths):
+                next(iter(task.samples(subject.setting, length, 1)))
+        except LongCtxError as error:
+            problems[task.name] = error
+    if problems:
+        raise _all_of(problems)
     if not measures:
         return {}
     return read_documents(options, subject)
+
+
+def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
+    """The errors of several tasks as one: a user who mends them one by one would start again and again."""
+    first, *others = problems.values()
+    if not others:
+        return first
+    lines = [str(problem).partition("\n")[0] for problem in problems.values()][:_MOST_PROBLEMS]
+    if len(problems) > len(lines):
+        lines.append(f"and {len(problems) - len(lines)} more")
+    return type(first)("\n".join([*lines, f"Or leave these tasks out: {', '.join(problems)}"]))
 
 
 def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store]) -> set[Key]:

@@ -58,7 +58,7 @@ def text_settings(subject: Subject) -> dict[str, Any]:
     if subject.setting.haystack is not None:
         digest = xxhash.xxh3_128()
         for sentence in subject.setting.haystack.sentences:
-            digest.update(sentence)
+            digest.update(sentence.encode())
         haystack = digest.hexdigest()
     return {"haystack": haystack, "text_folder": subject.text_folder and str(subject.text_folder.resolve())}
 

@@ -43,7 +43,9 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
         axes.text(x, y, f"{row['mean']:.2f}  n={row['n']}", ha="center", va="center", fontsize=7.5, color=ink)
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
     # Fixed: pictures of two models are compared side by side.
-    image = axes.pcolormesh(edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1)
+    image = axes.pcolormesh(
+        *edges, np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
+    )
     axes.grid(False)
     axes.invert_yaxis()
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])

@@ -42,6 +42,7 @@ class Picture:
 
 def pictures(evaluation: Evaluation) -> list[Picture]:
     """Every picture that the evaluation has figures for."""
+    # Heat maps first: they say where in a text a model finds what it is asked for.
     found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
     scores, areas = score_rows(evaluation), area_rows(evaluation)
     if scores:
@@ -49,7 +50,7 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
         found.append(
             Picture(
                 name="score_over_length",
-                title="Score over length",
+                title="score over length",
                 caption="Area is that under the score over the logarithm of the length, divided by the range.",
                 svg=length_figure(scores, areas, caption, _name(evaluation, "length")),
                 rows=scores,
@@ -64,7 +65,7 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
         found.append(
             Picture(
                 name="loss_by_position",
-                title="Loss by position and distance",
+                title="loss by position and distance",
                 caption="Token-weighted; the bands are intervals of 95 % over texts.",
                 svg=loss_figure(texts, distances, caption, _name(evaluation, "loss")),
                 rows=texts,
@@ -78,7 +79,9 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     """The parts of a page: tables first, then pictures. ``drawn`` are its pictures, where they are drawn already."""
     if drawn is None:
         drawn = pictures(evaluation)
-    title = f"Evaluation {evaluation.folder.name}"
+    # A run's page may show several evaluations.
+    name = evaluation.folder.resolve().name
+    title = f"Evaluation {name}"
     scores = score_rows(evaluation)
     if not scores and not evaluation.losses:
         return [Section(title=title, caption="No sample has been measured yet.")]
@@ -88,13 +91,16 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
         parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
     ruler = ruler_rows(evaluation)
     if ruler:
-        parts.append(Section(title="RULER by length", caption=ruler_caption(evaluation), table=_plain_table(ruler)))
+        parts.append(
+            Section(title=f"{name}: RULER by length", caption=ruler_caption(evaluation), table=_plain_table(ruler))
+        )
     losses = loss_rows(evaluation)
     if losses:
         caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
-        parts.append(Section(title="Perplexity", caption=caption, table=_loss_table(losses)))
+        parts.append(Section(title=f"{name}: perplexity", caption=caption, table=_loss_table(losses)))
     return parts + [
-        Section(title=picture.title, caption=picture.caption, picture=Markup(picture.svg)) for picture in drawn
+        Section(title=f"{name}: {picture.title}", caption=picture.caption, picture=Markup(picture.svg))
+        for picture in drawn
     ]
 
 
@@ -123,7 +129,7 @@ def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
 
 def _name(evaluation: Evaluation, picture: str) -> str:
     """A name for the ids of a picture: a run's page may show several evaluations."""
-    return re.sub(r"[^A-Za-z0-9]", "-", f"{evaluation.folder.resolve().name}-{picture}")
+    return re.sub(r"[^A-Za-z0-9]", "-", "-".join((*evaluation.folder.resolve().parts[-2:], picture)))
 
 
 def _caption(evaluation: Evaluation, rows: Rows, count: str) -> str:
