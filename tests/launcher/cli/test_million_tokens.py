@@ -38,12 +38,14 @@ def prompt() -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 def test_reading_the_answer_is_the_same_event_as_writing_it():
+    # Threads would wait for one another at each of thousands of small products.
+    torch.set_num_threads(1)
     decoder, ids = Decoder(CONFIG), prompt()
     greedy = generate(decoder, ids, 5, chunk_tokens=CHUNK_TOKENS)
     assert forced(decoder, ids, greedy[:4], CHUNK_TOKENS) == greedy
-    run_distributed(check_two_ranks, 2, greedy, timeout=800.0)
+    run_distributed(check_two_ranks, 2, greedy, timeout=300.0)
 
 
 def check_two_ranks(greedy: list[int]) -> None:
