@@ -81,7 +81,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
     axes.set_ylabel("score")
     _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
     axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
-    figure.legend(loc="outside right upper", fontsize=7.5)
+    figure.legend(loc="outside right upper", fontsize=7.5, handlelength=3.2)
     write_caption(figure, caption)
     return to_svg(figure, name)
 

@@ -270,8 +270,9 @@ def test_other_settings_in_the_same_folder_are_refused(capsys, run, evaluated):
 
 def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp_path):
     haystack = world / "data/validation"
-    arguments = words(world / "hf", tmp_path / "out", tasks="passkey", lengths="320", haystack=haystack)
-    code, _, err = call(capsys, *arguments, "--depths=0,1,0.5,0.25")
+    given = {"tasks": "passkey", "lengths": "320", "depths": "0,1,0.5,0.25"}
+    arguments = words(world / "hf", tmp_path / "out", haystack=haystack, **given)
+    code, _, err = call(capsys, *arguments)
     assert code == 0, err
     assert "leaves these depths without a sample: 0.5, 0.25" in err
     wanted = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("passkey", 320)]
