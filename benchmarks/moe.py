@@ -1,6 +1,6 @@
 """An expert layer, forward and backward, beside transformers', DeepSpeed's, and dense products of the same FLOPs.
 
-    python -m benchmarks.moe [--quick] [--only layer ranks]
+    python -m benchmarks.moe [--quick] [--only layer ranks] [--case "16 experts top-2, 4096 tokens, fp32, Zipf" …]
 
 * layer: one process, one thread, width 512; 16 experts of 1024 of which a token visits 2, and 64 of 256, 8. Every
   token's experts are set by its direction, alike in every library: each expert equally often, or by Zipf's law. Results
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,12 @@ class Options:
     spread: tuple[Case, ...]
     """What is spread over ranks."""
     degrees: tuple[int, ...]
+
+    def restricted(self, names: Sequence[str]) -> Options:
+        """The same with those cases alone whose name is asked for."""
+        cases = tuple(case for case in self.cases if str(case) in names)
+        spread = tuple(case for case in self.spread if str(case) in names)
+        return Options(cases, spread, self.degrees)
 
 
 FULL = Options(
@@ -220,11 +226,13 @@ def print_layer_row(case: Case, row: dict[str, Any]) -> None:
 def layer_bounds(case: Case, row: dict[str, Any]) -> Iterator[Bound]:
     """What a row may be."""
     name = str(case)
+    again = ("--only", "layer", "--case", name)
     limit, why = time_bound(case)
-    yield Bound(f"{case.dtype} CPU seconds over transformers'", row["time_ratio"], limit, name, why)
+    yield Bound(f"{case.dtype} CPU seconds over transformers'", row["time_ratio"], limit, name, why, again=again)
     if case.shape == COARSE:
         least, why = rate_bound(case)
-        yield Bound("rate over that of dense products", row["share_of_dense_rate"], least, name, why, at_least=True)
+        rate = row["share_of_dense_rate"]
+        yield Bound("rate over that of dense products", rate, least, name, why, at_least=True, again=again)
     yield Bound("memory over transformers'", row["memory_ratio"], MEMORY_BOUND, name)
     for library, apart in row["apart"].items():
         yield Bound(f"{case.dtype} difference from {library}'s results", apart, TOLERANCE[case.dtype], name)
@@ -371,13 +379,17 @@ def main() -> int:
     """Print the tables, save them, and fail when a row is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="tables to measure")
+    names = [str(case) for case in FULL.cases]
+    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="rows to measure")
     options = parse(parser, quick="two cases, in fp32")
     content: dict[str, Any] = {}
     bounds: list[Bound] = []
+    asked = (QUICK if options.quick else FULL).restricted(options.case)
     for name in options.only:
-        content[name], stated = TABLES[name](QUICK if options.quick else FULL)
+        content[name], stated = TABLES[name](asked)
         bounds += stated
-    return conclude("moe", content, bounds, options, whole=set(options.only) == set(TABLES))
+    whole = set(options.only) == set(TABLES) and asked == FULL
+    return conclude("moe", content, bounds, options, whole=whole)
 
 
 if __name__ == "__main__":
