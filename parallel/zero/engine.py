@@ -24,7 +24,8 @@ from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
 from parallel.zero.muon import import_muon_uncompiled
-from parallel.zero.options import OptimizerOptions, check_zero, quiet_deepspeed
+from parallel.zero.deepspeed_config import check_zero, quiet_deepspeed
+from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
 from parallel.zero.state import OwnedRange, ReadRange, read_state, write_state

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
-from parallel.zero.options import OptimizerOptions, deepspeed_config, optimizer_groups
+from parallel.zero.deepspeed_config import deepspeed_config
+from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.tensors import ModelTensors
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
