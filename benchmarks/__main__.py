@@ -2,10 +2,10 @@
 
     python -m benchmarks [NAME …] [--quick]
 
-Each runs in a process of its own, and what becomes of one stops no other. A limit on time that is missed is measured
-again in a second process: it counts as missed when both miss it, and the summary has both figures. The summary has
-every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit code 1 if any is
-missed.
+Each runs in a process of its own, and what becomes of one stops no other. A missed limit on time, or on a peer's
+memory, is measured again in a second process: it counts as missed when both miss it, and the summary has both figures.
+The summary has every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit
+code 1 if any is missed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure_again(name: str, arguments: Sequence[str], bounds: Sequence[Bound], 
     asked = dict.fromkeys(bound.again for bound in bounds if not bound.held and bound.again is not None)
     second: dict[str, float] = {}
     for again in asked:
-        print(f"\n==> {name} again, for a missed limit on time", flush=True)
+        print(f"\n==> {name} again, for a missed limit", flush=True)
         found, _ = measure(name, [*arguments, "--unsaved", *again], timeout)
         second |= {bound.text: bound.figure for bound in found}
     measured = []
