@@ -20,11 +20,11 @@ from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from parallel.zero.deepspeed_config import check_zero, quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
 from parallel.zero.muon import import_muon_uncompiled
-from parallel.zero.deepspeed_config import check_zero, quiet_deepspeed
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
