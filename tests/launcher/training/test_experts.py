@@ -243,5 +243,6 @@ def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_pa
         )
         assert ended.code == 0, ended.text
         losses[degree] = [r["loss"] for r in read_metrics(folder) if r["kind"] == "validation"]
-    assert losses[1][-1] < losses[1][0] - 0.1, "it learns"
+    first = next(r["loss"] for r in read_metrics(folder) if r["kind"] == "train")
+    assert losses[1][-1] < first - 0.5, "it learns"
     assert losses[2] == pytest.approx(losses[1], abs=1e-4)
