@@ -1,9 +1,9 @@
-"""Positions of tokens as channels: rotary and sinusoidal tables, and the rotation itself.
+"""Rotary positions: the table of a batch's angles, and the rotation itself.
 
 Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
 formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
 
-Axes: B rows, t tokens of this rank, H heads, D head size, M model width, C channel pairs.
+Axes: B rows, t tokens of this rank, H heads, D head size, C channel pairs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.architecture.rope import Rope
-from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.graphs import outside_graphs
 
 
 def rotary_table(
@@ -28,41 +26,10 @@ def rotary_table(
 
     ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
     """
-    cos, sin = _angles(positions_Bt, rope.frequencies(rotary_size, length))
+    cos, sin = angles_of(positions_Bt, rope.frequencies(rotary_size, length))
     # YaRN's scale of the scores is in the table, so that kernels know nothing of it.
     scale, partial = rope.scale(), accumulate_dtype(dtype)
     return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
-
-
-def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
-    partial = accumulate_dtype(dtype)
-    cos, sin = _angles(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
-    return cos.to(partial), sin.to(partial)
-
-
-def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[B, t, size]: sines on even channels, cosines on odd ones."""
-    cos, sin = sinusoid_table(positions_Bt, size, dtype)
-    return torch.stack((sin, cos), dim=-1).flatten(-2)
-
-
-@outside_graphs("lengths are data: a graph that read them would serve one batch")
-def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wait: bool) -> None:
-    """ConfigError where a learned table of ``max_positions`` rows has none for a token.
-
-    ``longest`` is the length of the longest document, on whatever ranks it lies: every rank fails alike. Positions
-    themselves are looked at on the CPU only, or if ``wait``: on another device it would wait for what was asked before.
-    """
-    needed = longest
-    if positions_Bt.numel() and (wait or positions_Bt.device.type == "cpu"):
-        needed = max(needed, int(positions_Bt.max()) + 1)
-    if needed > max_positions:
-        raise ConfigError(
-            f"a document of {needed} tokens is longer than model.max_positions={max_positions}, the rows of the "
-            f"learned position table (model.position='learned'). Cut documents to {max_positions} tokens "
-            f"(data.seq_len={max_positions}), or train a table with model.max_positions={needed}."
-        )
 
 
 def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -75,7 +42,8 @@ def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool 
     return _Rotary.apply(x_BtHD, cos, sin, interleaved)
 
 
-def _angles(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
+def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, C] of position · frequency, in float64."""
     radians = torch.tensor(frequencies, device=positions_Bt.device, dtype=torch.float64)
     angles = positions_Bt.double().unsqueeze(-1) * radians
     return angles.cos(), angles.sin()

@@ -18,7 +18,7 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.projections import RelativePositions
 from longctx.model.decoder import Decoder
-from longctx.model.rotary import check_learned, sinusoidal_embedding
+from longctx.model.positions import check_learned, sinusoidal_embedding
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.model import plain_decoder
 from tests.longctx.model.plain_decoder import PlainDecoder
