@@ -27,7 +27,7 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) ->
     return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 
-@outside_graphs("lengths are data: a graph that read them would serve one batch")
+@outside_graphs  # lengths are data: a graph that read them would serve one batch
 def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wait: bool) -> None:
     """ConfigError where a learned table of ``max_positions`` rows has none for a token.
 

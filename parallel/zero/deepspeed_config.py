@@ -30,6 +30,7 @@ def deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_nor
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
         "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW by its very type; ours inherits from it
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -19,6 +19,7 @@ from longctx.objectives.causal_lm import CausalLM
 from parallel.zero.deepspeed_config import deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.tensors import ModelTensors
+from parallel.zero.uncompiled import AdamW
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
 """The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
@@ -50,7 +51,7 @@ class Wrapping:
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
         # One parameter at a time: the foreach form would hold temporaries of all of them at once.
-        optimizer = torch.optim.AdamW(
+        optimizer = AdamW(
             optimizer_groups(self.model, self.options.weight_decay),
             lr=0.0,
             betas=self.options.betas,
