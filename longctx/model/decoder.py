@@ -31,7 +31,8 @@ from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
-from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
+from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
+from longctx.model.rotary import rotary_table
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,

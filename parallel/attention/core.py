@@ -51,7 +51,7 @@ class ContextParallelAttention:
         )
         return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options, placement=placement)
 
-    @outside_graphs("keys, values and states travel between ranks")
+    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,

@@ -75,7 +75,7 @@ class ContextParallelLinearPlan:
         return _Recomputed(exchange, recompute_cache)
 
 
-@outside_graphs("keys, values and states travel between ranks")
+@outside_graphs  # keys, values and states travel between ranks
 def linear_attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -163,7 +163,7 @@ class ContextParallelLinearAttention:
         states = StatePlan.build(placement, mask.documents, causal=mask.causal)
         return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 
-    @outside_graphs("keys, values and states travel between ranks")
+    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,

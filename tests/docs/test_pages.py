@@ -92,10 +92,11 @@ def check_extras(words: Sequence[str]) -> None:
             assert set(match[1].split(",")) <= set(known)
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
     """A folder as the reader's, in which the first tutorial was followed."""
-    folder = tmp_path_factory.mktemp("reader")
+    folder = tmp_path / "reader"
+    folder.mkdir()
     text = folder / "my-text"
     text.mkdir()
     for path in sorted((REPOSITORY / "data_pipeline").rglob("*.py")):
@@ -105,14 +106,14 @@ def workspace(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda p: p.name)
-def test_marked_commands_run_in_their_order(page: Path, workspace: Path, monkeypatch, capfd):
+@pytest.mark.timeout(900)
+def test_marked_commands_run_in_their_order(workspace: Path, monkeypatch, capfd):
     """Pages stand in the order of their names, so what the first tutorial made is there for the later ones."""
     monkeypatch.chdir(workspace)
-    for block in ALL_BLOCKS:
-        if block.page == page and block.is_run:
-            follow(block, capfd)
+    for page in RUN_PAGES:
+        for block in ALL_BLOCKS:
+            if block.page == page and block.is_run:
+                follow(block, capfd)
 
 
 def follow(block: Block, capfd) -> None:

@@ -16,7 +16,7 @@ from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan, T
 from longctx.model.attention.mask import AttentionMask
 
 
-@outside_graphs("boundaries are data: a graph that read them would serve one batch")
+@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def plan_layers(
     config: ModelConfig,
     cores: Mapping[str, AttentionCore],

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import RMSNorm, build_norm
-from longctx.model.positions import apply_rotary
+from longctx.model.rotary import apply_rotary
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines of this rank's positions."""

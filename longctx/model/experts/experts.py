@@ -154,6 +154,6 @@ class _Experts(torch.autograd.Function):
         return dx, dgates, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 
 
-@outside_graphs("tokens are sent outside of any graph")
+@outside_graphs  # tokens are sent outside of any graph
 def _apply_outside_graphs(*inputs: Any) -> Tensor:
     return _Experts.apply(*inputs)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longctx.architecture.rope import ROPE_KINDS, Rope
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model.positions import apply_rotary, rotary_table
+from longctx.model.rotary import apply_rotary, rotary_table
 
 FP32 = 3e-6
 """Relative. transformers forms frequencies in float32: a power and a few products, in YaRN a sum of two terms."""
