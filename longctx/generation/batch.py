@@ -79,13 +79,16 @@ class _Sequence:
 def _continued(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
+    new_cache = model.new_caches(min(max_sequences, len(prompts)))
     # A list gives its last element fastest.
     waiting = list(reversed(range(len(prompts))))
     under_way: list[_Sequence] = []
     while waiting or under_way:
         while waiting and len(under_way) < max_sequences:
             index = waiting.pop()
-            under_way.append(_entered(model, index, list(prompts[index]), request, chunk_tokens))
+            sequence = _Sequence(index, Continuation(request, prompts[index]), new_cache())
+            under_way.append(sequence)
+            _enter(model, sequence, list(prompts[index]), chunk_tokens)
             # Its first token may be its last: the next prompt then enters at once.
             yield from _ended(under_way)
         if under_way:
@@ -94,12 +97,10 @@ def _continued(
             yield from _ended(under_way)
 
 
-def _entered(model: Decoder, index: int, prompt_ids: list[int], request: Request, chunk_tokens: int) -> _Sequence:
-    """A sequence whose prompt is read and whose first token is chosen."""
-    sequence = _Sequence(index, Continuation(request, prompt_ids), model.new_cache())
+def _enter(model: Decoder, sequence: _Sequence, prompt_ids: list[int], chunk_tokens: int) -> None:
+    """Read the prompt and choose the first token."""
     if not sequence.continuation.has_ended:
         _add_tokens([sequence], last_logits(model, read(model, prompt_ids, sequence.cache, chunk_tokens)))
-    return sequence
 
 
 def _add_tokens(sequences: list[_Sequence], logits_NV: Tensor) -> None:
@@ -117,13 +118,16 @@ def _add_tokens(sequences: list[_Sequence], logits_NV: Tensor) -> None:
 
 def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
     """Take out the sequences that have ended: index and tokens of each."""
-    ended = [(sequence.index, sequence.continuation.ids) for sequence in under_way if sequence.continuation.has_ended]
+    ended = [sequence for sequence in under_way if sequence.continuation.has_ended]
     under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
-    return ended
+    for sequence in ended:
+        sequence.cache.free()
+    return [(sequence.index, sequence.continuation.ids) for sequence in ended]
 
 
 def _searched(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     for index, prompt_ids in enumerate(prompts):
-        yield index, list(search(model, list(prompt_ids), request, beams, model.new_cache(), chunk_tokens))
+        new_cache = model.new_caches(request.num_caches)
+        yield index, list(search(model, list(prompt_ids), request, beams, new_cache(), chunk_tokens))

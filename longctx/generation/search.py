@@ -60,6 +60,11 @@ def search(
 
 def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]:
     """The cache of each beam: that of the beam it goes on from, or a copy where another has taken it."""
+    going_on = {id(caches[beam.parent]) for beam in beams}
+    # Memory of beams that end serves the copies.
+    for cache in {id(cache): cache for cache in caches}.values():
+        if id(cache) not in going_on:
+            cache.free()
     taken: set[int] = set()
     found = []
     for beam in beams:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, PassCache, Plan
-from longctx.model.attention.projections import Table, build_attention
+from longctx.model.attention.core import PassCache, PassCore, Plan
+from longctx.model.attention.projections import build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
+from longctx.model.positions import RotaryTable
 from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
 
 
@@ -25,7 +26,7 @@ from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_gr
 class Call:
     """What a forward pass tells all layers of one kind."""
 
-    core: AttentionCore
+    core: PassCore
     plan: Plan
     """The core's own, for this forward pass; made before the first layer, so that recomputation reads the same."""
     scores: Scores
@@ -60,7 +61,7 @@ class Block(nn.Module):
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
 
-    def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, ...]:
+    def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
         """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
 
         When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
@@ -75,7 +76,7 @@ class Block(nn.Module):
         return recomputed(self._run, x_BtM, table, call)
 
     def _run(
-        self, x_BtM: Tensor, table: Table | None, call: Call, recompute_cache: RecomputeCache | None
+        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         cached = call.cache is not None
         q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)

@@ -1,14 +1,14 @@
 """One new token of each of several sequences in one forward pass: attention of each alone, everything else together.
 
-Sequences have caches of their own, of any lengths, on one process or on many: no key is padded, and no core knows that
-it serves several. Products, experts and norms see a row of as many tokens as there are sequences.
+Sequences have caches of their own, of any lengths, on one process or on many, and no key is padded. Products, experts
+and norms see a row of as many tokens as there are sequences.
 
 Axes: B = 1 row, t tokens, one a sequence, H query heads, K key/value heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, LayerCache, Plan, TokenChunk
+from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, LayerCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 
@@ -52,38 +52,16 @@ class SequencesCache:
             cache.extend(part)
 
 
-@dataclass(frozen=True, eq=False)
-class SequencesPlan:
-    """The plan of each sequence's token, by the core that serves them all."""
-
-    plans: tuple[Plan, ...]
-    in_graph: bool = False
-
-
 class SequencesCore:
-    """Calls a core once for each sequence of a chunk, with its own cache."""
+    """Lets a core attend for each sequence of a chunk, with its own cache."""
 
     def __init__(self, core: AttentionCore, chunks: tuple[TokenChunk, ...]) -> None:
         self._core = core
         self._chunks = chunks
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._core.new_cache()
-
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> SequencesPlan:
-        """A plan for each sequence; what is where is said by each one's chunk."""
-        mask = replace(mask, documents=ONE_TOKEN)
-        plans: list[Plan] = []
-        known: dict[int, Plan] = {}
-        for chunk in self._chunks:
-            plan = known.get(chunk.start)
-            # On one process sequences of one length have one plan.
-            if plan is None or chunk.placement is not None:
-                of_one = replace(shapes, tokens=1, cached_tokens=chunk.start, unread_tokens=0)
-                plan = known[chunk.start] = self._core.plan(mask, of_one, chunk.placement)
-            plans.append(plan)
-        return SequencesPlan(tuple(plans))
+    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
+        """The plan of all sequences; each one's chunk says where its keys are."""
+        return self._core.plan_each(replace(mask, documents=ONE_TOKEN), replace(shapes, tokens=1), self._chunks)
 
     def __call__(
         self,
@@ -91,25 +69,70 @@ class SequencesCore:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        plan: SequencesPlan,
+        plan: Plan,
         cache: Any = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
-        outputs = []
-        for row, (of_one, layer_cache) in enumerate(zip(plan.plans, cache, strict=True)):
-            token = slice(row, row + 1)
-            out = self._core(
-                q_BtHD[:, token],
-                k_BtKD[:, token],
-                v_BtKV[:, token],
-                plan=of_one,
-                cache=layer_cache,
-                scores=scores,
-                sinks_H=sinks_H,
-                recompute_cache=recompute_cache,
-            )
-            outputs.append(out)
-        return torch.cat(outputs, dim=1)
+        return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, sinks_H=sinks_H)
+
+
+@dataclass(frozen=True, eq=False)
+class EachAlone:
+    """A plan for each of some tokens by itself."""
+
+    tokens: tuple[int, ...]
+    """Which of the pass's tokens they are."""
+    plans: tuple[Any, ...]
+    in_graph: bool = False
+
+
+def plan_alone(
+    core: PassCore, mask: AttentionMask, shapes: AttentionShapes, places: Mapping[int, tuple[int, Any]]
+) -> EachAlone:
+    """The core's own plan for each of these tokens, given how many are before it, and the placement.
+
+    Tokens of which both are equal share one.
+    """
+    plans = []
+    known: dict[Any, Plan] = {}
+    for start, placement in places.values():
+        if (start, placement) not in known:
+            of_one = replace(shapes, cached_tokens=start, unread_tokens=0)
+            known[start, placement] = core.plan(mask, of_one, placement)
+        plans.append(known[start, placement])
+    return EachAlone(tuple(places), tuple(plans))
+
+
+def places_of(chunks: Sequence[TokenChunk]) -> dict[int, tuple[int, Any]]:
+    """What ``plan_alone`` wants of every token."""
+    return {number: (chunk.start, chunk.placement) for number, chunk in enumerate(chunks)}
+
+
+def attend_alone(
+    core: PassCore,
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: EachAlone,
+    caches: Sequence[LayerCache],
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [1, n, H, V] of a core that is called for one of the plan's tokens after another."""
+    outs = []
+    for number, of_one in zip(plan.tokens, plan.plans, strict=True):
+        token = slice(number, number + 1)
+        out = core(
+            q_BtHD[:, token],
+            k_BtKD[:, token],
+            v_BtKV[:, token],
+            plan=of_one,
+            cache=caches[number],
+            scores=scores,
+            sinks_H=sinks_H,
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=1)
