@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx.generation.beams import Beam, Beams, BeamSearch
 from longctx.generation.continuation import Request
-from longctx.generation.reading import last_logits, read, read_one_each
+from longctx.generation.reading import last_logits, read, read_each
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -51,7 +51,7 @@ def search(
             break
         chosen = [Beam(parent, token) for parent, token in zip(told[::2], told[1::2], strict=True)]
         caches = continued(caches, chosen)
-        logits_NV = read_one_each(model, [beam.token for beam in chosen], caches)
+        logits_NV = read_each(model, [[beam.token] for beam in chosen], caches)
     # The other processes know no lengths: they are told as many integers as there may be tokens.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)

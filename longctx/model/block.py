@@ -78,11 +78,10 @@ class Block(nn.Module):
     def _run(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        cached = call.cache is not None
-        q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)
-        sinks_H, cache = None, None
-        if self.self_attn.sinks is not None:
-            sinks_H = self.self_attn.sinks()
+        attention, sinks_H, cache = self.self_attn, None, None
+        q, k, v = attention.project(self._before(x_BtM, "input_layernorm"), table, cached=call.cache is not None)
+        if attention.sinks is not None:
+            sinks_H = attention.sinks()
         if call.cache is not None:
             cache = call.cache.layer(self.layer)
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
@@ -135,6 +134,7 @@ class Block(nn.Module):
 
     def _feed(self, normed_BtM: Tensor, call: Call, recompute_cache: RecomputeCache | None) -> tuple[Tensor, ...]:
         """The FFN's output, and the statistics of its router."""
-        if isinstance(self.mlp, FeedForward):
-            return (self.mlp(normed_BtM),)
-        return self.mlp(normed_BtM, call.experts, recompute_cache)
+        mlp = self.mlp
+        if isinstance(mlp, FeedForward):
+            return (mlp(normed_BtM),)
+        return mlp(normed_BtM, call.experts, recompute_cache)

@@ -24,6 +24,7 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
 from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.plan import AttentionOptions, call_signature
 from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
@@ -129,25 +130,24 @@ def attend_cached_each(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
     v_BtKV: Tensor,
-    plans: Sequence[CachedPlan],
+    plan: EachAlone,
     caches: Sequence[LayerCache],
     *,
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Output [1, t, H, V] of each token, which every rank has, over the keys of its own cache and itself.
+    """Output [1, t, H, V] of several sequences' tokens, which every rank has, each over the keys of its own cache.
 
-    Collective: one gather for all of them. There is no backward.
+    Collective: one gather for all sequences. There is no backward.
     """
     check_no_gradient(q_BtHD)
     scores = _given_or_plain(scores, q_BtHD)
     parts = []
-    for number, (plan, cache) in enumerate(zip(plans, caches, strict=True)):
-        assert plan.is_replicated, "a sequence's newest token is on every rank"
-        token = slice(number, number + 1)
-        parts.append(_over_own_keys(k_BtKD[:, token], v_BtKV[:, token], plan, cache, scores)(q_BtHD[:, token], 0))
+    for tokens, of_one, cache in zip(plan.tokens, plan.plans, caches, strict=True):
+        compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
+        parts.append(compute(q_BtHD[:, tokens], 0))
     out, lse = (torch.cat(of_tokens, dim=1) for of_tokens in zip(*parts, strict=True))
-    out, lse = merge_gathered(plans[0].mesh, (out, lse))
+    out, lse = merge_gathered(plan.plans[0].mesh, (out, lse))
     if sinks_H is not None:
         out, lse = apply_sinks(out, lse, sinks_H)
     return out.to(q_BtHD.dtype)

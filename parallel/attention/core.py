@@ -12,7 +12,7 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, places_of, plan_alone
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
@@ -79,7 +79,7 @@ class ContextParallelAttention:
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
         """This rank's work for each sequence's token."""
-        return plan_alone(self, mask, shapes, places_of(chunks))
+        return plan_alone(self, mask, shapes, chunks)
 
     @outside_graphs("results travel between ranks")
     def attend_each(
@@ -93,5 +93,7 @@ class ContextParallelAttention:
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Output [1, t, H, V] of each token over the keys of its own cache, on all ranks. Collective."""
-        return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan.plans, caches, scores=scores, sinks_H=sinks_H)
+        """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
+        if all(of_one.is_replicated for of_one in plan.plans):
+            return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)

@@ -23,7 +23,7 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, places_of, plan_alone
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
@@ -189,7 +189,7 @@ class ContextParallelLinearAttention:
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
         """A segment for each sequence."""
-        return plan_alone(self, mask, shapes, places_of(chunks))
+        return plan_alone(self, mask, shapes, chunks)
 
     def attend_each(
         self,

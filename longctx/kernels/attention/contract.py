@@ -7,7 +7,7 @@ V value head size, N buckets of a bias table.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -150,7 +150,6 @@ class AttentionKernel(Protocol):
         ...
 
 
-@runtime_checkable
 class NewestTokensKernel(Protocol):
     """A kernel that attends for the newest tokens of several sequences in one call."""
 
@@ -163,6 +162,11 @@ class NewestTokensKernel(Protocol):
         as the output: enough for sinks, not to be merged.
         """
         ...
+
+
+def attends_newest(kernel: object) -> TypeGuard[NewestTokensKernel]:
+    """Whether a kernel is a ``NewestTokensKernel``."""
+    return hasattr(kernel, "forward_newest")
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

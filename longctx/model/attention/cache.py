@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -63,11 +63,10 @@ class LayerBuffer:
         self.num_tokens += k_BtKD.shape[1]
         return self._keys[:, self._first : stop], values
 
-    def note_rows(self, num_rows: int) -> None:
-        """Count rows that were stored in the slot."""
-        assert self.slots is not None, "these rows are in memory of their own"
-        self._stop += num_rows
-        self.num_tokens += num_rows
+    def count_row(self) -> None:
+        """Note that one more row was stored in the slot."""
+        self._stop += 1
+        self.num_tokens += 1
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
         """Add a state, of so many tokens."""
@@ -174,16 +173,3 @@ class LocalKVCache:
         if self._slot is None:
             return LayerBuffer()
         return LayerBuffer(self._slot.pool.layer(number), self._slot.number)
-
-
-def append_each(buffers: Sequence[LayerBuffer], slots_n: Tensor, k_nKD: Tensor, v_nKV: Tensor | None) -> SlotLayer:
-    """Store a row in each of these buffers, which are slots of one pool; returns the memory of all its slots."""
-    slots = buffers[0].slots
-    assert slots is not None, "rows that are in no slot"
-    assert all(buffer.slots is slots for buffer in buffers), "rows of several pools"
-    rows = [buffer.num_rows for buffer in buffers]
-    slots.make_ready(max(rows) + 1, k_nKD, v_nKV)
-    slots.put(slots_n, torch.tensor(rows), k_nKD, v_nKV)
-    for buffer in buffers:
-        buffer.note_rows(1)
-    return slots

@@ -103,7 +103,7 @@ class TokenChunk:
     placement: Any = None
     """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
     sequences: tuple[TokenChunk, ...] = ()
-    """The chunks of one token each that these tokens are, of sequences with caches of their own; none for one sequence.
+    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
 
     ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
     """
@@ -240,7 +240,7 @@ class AttentionCore(PassCore, Protocol):
         ...
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
-        """``plan`` for chunks of one token, each of a sequence of its own. ``mask`` and ``shapes`` are a token's."""
+        """``plan`` for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
         ...
 
     def attend_each(
@@ -254,8 +254,8 @@ class AttentionCore(PassCore, Protocol):
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Output [1, t, H, V] of one token of each sequence, by the plan for all and with the cache of each.
+        """Output [1, t, H, V] of the tokens of several sequences, by the plan for all and with the cache of each.
 
-        Each token's is that of a call for it alone, but for rounding. There is no backward.
+        Each sequence's is that of a call for it alone, but for rounding. There is no backward.
         """
         ...

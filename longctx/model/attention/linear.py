@@ -14,7 +14,7 @@ from longctx.kernels.linear_attention import Segments, linear_attention
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, places_of, plan_alone
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 
 
@@ -79,7 +79,7 @@ class LocalLinearAttention:
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
         """A segment for each sequence."""
-        return plan_alone(self, mask, shapes, places_of(chunks))
+        return plan_alone(self, mask, shapes, chunks)
 
     def attend_each(
         self,

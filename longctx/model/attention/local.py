@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel, Scores
+from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel, Scores, attends_newest
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
@@ -77,7 +77,7 @@ class LocalAttention:
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
         kernel, earlier_rows = chosen.name, None
-        if isinstance(chosen, NewestTokensKernel) and _is_newest(mask, shapes):
+        if attends_newest(chosen) and _is_newest(mask, shapes):
             return LocalPlan(shapes, kernel, (), earlier_seen(mask, shapes), later_stored(mask, shapes), chosen)
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
@@ -139,7 +139,7 @@ class LocalAttention:
         """Sequences in slots are attended to together where they see all keys and the kernel can, others alone."""
         kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
         sees_all = mask.window is None and not mask.stride and not shapes.rules
-        if sees_all and isinstance(kernel, NewestTokensKernel):
+        if sees_all and attends_newest(kernel):
             together = Together.build(kernel, shapes, chunks)
         return SequencesPlan.build(self, mask, shapes, chunks, together)
 

@@ -85,9 +85,10 @@ class SlotLayer:
             values = self._values[own]
         return self._keys[own], values
 
-    def put(self, slots_n: Tensor, rows_n: Tensor, k_nKD: Tensor, v_nKV: Tensor | None) -> None:
-        """Store a row in each of these slots."""
-        assert self._keys is not None, "no rows are ready"
+    def put(self, slots_n: Tensor, rows_n: Tensor, k_nKD: Tensor, v_nKV: Tensor | None, *, stop: int) -> None:
+        """Store a row in each of these slots, all before ``stop``."""
+        self.make_ready(stop, k_nKD, v_nKV)
+        assert self._keys is not None
         self._keys.index_put_((slots_n, rows_n), k_nKD)
         if self._values is not None and v_nKV is not None:
             self._values.index_put_((slots_n, rows_n), v_nKV)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import NewestTokensKernel, Scores
-from longctx.model.attention.cache import LayerBuffer, append_each
+from longctx.model.attention.cache import LayerBuffer
 from longctx.model.attention.cached import with_sinks
 from longctx.model.attention.core import AttentionShapes, PassCore, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone, plan_alone
-from longctx.model.attention.slots import SLOT_TOKENS, Slot, as_range
+from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +33,8 @@ class Together:
     slots_n: Tensor
     slots: slice | Tensor
     """The same, as a range where they are one: its rows are not copied."""
+    rows_n: Tensor
+    """The rows of the new tokens in their slots."""
     longest: int
     """Rows of the longest sequence, with its new token."""
     bias_ns: Tensor | None
@@ -44,7 +46,9 @@ class Together:
     def build(
         cls, kernel: NewestTokensKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
     ) -> Together | None:
-        """The plan of tokens that are in slots with what comes before them; None where that are less than two."""
+        """The plan of single tokens that are in slots with what comes before them; None for less than two of them."""
+        if any(chunk.num_tokens != 1 for chunk in chunks):
+            return None
         by_slot = sorted(
             (chunk.placement.number, token)
             for token, chunk in enumerate(chunks)
@@ -54,10 +58,10 @@ class Together:
             return None
         slots, tokens = [slot for slot, _ in by_slot], [token for _, token in by_slot]
         assert len({id(chunks[token].placement.pool) for token in tokens}) == 1, "sequences of several pools"
-        rows_n = torch.tensor([chunks[token].start + 1 for token in tokens])
-        longest, bias_ns = int(rows_n.max()), None
-        if int(rows_n.min()) < longest:
-            is_other_ns = torch.arange(longest) >= rows_n[:, None]
+        rows = [chunks[token].start for token in tokens]
+        rows_n, longest, bias_ns = torch.tensor(rows), max(rows) + 1, None
+        if min(rows) + 1 < longest:
+            is_other_ns = torch.arange(longest) > rows_n[:, None]
             bias_ns = torch.zeros(is_other_ns.shape).masked_fill_(is_other_ns, -torch.inf)
         return cls(
             kernel=kernel,
@@ -65,6 +69,7 @@ class Together:
             tokens_n=as_range(tokens),
             slots_n=torch.tensor(slots),
             slots=as_range(slots),
+            rows_n=rows_n,
             longest=longest,
             bias_ns=bias_ns,
             value_dim=shapes.value_dim,
@@ -81,26 +86,37 @@ class Together:
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Output [1, n, H, V] of these tokens, which join their caches."""
-        q_nHD, k_nKD, v_nKV = (self._take(x[0]) for x in (q_BtHD, k_BtKD, v_BtKV))
-        stored_v = v_nKV
+        q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
+        pool = pool_of([caches[token] for token in self.tokens])
         if self.values_in_keys:
-            stored_v = None
-        pool = append_each([caches[token] for token in self.tokens], self.slots_n, k_nKD, stored_v)
+            pool.put(self.slots_n, self.rows_n, k_nKD, None, stop=self.longest)
+        else:
+            pool.put(self.slots_n, self.rows_n, k_nKD, v_nKV, stop=self.longest)
         keys, values = pool.first_rows(self.slots, self.longest)
         if values is None:
             values = keys[..., : self.value_dim]
         out, lse = self.kernel.forward_newest(q_nHD.unsqueeze(1), keys, values, self.bias_ns, scores=scores)
         return with_sinks(out, lse, sinks_H).transpose(0, 1).to(q_BtHD.dtype)
 
-    def _take(self, x_tHX: Tensor) -> Tensor:
+    def _take(self, x_BtHX: Tensor) -> Tensor:
         if isinstance(self.tokens_n, slice):
-            return x_tHX[self.tokens_n]
-        return x_tHX.index_select(0, self.tokens_n)
+            return x_BtHX[0, self.tokens_n]
+        return x_BtHX[0].index_select(0, self.tokens_n)
+
+
+def pool_of(buffers: Sequence[LayerBuffer]) -> SlotLayer:
+    """The memory of which all of these buffers are slots; each counts a row that is put there."""
+    pool = buffers[0].slots
+    assert pool is not None, "rows that are in no slot"
+    for buffer in buffers:
+        assert buffer.slots is pool, "rows of several pools"
+        buffer.count_row()
+    return pool
 
 
 @dataclass(frozen=True, eq=False)
 class SequencesPlan:
-    """Which tokens, each of a sequence of its own, are attended to together, and which alone."""
+    """Which sequences are attended to together, and which alone."""
 
     together: Together | None
     alone: EachAlone | None
@@ -117,19 +133,19 @@ class SequencesPlan:
         chunks: Sequence[TokenChunk],
         together: Together | None,
     ) -> SequencesPlan:
-        """The plan of all tokens, of which some are together."""
+        """The plan of all sequences, of which some are together."""
         tokens: list[int] = []
         if together is not None:
             tokens += together.tokens
-        # On one process a plan depends on lengths alone.
-        places = {token: (chunk.start, None) for token, chunk in enumerate(chunks) if token not in tokens}
+        others = [sequence for sequence in range(len(chunks)) if sequence not in tokens]
         alone = None
-        if places:
-            alone = plan_alone(core, mask, shapes, places)
-            tokens += alone.tokens
+        if others:
+            # On one process a plan depends on lengths alone.
+            alone = plan_alone(core, mask, shapes, chunks, others, has_placement=False)
         order_t = None
-        if tokens != sorted(tokens):
-            order_t = torch.tensor(tokens).argsort()
+        # Where some are together, each sequence has one token.
+        if tokens + others != list(range(len(chunks))):
+            order_t = torch.tensor(tokens + others).argsort()
         return cls(together, alone, order_t)
 
     def in_order(self, outs: Sequence[Tensor]) -> Tensor:

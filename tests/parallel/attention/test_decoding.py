@@ -14,7 +14,7 @@ from longctx.errors import ClusterError, ConfigError
 from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
-from longctx.generation.reading import read, read_one_each, token_nll
+from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.sampling import Sample
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
@@ -143,7 +143,7 @@ def check_gathers():
         for number, cache in enumerate(caches):
             read(decoder, ids_of(5 + 3 * number), cache)
         with patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered:
-            read_one_each(decoder, [7] * count, caches)
+            read_each(decoder, [[7]] * count, caches)
         counts.append(gathered.call_count)
     assert counts == [2, 2, 2], "two layers"
 
