@@ -2,12 +2,12 @@
 
     python -m benchmarks.generation_batch [--quick] [--only tiny-llama-1 mixtral-8 …]
 
-One process, two threads, float32: 1 and 8 prompts of 128 tokens, 64 new ones each, greedy. The tiny shapes are of width
-256 with 4 layers and a vocabulary of 8,192; the others are ``benchmarks.decoder``'s, of width 512 with 8 layers and a
-vocabulary of 32,000, whose weights are 154 MB and more for each token: there memory decides, and both read as much.
-transformers runs ``sdpa`` and ``grouped_mm``, with its dynamic and with its static cache; the faster one counts. We run
-``generate_batch``, which reads one prompt after another and then one token of each a step. CPU seconds are the smallest
-of rounds in which all take turns in one process, whose threads sleep while they wait.
+One process, two threads, float32: 1 and 8 prompts of 128 tokens, 64 new ones each, greedy. The tiny shapes have width
+64, 4 layers and a vocabulary of 1,024: what counts there is the time around the products. The small ones have width 256
+and a vocabulary of 8,192. The others are ``benchmarks.decoder``'s, with width 512, 8 layers and a vocabulary of 32,000:
+at 154 MB of weights a token, and more, memory decides, and both read the same. transformers runs ``sdpa`` and
+``grouped_mm``, with its dynamic and with its static cache; the faster one counts. We run ``generate_batch``. CPU seconds
+are the smallest of rounds in which all take turns in one process, whose threads sleep while they wait.
 Saved in ``benchmarks/results/KIND/generation_batch.json``; exit code 1 when a figure is outside its bound.
 """
 
@@ -28,25 +28,27 @@ from benchmarks.generation import convert, cpu_seconds
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 _TINY = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
+    "vocab_size": 1024,
+    "hidden_size": 64,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 16,
 }
+_SMALL = {**_TINY, "vocab_size": 8192, "hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 SHAPES = {
-    "tiny-llama": Shape("llama", {**_TINY, "intermediate_size": 688}),
-    "tiny-mixtral": Shape(
-        "mixtral", {**_TINY, "intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2}
-    ),
+    "tiny-llama": Shape("llama", {**_TINY, "intermediate_size": 176}),
+    "tiny-mixtral": Shape("mixtral", {**_TINY, **_EXPERTS, "intermediate_size": 128}),
+    "small-llama": Shape("llama", {**_SMALL, "intermediate_size": 688}),
+    "small-mixtral": Shape("mixtral", {**_SMALL, **_EXPERTS, "intermediate_size": 512}),
     "llama": decoder.SHAPES["llama"],
     "mixtral": decoder.SHAPES["mixtral"],
 }
 CASES = [f"{shape}-{count}" for shape in SHAPES for count in (1, 8)]
 CACHES = ("dynamic", "static")
-SPEED_BOUND = {"tiny-llama": 1.2, "tiny-mixtral": 1.2, "llama": 1.0, "mixtral": 1.0}
-"""Our tokens a second over transformers', at least."""
+SPEED_BOUND = {"tiny": 1.2, "small": 1.0, "llama": 0.95, "mixtral": 0.95}
+"""Our tokens a second over transformers', at least, by the first word of a shape's name."""
 Continue = Callable[[int], list[list[int]]]
 """From a number of new tokens to those of each prompt."""
 
@@ -112,7 +114,7 @@ def measure_case(case: str, rounds: int) -> dict[str, Any]:
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
     """What a row may be."""
     name, count = row["case"].rsplit("-", 1)
-    what, limit = "tokens a CPU second over transformers'", SPEED_BOUND[name]
+    what, limit = "tokens a CPU second over transformers'", SPEED_BOUND[name.split("-")[0]]
     yield Bound(what, row["speed_ratio"], limit, row["case"], at_least=True)
     yield Bound("prompts whose ids are transformers'", row["same_prompts"], int(count), row["case"], at_least=True)
 
@@ -131,7 +133,7 @@ def main() -> int:
     print(f"{'tokens/CPU s':16}{'dynamic':>11}{'static':>11}{'ours':>11}   ratio  same")
     rows = []
     for case in options.only:
-        rows.append(in_process(measure_case, case, 1 if options.quick else 3))
+        rows.append(in_process(measure_case, case, 1 if options.quick else 5))
         print_row(rows[-1])
     content = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "threads": THREADS, "rows": rows}
     stated = [bound for row in rows for bound in bounds(row)]

@@ -8,7 +8,7 @@ sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -81,28 +81,30 @@ def _last_hidden(
     device = _device_of(model)
     firsts, ids_T = [cache.num_tokens for cache in caches], [torch.tensor(of_one) for of_one in ids]
     coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
-    chunks = [next(of_one, None) for of_one in coming]
-    last: list[Tensor] = [torch.empty(0)] * len(caches)
-    while any(chunks):
-        sequences = _next_pass(chunks, chunk_tokens)
-        chunk = join([chunks[n] for n in sequences])
-        parts = zip(sequences, chunk.sequences, strict=True)
-        tokens_Bt = torch.cat([ids_T[n][part.indices - firsts[n]] for n, part in parts])
+    waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
+    last: dict[int, Tensor] = {}
+    while waiting:
+        sequences = _next_pass(waiting, chunk_tokens)
+        chunk = join([waiting[n] for n in sequences])
+        tokens_t = torch.cat([ids_T[n][waiting[n].indices - firsts[n]] for n in sequences])
         cache = SequencesCache([caches[n] for n in sequences])
-        hidden_BtM = model(tokens_Bt[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
+        hidden_BtM = model(tokens_t[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
         for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
             last[n] = hidden_BtM[:, tokens.stop - 1]
-            chunks[n] = next(coming[n], None)
-    return last
+            following = next(coming[n], None)
+            del waiting[n]
+            if following is not None:
+                waiting[n] = following
+    return [last[n] for n in range(len(caches))]
 
 
-def _next_pass(chunks: Sequence[TokenChunk | None], chunk_tokens: int) -> list[int]:
+def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int]:
     """The sequences whose chunks are read together: all are split over processes or none, and they are not too many."""
     found: list[int] = []
     num_tokens = 0
-    is_replicated = next(chunk.is_replicated for chunk in chunks if chunk is not None)
-    for number, chunk in enumerate(chunks):
-        if chunk is None or chunk.is_replicated != is_replicated:
+    is_replicated = next(iter(waiting.values())).is_replicated
+    for number, chunk in waiting.items():
+        if chunk.is_replicated != is_replicated:
             continue
         num_tokens += chunk.num_tokens
         if found and num_tokens > chunk_tokens:

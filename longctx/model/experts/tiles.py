@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
-from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
+from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks, forward_few
 from longctx.model.experts.compute_grouped import backward_grouped, forward_grouped
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, tiles_of
 from longctx.model.experts.gradient_sum import WeightGradients
@@ -51,8 +51,10 @@ def forward_tiles(
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, forward_grouped
-    if computes_in_blocks(x_NM) and not _is_decoding(experts_Nk, call):
+    if computes_in_blocks(x_NM):
         compute = forward_blocks
+        if _is_decoding(experts_Nk, call):
+            compute = forward_few
     tiles = tiles_of(len(x_NM), call.run.tile_tokens)
     sizes = dispatcher.plan(experts_Nk, tiles)
 
