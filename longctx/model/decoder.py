@@ -5,7 +5,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -275,10 +275,6 @@ class Decoder(nn.Module):
     def new_cache(self) -> KVCache:
         """An empty cache, on this process or on those that share its sequences."""
         return self.core.new_cache()
-
-    def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """What makes empty caches of sequences that continue together, of which so many are in use at most."""
-        return self.core.new_caches(most)
 
     def selection_biases(self) -> list[Tensor]:
         """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
