@@ -49,15 +49,16 @@ class Together:
         """The plan of single tokens that are in slots with what comes before them; None for less than two of them."""
         if any(chunk.num_tokens != 1 for chunk in chunks):
             return None
-        by_slot = sorted(
-            (chunk.placement.number, token)
+        in_slots = [
+            (chunk.placement, token)
             for token, chunk in enumerate(chunks)
             if isinstance(chunk.placement, Slot) and chunk.start < SLOT_TOKENS
-        )
+        ]
+        # Of several pools one is served.
+        by_slot = sorted((slot.number, token) for slot, token in in_slots if slot.pool is in_slots[0][0].pool)
         if len(by_slot) < 2:
             return None
         slots, tokens = [slot for slot, _ in by_slot], [token for _, token in by_slot]
-        assert len({id(chunks[token].placement.pool) for token in tokens}) == 1, "sequences of several pools"
         rows = [chunks[token].start for token in tokens]
         rows_n, longest, bias_ns = torch.tensor(rows), max(rows) + 1, None
         if min(rows) + 1 < longest:
