@@ -65,6 +65,8 @@ def build(case: str) -> dict[str, Continue]:
     # Wide embeddings: with those of a new model the blocks' mean output decides, and one token would repeat for ever.
     torch.nn.init.normal_(reference.get_input_embeddings().weight)
     reference = reference.float().eval()
+    # Neither ends before the last token; a least number of tokens would forbid the end id, and change what is chosen.
+    reference.generation_config.eos_token_id = None
     model = convert(reference, torch.float32)
     ids = prompts(int(count), model.config.vocab_size)
 
@@ -81,7 +83,7 @@ def with_cache(reference: Any, ids: Tensor, cache: str) -> Continue:
     """transformers' way, with a cache of this kind."""
 
     def continue_theirs(new_tokens: int) -> list[list[int]]:
-        options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         found = reference.generate(
             ids, attention_mask=torch.ones_like(ids), cache_implementation=cache, disable_compile=True, **options
         )

@@ -336,12 +336,12 @@ def _tokens_and_documents(
 
 def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]:
     """The core of each kind of layer."""
-    cores = dict.fromkeys(decoder.config.layers, decoder.core)
+    cores: dict[str, AttentionCore] = dict.fromkeys(decoder.config.layers, decoder.core)
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
     if chunk is not None and chunk.sequences:
         return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
-    return cores
+    return {**cores}
 
 
 def _build_moe_call(

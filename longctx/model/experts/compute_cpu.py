@@ -123,7 +123,9 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
     """``forward_blocks`` of a single token, as in decoding: its experts' weights are read once, and as they are."""
     x_M, wide = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
     chosen = [(choice, expert) for choice, expert in enumerate(tokens.experts_Sk[0].tolist()) if expert >= 0]
-    gates_R1 = tokens.gates_Sk[0, [choice for choice, _ in chosen]].unsqueeze(-1)
+    gates_R1 = tokens.gates_Sk[0].unsqueeze(-1)
+    if len(chosen) < len(gates_R1):
+        gates_R1 = gates_R1[[choice for choice, _ in chosen]]
     expert_R = [expert for _, expert in chosen]
 
     gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
