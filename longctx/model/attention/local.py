@@ -115,6 +115,7 @@ class LocalAttention:
                 cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
             )
             if plan.newest is not None:
+                # No slices and no tiles: what surrounds the kernel takes longer than a generated token's attention.
                 out, lse = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores)
                 return with_sinks(out, lse, sinks_H).to(q_BtHD.dtype)
             if not torch.is_grad_enabled():

@@ -46,6 +46,7 @@ class SequencesCache:
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
     """The chunks of several sequences as one, of which each process has its tokens of all, one after another."""
     assert len({chunk.is_replicated for chunk in chunks}) == 1, "chunks that are split, and others that are not"
+    # What depends on a sequence alone is asked of its own chunk: where it starts, and where its keys are.
     return TokenChunk(
         start=0,
         num_tokens=sum(chunk.num_tokens for chunk in chunks),

@@ -87,6 +87,7 @@ class Together:
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Output [1, n, H, V] of these tokens, which join their caches."""
+        # Keys are stored first: a token sees itself.
         q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
         pool = pool_of([caches[token] for token in self.tokens])
         if self.values_in_keys:

@@ -172,8 +172,12 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
     y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM[expert_R]
-    # In the order of the experts, as blocks are added.
-    return out_SM.index_add_(0, token_R, y_RM.to(out_SM.dtype)), []
+    if len(chosen) < len(ids):
+        # In the order of the experts, as blocks are added.
+        return out_SM.index_add_(0, token_R, y_RM.to(out_SM.dtype)), []
+    # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
+    row_of = sorted(range(len(chosen)), key=lambda row: chosen[row][1])
+    return y_RM[row_of].unflatten(0, (-1, k)).sum(1, dtype=out_SM.dtype), []
 
 
 def _gate_up(
