@@ -1,7 +1,7 @@
 """Continue many prompts, several at a time: one that has ended leaves, and the next one enters.
 
-A prompt is read alone, chunk by chunk. Then the tokens of all that are under way are read together, one of each a step,
-whatever their lengths: no prompt is padded, and none waits for another to end.
+Prompts that enter are read together, chunk by chunk. Then the tokens of all that are under way are read together, one
+of each a step, whatever their lengths: none waits for another to end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_logits, read, read_one_each
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read_each
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
@@ -79,34 +79,47 @@ class _Sequence:
 def _continued(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
+    new_cache = model.core.new_caches(min(max_sequences, len(prompts)))
     # A list gives its last element fastest.
     waiting = list(reversed(range(len(prompts))))
     under_way: list[_Sequence] = []
     while waiting or under_way:
-        while waiting and len(under_way) < max_sequences:
+        entering = []
+        while waiting and len(under_way) + len(entering) < max_sequences:
             index = waiting.pop()
-            under_way.append(_entered(model, index, list(prompts[index]), request, chunk_tokens))
-            # Its first token may be its last: the next prompt then enters at once.
+            entering.append(_Sequence(index, Continuation(request, prompts[index]), new_cache()))
+        _enter(model, request, entering, prompts, chunk_tokens)
+        under_way += entering
+        ended = _ended(under_way)
+        yield from ended
+        # A first token may be the last: then the next prompt enters before the others go on.
+        if under_way and not ended:
+            new_ids = [[sequence.continuation.ids[-1]] for sequence in under_way]
+            _add_tokens(request, under_way, read_each(model, new_ids, [sequence.cache for sequence in under_way]))
             yield from _ended(under_way)
-        if under_way:
-            tokens = [sequence.continuation.ids[-1] for sequence in under_way]
-            _add_tokens(under_way, read_one_each(model, tokens, [sequence.cache for sequence in under_way]))
-            yield from _ended(under_way)
 
 
-def _entered(model: Decoder, index: int, prompt_ids: list[int], request: Request, chunk_tokens: int) -> _Sequence:
-    """A sequence whose prompt is read and whose first token is chosen."""
-    sequence = _Sequence(index, Continuation(request, prompt_ids), model.new_cache())
-    if not sequence.continuation.has_ended:
-        _add_tokens([sequence], last_logits(model, read(model, prompt_ids, sequence.cache, chunk_tokens)))
-    return sequence
+def _enter(
+    model: Decoder,
+    request: Request,
+    sequences: list[_Sequence],
+    prompts: Sequence[Sequence[int]],
+    chunk_tokens: int,
+) -> None:
+    """Read the prompts of these sequences, together, and choose their first tokens."""
+    reading = [sequence for sequence in sequences if not sequence.continuation.has_ended]
+    if reading:
+        ids = [prompts[sequence.index] for sequence in reading]
+        _add_tokens(request, reading, read_each(model, ids, [sequence.cache for sequence in reading], chunk_tokens))
 
 
-def _add_tokens(sequences: list[_Sequence], logits_NV: Tensor) -> None:
+def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor) -> None:
     """Choose the next token of each sequence."""
     continuations = [sequence.continuation for sequence in sequences]
 
     def choose() -> list[int]:
+        if request.is_greedy:
+            return logits_NV.argmax(-1).tolist()
         return [of_one.choose(logits_V) for of_one, logits_V in zip(continuations, logits_NV, strict=True)]
 
     # One message for all sequences, where processes share them.
@@ -117,13 +130,16 @@ def _add_tokens(sequences: list[_Sequence], logits_NV: Tensor) -> None:
 
 def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
     """Take out the sequences that have ended: index and tokens of each."""
-    ended = [(sequence.index, sequence.continuation.ids) for sequence in under_way if sequence.continuation.has_ended]
+    ended = [sequence for sequence in under_way if sequence.continuation.has_ended]
     under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
-    return ended
+    for sequence in ended:
+        sequence.cache.free()
+    return [(sequence.index, sequence.continuation.ids) for sequence in ended]
 
 
 def _searched(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     for index, prompt_ids in enumerate(prompts):
-        yield index, list(search(model, list(prompt_ids), request, beams, model.new_cache(), chunk_tokens))
+        new_cache = model.core.new_caches(request.num_caches)
+        yield index, list(search(model, list(prompt_ids), request, beams, new_cache(), chunk_tokens))

@@ -32,6 +32,18 @@ class Request:
     stop_strings: StopStrings | None = None
     """The token that completes one of these is the last one."""
 
+    @property
+    def num_caches(self) -> int:
+        """Caches that one prompt needs."""
+        if isinstance(self.strategy, Beams):
+            return self.strategy.num_beams
+        return 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is chosen, whatever came before."""
+        return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
+
     def check(self, model: Decoder, prompt_ids: Sequence[int]) -> None:
         """ConfigError for an empty prompt, an id outside the vocabulary, or a negative number of tokens."""
         if len(prompt_ids) == 0:

@@ -8,7 +8,7 @@ sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.model.attention.core import KVCache, TokenChunk
-from longctx.model.attention.sequences import SequencesCache
+from longctx.model.attention.sequences import SequencesCache, join, tokens_of
 from longctx.model.decoder import Decoder
 
 CHUNK_TOKENS = 4096
@@ -46,19 +46,71 @@ def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_one_each(model: Decoder, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
-    """Read one more token of each of N sequences, all in one pass; logits [N, V], fp32, after them."""
+def read_each(
+    model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """Read tokens of each of N sequences behind those of its cache, together; logits [N, V], fp32, after the last ones.
+
+    A pass reads at most about ``chunk_tokens``, however many sequences they are of.
+    """
     config = model.config
     # Frequencies that depend on a sequence's length differ from one sequence to the next.
     stretches = config.position == "rope" and config.rope.depends_on_length
     if len(caches) == 1 or stretches:
-        logits = [last_logits(model, read(model, [id], cache)) for id, cache in zip(tokens, caches, strict=True)]
-        return torch.cat(logits)
-    device = next(model.parameters()).device
-    cache = SequencesCache(caches)
-    chunk = cache.chunk(len(tokens))
-    tokens_BN, positions_BN = torch.tensor([tokens], device=device), chunk.indices[None].to(device)
-    return model.logits(model(tokens_BN, positions_BN, cache=cache, chunk=chunk))[0].float()
+        parts = [read(model, of_one, cache, chunk_tokens)[:, -1] for of_one, cache in zip(ids, caches, strict=True)]
+    elif all(len(of_one) == 1 for of_one in ids):
+        parts = [_newest_hidden(model, [of_one[0] for of_one in ids], caches)]
+    else:
+        parts = _last_hidden(model, ids, caches, chunk_tokens)
+    # The head of the last tokens alone: logits of a long prompt would be the largest tensor of all.
+    return model.logits(torch.cat(parts)[None])[0].float()
+
+
+def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) -> Tensor:
+    """Read one token of each sequence; their hidden states [N, M]."""
+    cache, device = SequencesCache(caches), _device_of(model)
+    chunk = cache.chunk(len(ids))
+    tokens_BN, positions_BN = torch.tensor([ids], device=device), chunk.indices[None].to(device)
+    return model(tokens_BN, positions_BN, cache=cache, chunk=chunk)[0]
+
+
+def _last_hidden(
+    model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int
+) -> list[Tensor]:
+    """Read all tokens; the hidden state [1, M] of each sequence's last one."""
+    device = _device_of(model)
+    firsts, ids_T = [cache.num_tokens for cache in caches], [torch.tensor(of_one) for of_one in ids]
+    coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
+    waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
+    last: dict[int, Tensor] = {}
+    while waiting:
+        sequences = _next_pass(waiting, chunk_tokens)
+        chunk = join([waiting[n] for n in sequences])
+        tokens_t = torch.cat([ids_T[n][waiting[n].indices - firsts[n]] for n in sequences])
+        cache = SequencesCache([caches[n] for n in sequences])
+        hidden_BtM = model(tokens_t[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
+        for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
+            last[n] = hidden_BtM[:, tokens.stop - 1]
+            following = next(coming[n], None)
+            del waiting[n]
+            if following is not None:
+                waiting[n] = following
+    return [last[n] for n in range(len(caches))]
+
+
+def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int]:
+    """The sequences whose chunks are read together: all are split over processes or none, and they are not too many."""
+    found: list[int] = []
+    num_tokens = 0
+    is_replicated = next(iter(waiting.values())).is_replicated
+    for number, chunk in waiting.items():
+        if chunk.is_replicated != is_replicated:
+            continue
+        num_tokens += chunk.num_tokens
+        if found and num_tokens > chunk_tokens:
+            break
+        found.append(number)
+    return found
 
 
 @torch.no_grad()
@@ -84,10 +136,15 @@ def read_chunks(
     model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int
 ) -> Iterator[tuple[TokenChunk, Tensor]]:
     """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
-    device = next(model.parameters()).device
+    device = _device_of(model)
     first, tokens_T = cache.num_tokens, torch.tensor(ids)
     for chunk in cache.chunks(len(ids), chunk_tokens):
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
         tokens_Bt = tokens_T[chunk.indices - first][None].to(device)
         positions_Bt = chunk.indices[None].to(device)
         yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
+
+
+def _device_of(model: Decoder) -> torch.device:
+    # Not the first of its parameters: to ask for these goes through all modules.
+    return model.model.embed_tokens.weight.device

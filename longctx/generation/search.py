@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx.generation.beams import Beam, Beams, BeamSearch
 from longctx.generation.continuation import Request
-from longctx.generation.reading import last_logits, read, read_one_each
+from longctx.generation.reading import last_logits, read, read_each
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -51,7 +51,7 @@ def search(
             break
         chosen = [Beam(parent, token) for parent, token in zip(told[::2], told[1::2], strict=True)]
         caches = continued(caches, chosen)
-        logits_NV = read_one_each(model, [beam.token for beam in chosen], caches)
+        logits_NV = read_each(model, [[beam.token] for beam in chosen], caches)
     # The other processes know no lengths: they are told as many integers as there may be tokens.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)
@@ -60,6 +60,11 @@ def search(
 
 def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]:
     """The cache of each beam: that of the beam it goes on from, or a copy where another has taken it."""
+    going_on = {id(caches[beam.parent]) for beam in beams}
+    # Memory of beams that end serves the copies.
+    for cache in {id(cache): cache for cache in caches}.values():
+        if id(cache) not in going_on:
+            cache.free()
     taken: set[int] = set()
     found = []
     for beam in beams:

@@ -16,7 +16,7 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.attention.core import AttentionCore, KVCache, PassCache, Plan, TokenChunk
+from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
@@ -32,7 +32,7 @@ from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import rotary_table
+from longctx.model.rotary import RotaryTable, rotary_table
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -60,13 +60,17 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
+        # Layers of one rope share their table; None stands for layers without rotary channels.
+        ropes = [self._rope(layer) for layer in range(config.num_layers)]
+        self._ropes = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
 
     def forward(
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
         *,
-        cores: dict[str, AttentionCore],
+        cores: dict[str, PassCore],
         plans: dict[str, Plan],
         length: int,
         cache: PassCache | None,
@@ -92,12 +96,10 @@ class Backbone(nn.Module):
                 recompute=recompute,
                 experts=experts,
             )
-        # Layers of one rope share their table; None stands for layers without rotary channels.
-        ropes = [self._rope(layer) for layer in range(config.num_layers)]
-        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(ropes)}
+        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         stats: list[tuple[Tensor, ...]] = []
         for layer, block in enumerate(self.layers):
-            results = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
+            results = block(x_BtM, tables[self._rope_of_layer[layer]], call=calls[config.layer_kind(layer)])
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
@@ -140,13 +142,16 @@ class Backbone(nn.Module):
             relative_bias=bias,
         )
 
-    def _table(
-        self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor] | None:
+    def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
+        config = self.config
         if rope is not None:
-            return rotary_table(positions_Bt, rope, self.config.rotary_size, dtype, length=length)
-        if self.config.position == "relative":
-            return sinusoid_table(positions_Bt, self.config.hidden_size, dtype)
+            cos, sin = rotary_table(positions_Bt, rope, config.rotary_size, dtype, length=length)
+            rotated = config.head_dim
+            if config.is_latent:
+                rotated = config.rope_head_dim
+            return RotaryTable.of(cos, sin, rotated)
+        if config.position == "relative":
+            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None
 
 
@@ -330,14 +335,14 @@ def _tokens_and_documents(
     return token_Bt, document_ids
 
 
-def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, AttentionCore]:
+def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]:
     """The core of each kind of layer."""
-    cores = dict.fromkeys(decoder.config.layers, decoder.core)
+    cores: dict[str, AttentionCore] = dict.fromkeys(decoder.config.layers, decoder.core)
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
     if chunk is not None and chunk.sequences:
         return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
-    return cores
+    return {**cores}
 
 
 def _build_moe_call(

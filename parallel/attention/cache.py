@@ -45,8 +45,12 @@ class ShardedKVCache:
         other = ShardedKVCache(self.mesh, self.layout)
         # A value: what extends it makes another.
         other._tokens = self._tokens
-        other._layers = {number: layer.copy() for number, layer in self._layers.items()}
+        for number, layer in self._layers.items():
+            layer.copy_to(other.layer(number))
         return other
+
+    def free(self) -> None:
+        """Do nothing: the memory is this cache's own."""
 
     def chunk(self, num_tokens: int) -> TokenChunk:
         """The next tokens as a chunk that every rank is given whole."""

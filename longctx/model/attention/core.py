@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,9 +101,9 @@ class TokenChunk:
     is_replicated: bool = True
     """Whether every process is given all tokens of the chunk."""
     placement: Any = None
-    """Where the chunk's tokens and all cached keys are, for a core that spreads them over processes."""
+    """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
     sequences: tuple[TokenChunk, ...] = ()
-    """The chunks of one token each that these tokens are, of sequences with caches of their own; none for one sequence.
+    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
 
     ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
     """
@@ -167,6 +167,10 @@ class KVCache(PassCache, Protocol):
         """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
         ...
 
+    def free(self) -> None:
+        """Give the memory back: the cache is not used again."""
+        ...
+
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
         """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
 
@@ -192,12 +196,8 @@ class Plan(Protocol):
         ...
 
 
-class AttentionCore(Protocol):
-    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for a sequence that this core's processes continue."""
-        ...
+class PassCore(Protocol):
+    """What a forward pass asks of a core: to plan once a kind of layer, and to attend in each layer."""
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
         """What every layer of one kind will do; made before the first layer, and read again by recomputation.
@@ -214,15 +214,48 @@ class AttentionCore(Protocol):
         v_BtKV: Tensor,
         *,
         plan: Any,
-        cache: LayerCache | None = None,
+        cache: Any = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V] in q's dtype.
 
-        ``plan`` is this core's, for these shapes. ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are
-        learnable logits, one a query head, of a key without value that every query sees (GPT-OSS). A
-        ``recompute_cache`` keeps the result of a layer that backward will recompute, so that the core's work and
-        communication are not done again."""
+        ``plan`` is this core's, for these shapes; ``cache`` the layer's (``PassCache.layer``). ``scores`` default to
+        the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a key without value that
+        every query sees (GPT-OSS). A ``recompute_cache`` keeps the result of a layer that backward will recompute, so
+        that the core's work and communication are not done again."""
+        ...
+
+
+class AttentionCore(PassCore, Protocol):
+    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for a sequence that this core's processes continue."""
+        ...
+
+    def new_caches(self, most: int) -> Callable[[], KVCache]:
+        """What makes an empty cache, of which at most so many are in use together: their rows may lie side by side."""
+        ...
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
+        """``plan`` for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
+        ...
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: Any,
+        caches: Sequence[Any],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of the tokens of several sequences, by the plan for all and with the cache of each.
+
+        Each sequence's is that of a call for it alone, but for rounding. There is no backward.
+        """
         ...

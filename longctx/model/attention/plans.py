@@ -12,14 +12,14 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan, TokenChunk
+from longctx.model.attention.core import AttentionShapes, PassCore, Plan, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 
 
 @outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def plan_layers(
     config: ModelConfig,
-    cores: Mapping[str, AttentionCore],
+    cores: Mapping[str, PassCore],
     cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
     tokens_Bt: Tensor,
     dtype: torch.dtype,

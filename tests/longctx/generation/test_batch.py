@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,8 @@ from longctx.generation.loop import generate
 from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
 from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.slots import SLOT_TOKENS
+from longctx.model.attention.together import Together
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of
 from tests.longctx.generation.models import in_transformers, random_model, theirs
@@ -28,11 +32,35 @@ def prompts_of(lengths, seed: int = 4) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_attention_and_experts(name):
-    decoder = Decoder(config_of(name), LocalAttention("blockwise")).double()
     prompts = [ids_of(length) for length in (13, 1, 6)]
-    wanted = [generate(decoder, prompt, 6) for prompt in prompts]
-    found = dict(generate_batch(decoder, prompts, 6, max_sequences=2, chunk_tokens=5))
-    assert [found[index] for index in range(3)] == wanted
+    for kernel in ("blockwise", "auto"):
+        decoder = Decoder(config_of(name), LocalAttention(kernel)).double()
+        wanted = [generate(decoder, prompt, 6) for prompt in prompts]
+        found = dict(generate_batch(decoder, prompts, 6, max_sequences=2, chunk_tokens=5))
+        assert [found[index] for index in range(3)] == wanted, kernel
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_sequences_outgrow_their_slots_one_by_one(name):
+    """Short sequences share memory and calls; one that becomes long goes on alone, and a slot serves the next."""
+    model = random_model(name)
+    prompts = prompts_of((SLOT_TOKENS - 3, 7, SLOT_TOKENS - 8, SLOT_TOKENS + 5, 90, 1))
+    wanted = [generate(model, prompt, 12) for prompt in prompts]
+    together = []
+    with patch.object(Together, "attend", autospec=True, side_effect=counted(Together.attend, together)):
+        found = dict(generate_batch(model, prompts, 12, max_sequences=4))
+    assert [found[index] for index in range(len(prompts))] == wanted
+    assert set(together) == {2, 3}, "sequences that one call attends for"
+
+
+def counted(attend, counts: list[int]):
+    """``attend`` that notes how many tokens it serves."""
+
+    def noted(self, *args):
+        counts.append(len(self.tokens))
+        return attend(self, *args)
+
+    return noted
 
 
 @pytest.mark.parametrize("name", ["moe", "dense"])
@@ -75,9 +103,10 @@ def test_a_sequence_that_has_ended_leaves_and_the_next_enters():
     hook.remove()
     assert sorted(order) == [0, 1, 2, 3]
     assert order[0] == 0, "the one that ends first comes first"
-    assert set(passes) <= {5, 2, 1}
+    assert set(passes) <= {10, 5, 2, 1}, "two prompts together, one prompt, tokens of two, of one"
+    assert passes[0] == 10
     # After the first has left, the third prompt is read while the second is still under way.
-    assert passes.index(5, 2) < len(passes) - passes[::-1].index(2)
+    assert passes.index(5) < len(passes) - passes[::-1].index(2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from longctx.errors import ClusterError, ConfigError
 from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
-from longctx.generation.reading import read, token_nll
+from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.sampling import Sample
 from longctx.generation.scoring import score_behind
 from longctx.model.attention.cache import LocalKVCache
@@ -112,13 +112,22 @@ def test_several_sequences_of_every_kind_equal_one_process(world_size):
 
 
 def check_sequences(names: list[str]):
-    """Prompts of other lengths under way together, the beams of one, and scores behind it: as of one process."""
-    prompts = [ids_of(length) for length in (13, 1, 6)]
+    """Prompts of other lengths under way together, the beams of one, scores behind it: each rank has one process's.
+
+    Sequences end at different times, so that one leaves and the next is read while another is under way.
+    """
+    prompts = [ids_of(length) for length in (13, 1, 6, 29, 2)]
     for name in names:
         local = Decoder(config_of(name), LocalAttention("blockwise")).double()
         decoder = parallel_decoder(name).double()
-        found = dict(generate_batch(decoder, prompts, NEW_TOKENS, max_sequences=2, chunk_tokens=CHUNK_TOKENS))
-        assert found == {n: generate(local, prompt, NEW_TOKENS) for n, prompt in enumerate(prompts)}, name
+        whole = [generate(local, prompt, NEW_TOKENS) for prompt in prompts]
+        stops = {whole[0][1], whole[2][3]}
+        wanted = {n: generate(local, prompt, NEW_TOKENS, stop_ids=stops) for n, prompt in enumerate(prompts)}
+        assert len({len(ids) for ids in wanted.values()}) > 1, f"{name}: all end at once"
+        options = {"stop_ids": stops, "max_sequences": 2}
+        found = list(generate_batch(decoder, prompts, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS, **options))
+        assert found == list(generate_batch(local, prompts, NEW_TOKENS, **options)), f"{name}: another order"
+        assert dict(found) == wanted, name
         ends = [ids_of(length) for length in (1, 2, 17)]
         scores = score_behind(decoder, prompts[0], ends, chunk_tokens=CHUNK_TOKENS)
         for score, right in zip(scores, score_behind(local, prompts[0], ends), strict=True):
@@ -126,6 +135,23 @@ def check_sequences(names: list[str]):
             assert abs(score.log_likelihood - right.log_likelihood) <= 1e-4, name
         wanted = generate(local, prompts[0], NEW_TOKENS, Beams(num_beams=2))
         assert generate(decoder, prompts[0], NEW_TOKENS, Beams(num_beams=2), chunk_tokens=CHUNK_TOKENS) == wanted, name
+
+
+def test_one_gather_a_layer_for_all_sequences():
+    run_distributed(check_gathers, 2)
+
+
+def check_gathers():
+    """Messages of a step do not grow with the sequences; a step in which another prompt is read has its own."""
+    decoder, counts = parallel_decoder("grouped"), []
+    for count in (1, 2, 4):
+        caches = [decoder.new_cache() for _ in range(count)]
+        for number, cache in enumerate(caches):
+            read(decoder, ids_of(5 + 3 * number), cache)
+        with patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered:
+            read_each(decoder, [[7]] * count, caches)
+        counts.append(gathered.call_count)
+    assert counts == [2, 2, 2], "two layers"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
