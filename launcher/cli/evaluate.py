@@ -77,7 +77,7 @@ class Flags:
 def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
     """Measure whether a model uses its context: scores, losses, tables, pictures.
 
-    Each sample's row is on the disk before the next one begins: the same command goes on where it stopped.
+    Every row is on the disk before the next samples begin: the same command goes on where it stopped.
     Over ranks: deepspeed --hostfile hostfile launcher/evaluate.py with the same options.
     """
     from launcher.evaluation.options import lines_of_tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -61,7 +61,7 @@ def generate(
         prompts = [Prompt(read_prompt(prompt, prompt_file), {})]
     import torch
 
-    from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+    from launcher.checkpoint.tokenizers import check_vocabulary, known_decoder, tokenizer_of
     from longctx.generation.load import find_model, load_model
     from longctx.generation.stop_strings import StopStrings, check_strings
 
@@ -76,7 +76,7 @@ def generate(
     _warn_beyond(model, max(map(len, prompt_ids)) + max_new_tokens)
     options["stop_ids"] = set(own_tokenizer.special.stops)
     if choosing.stop:
-        options["stop_strings"] = StopStrings(_decoder(own_tokenizer), choosing.stop)
+        options["stop_strings"] = StopStrings(known_decoder(own_tokenizer), choosing.stop)
     if prompts_file is None:
         _continue_one(model, own_tokenizer, prompt_ids[0], max_new_tokens, choosing.stop, options)
     else:
@@ -190,11 +190,6 @@ class _Text:
 def _warn_of_unknown(count: int) -> None:
     if count:
         note(f"warning: left out {count} ids that the tokenizer does not have.")
-
-
-def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What decodes ids, without those that the tokenizer does not have."""
-    return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
 
 def _summarise(ids: list[int], ends: set[int], read_seconds: float, seconds: float) -> None:

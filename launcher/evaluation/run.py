@@ -1,15 +1,16 @@
 """``evaluate``: check everything, load the model, measure sample after sample, write tables and pictures.
 
 The ranks of a context group work on one sample together; each data rank has samples of its own. The first rank of a
-group makes its samples and tells the others; rank 0 writes every row before the next samples begin.
+group makes its samples and tells the others; rank 0 writes every row before the next samples begin. Short samples are
+measured several at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.cluster.hostfile import check_hostfile
-from launcher.evaluation.answer import Prompt, prompt_of, write_answer
+from launcher.evaluation.answer import Prompt, prompt_of, write_answers
+from launcher.evaluation.memory import samples_together
 from launcher.evaluation.model import build_decoder, check_mesh
 from launcher.evaluation.options import Options
 from launcher.evaluation.results import write_results
-from launcher.evaluation.store import Store, settings_of, text_settings
+from launcher.evaluation.store import Store, locked, settings_of, text_settings
 from launcher.evaluation.subject import Subject, open_subject
 from launcher.evaluation.texts import Text, Texts, read_documents
 from launcher.report.evaluation.folder import Key
@@ -92,15 +94,16 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
         mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
         texts = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
-    done = on_rank_0(lambda: _open_store(options, subject, texts, stores))
-    jobs = missing_jobs(options, texts, done)
-    if jobs:
-        with progress(f"loading {subject.folder}"):
-            decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
-        with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
-            _Evaluator(options, subject, mesh, decoder, texts, stores).measure(jobs, update)
-    with progress("drawing"):
-        return on_rank_0(lambda: write_results(options.output))
+    with ExitStack() as stack:
+        done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
+        jobs = missing_jobs(options, texts, done)
+        if jobs:
+            with progress(f"loading {subject.folder}"):
+                decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+            with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
+                _Evaluator(options, subject, mesh, decoder, device, texts, stores).measure(jobs, update)
+        with progress("drawing"):
+            return on_rank_0(lambda: write_results(options.output))
 
 
 def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
@@ -139,10 +142,18 @@ class _Evaluator:
     """Measures jobs on a mesh; rank 0 has the store."""
 
     def __init__(
-        self, options: Options, subject: Subject, mesh: Mesh, decoder: Decoder, texts: Texts, stores: list[Store]
+        self,
+        options: Options,
+        subject: Subject,
+        mesh: Mesh,
+        decoder: Decoder,
+        device: torch.device,
+        texts: Texts,
+        stores: list[Store],
     ) -> None:
         self._options, self._subject, self._mesh = options, subject, mesh
-        self._decoder, self._texts, self._stores = decoder, texts, stores
+        self._decoder, self._device = decoder, device
+        self._texts, self._stores = texts, stores
 
     def measure(self, jobs: Sequence[Job], update: Update) -> None:
         """Measure and store every sample of the jobs. Collective."""
@@ -151,48 +162,51 @@ class _Evaluator:
         for job in jobs:
             blocks = deal(job.indices, self._mesh.data)
             mine = blocks[self._mesh.data_rank]
-            samples = self._samples(job, mine)
-            for at in range(max(len(block) for block in blocks)):
-                index = None
-                if at < len(mine):
-                    index = mine[at]
-                rows = self._measure_one(job, index, samples)
+            samples, together = self._samples(job, mine), self._together(job)
+            for at in range(0, max(len(block) for block in blocks), together):
+                rows = self._measure_some(job, mine[at : at + together], samples)
                 on_every_rank(lambda rows=rows: self._store(rows))
                 done += job.length * len(rows)
                 update(done, note=f"{job.name} at {job.length:,}")
 
-    def _measure_one(
-        self, job: Job, index: int | None, samples: Iterator[tuple[Sample, Prompt]]
-    ) -> list[ScoreRow | LossRow]:
-        """The rows of all data ranks, each of its own sample; None where a rank has none left. Collective."""
-        row = None
-        if job.task is not None:
-            row = self._score(job.task, index, samples)
-        else:
-            row = on_every_rank(lambda: self._loss(job, index))
-        # All ranks of a context group have the row; one of them speaks.
-        if self._mesh.context_rank != 0:
-            row = None
-        return [found for found in gather_objects(row) if found is not None]
+    def _together(self, job: Job) -> int:
+        """Samples of the job that each context group measures together. Collective."""
+        if job.task is None:
+            return 1
+        return samples_together(self._options, self._subject.model, self._mesh, self._device, job.length)
 
-    def _score(self, task: Task, index: int | None, samples: Iterator[tuple[Sample, Prompt]]) -> ScoreRow | None:
+    def _measure_some(
+        self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]
+    ) -> list[ScoreRow | LossRow]:
+        """The rows of all data ranks, each of its own samples, of which a rank may have none left. Collective."""
+        rows: Sequence[ScoreRow | LossRow]
+        if job.task is not None:
+            rows = self._scores(job.task, len(indices), samples)
+        else:
+            rows = on_every_rank(lambda: [self._loss(job, index) for index in indices])
+        # All ranks of a context group have the rows; one of them speaks.
+        if self._mesh.context_rank != 0:
+            rows = []
+        return [row for of_rank in gather_objects(rows) for row in of_rank]
+
+    def _scores(self, task: Task, count: int, samples: Iterator[tuple[Sample, Prompt]]) -> list[ScoreRow]:
+        """The rows of the next ``count`` samples."""
         problem, made = None, None
         try:
-            if index is not None and self._mesh.context_rank == 0:
-                made = next(samples)
+            if self._mesh.context_rank == 0:
+                made = list(islice(samples, count))
         except LongCtxError as error:
-            # Told to all: the others would wait for the prompt.
+            # Told to all: the others would wait for the prompts.
             problem = error
         agree_or_raise(problem)
-        if index is None:
-            return None
-        sample, prompt = share(self._mesh, made)
-        output = write_answer(self._decoder, prompt, self._subject.tokenizer, self._options.chunk_tokens)
-        return ScoreRow.of(task, sample, output)
+        if not count:
+            return []
+        given = share(self._mesh, made)
+        prompts = [prompt for _, prompt in given]
+        outputs = write_answers(self._decoder, prompts, self._subject.tokenizer, self._options.chunk_tokens)
+        return [ScoreRow.of(task, sample, output) for (sample, _), output in zip(given, outputs, strict=True)]
 
-    def _loss(self, job: Job, index: int | None) -> LossRow | None:
-        if index is None:
-            return None
+    def _loss(self, job: Job, index: int) -> LossRow:
         text = self._texts[job.length][index]
         ids = text.ids.tolist()
         nll = self._nll(text, ids)
@@ -271,8 +285,9 @@ def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
     return type(first)("\n".join([*lines, f"Or leave these tasks out: {', '.join(problems)}"]))
 
 
-def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store]) -> set[Key]:
-    """Open the output folder on rank 0; the samples that it holds already."""
+def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store], stack: ExitStack) -> set[Key]:
+    """Open the output folder on rank 0, locked until the stack is left; the samples that it holds already."""
+    stack.enter_context(locked(options.output))
     store = Store(options.output, settings_of(options, subject), text_settings(subject))
     store.check_texts(texts)
     stores.append(store)

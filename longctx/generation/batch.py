@@ -86,8 +86,9 @@ def _continued(
     while waiting or under_way:
         entering = []
         while waiting and len(under_way) + len(entering) < max_sequences:
-            index = waiting.pop()
-            entering.append(_Sequence(index, Continuation(request, prompts[index]), new_cache()))
+            index, cache = waiting.pop(), new_cache()
+            cache.expect(request.expected_tokens)
+            entering.append(_Sequence(index, Continuation(request, prompts[index]), cache))
         _enter(model, request, entering, prompts, chunk_tokens)
         under_way += entering
         ended = _ended(under_way)
@@ -141,5 +142,6 @@ def _searched(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     for index, prompt_ids in enumerate(prompts):
-        new_cache = model.core.new_caches(request.num_caches)
-        yield index, list(search(model, list(prompt_ids), request, beams, new_cache(), chunk_tokens))
+        cache = model.core.new_caches(request.num_caches)()
+        cache.expect(request.expected_tokens)
+        yield index, list(search(model, list(prompt_ids), request, beams, cache, chunk_tokens))

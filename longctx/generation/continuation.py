@@ -18,6 +18,10 @@ from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 
 
+_MOST_EXPECTED = 256
+"""Most new tokens that memory is made for together with the prompt's; longer answers copy the keys now and then."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """How prompts are continued."""
@@ -38,6 +42,11 @@ class Request:
         if isinstance(self.strategy, Beams):
             return self.strategy.num_beams
         return 1
+
+    @property
+    def expected_tokens(self) -> int:
+        """New tokens that a cache should have space for from the start. The last one is never stored."""
+        return min(max(self.max_new_tokens - 1, 0), _MOST_EXPECTED)
 
     @property
     def is_greedy(self) -> bool:

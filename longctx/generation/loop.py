@@ -91,6 +91,8 @@ def stream(
         cache = model.core.new_caches(request.num_caches)()
     if cache.num_tokens:
         raise ConfigError(f"the cache holds {cache.num_tokens} tokens already: generate begins with an empty one.")
+    # Else the first new token would copy the whole prompt's keys.
+    cache.expect(request.expected_tokens)
     if isinstance(request.strategy, Beams):
         return search(model, prompt_ids, request, request.strategy, cache, chunk_tokens)
     return _tokens(model, prompt_ids, Continuation(request, prompt_ids), cache, chunk_tokens)

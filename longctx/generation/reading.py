@@ -78,15 +78,14 @@ def _last_hidden(
     model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int
 ) -> list[Tensor]:
     """Read all tokens; the hidden state [1, M] of each sequence's last one."""
-    device = _device_of(model)
-    firsts, ids_T = [cache.num_tokens for cache in caches], [torch.tensor(of_one) for of_one in ids]
+    device, firsts = _device_of(model), [cache.num_tokens for cache in caches]
     coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
     waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
     last: dict[int, Tensor] = {}
     while waiting:
         sequences = _next_pass(waiting, chunk_tokens)
         chunk = join([waiting[n] for n in sequences])
-        tokens_t = torch.cat([ids_T[n][waiting[n].indices - firsts[n]] for n in sequences])
+        tokens_t = torch.cat([given_tokens(waiting[n], ids[n], firsts[n]) for n in sequences])
         cache = SequencesCache([caches[n] for n in sequences])
         hidden_BtM = model(tokens_t[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
         for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
@@ -124,10 +123,10 @@ def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_T
     check_chunk_tokens(chunk_tokens)
     cache, found = model.new_cache(), []
     # The last token has no target, but is read like the others: chunks then end where the sequence ends.
-    targets_T = torch.tensor([*ids[1:], IGNORED_TARGET])
+    targets = [*ids[1:], IGNORED_TARGET]
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         # Logits of a chunk are never whole, and each process scores the tokens that it has read.
-        targets_Bt = targets_T[chunk.indices][None].to(hidden_BtM.device)
+        targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device)
         found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
     return torch.cat(found)[:-1]
 
@@ -136,13 +135,19 @@ def read_chunks(
     model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int
 ) -> Iterator[tuple[TokenChunk, Tensor]]:
     """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
-    device = _device_of(model)
-    first, tokens_T = cache.num_tokens, torch.tensor(ids)
+    device, first = _device_of(model), cache.num_tokens
     for chunk in cache.chunks(len(ids), chunk_tokens):
+        tokens_Bt = given_tokens(chunk, ids, first)[None].to(device)
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
-        tokens_Bt = tokens_T[chunk.indices - first][None].to(device)
         positions_Bt = chunk.indices[None].to(device)
         yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
+
+
+def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
+    """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
+    start = chunk.start - first
+    # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
+    return torch.tensor(ids[start : start + chunk.num_tokens])[chunk.indices - chunk.start]
 
 
 def _device_of(model: Decoder) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, read_chunks
+from longctx.generation.reading import CHUNK_TOKENS, given_tokens, last_logits, read, read_chunks
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -90,6 +90,8 @@ def score_behind(
     if len(pairs) == 1 or not can_share(model):
         return [_score_one(model, pair, chunk_tokens) for pair in pairs]
     cache = model.new_cache()
+    # In the context's buffers, which are copied: else each copy would be copied once more.
+    cache.expect(max(map(len, continuations)) - 1)
     logits_V = last_logits(model, read(model, context, cache, chunk_tokens))[0]
     scores = []
     for continuation in continuations:
@@ -124,12 +126,13 @@ def _read_and_score(
     model: Decoder, ids: Sequence[int], targets: Sequence[int], first: int, cache: KVCache, chunk_tokens: int
 ) -> Tensor:
     """Read ids behind those of the cache; [2, N] of the targets from ``first`` on, on every process."""
-    start, targets_T, found = cache.num_tokens, torch.tensor(targets), []
+    start, found = cache.num_tokens, []
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         at_t = chunk.indices - start
         # Every process skips the same chunks: collecting takes all of them.
         if chunk.start - start + chunk.num_tokens > first:
-            found_2t = _token_scores(model, hidden_BtM, targets_T[at_t], at_t >= first)
+            targets_t = given_tokens(chunk, targets, start)
+            found_2t = _token_scores(model, hidden_BtM, targets_t, at_t >= first)
             found.append(cache.collect(found_2t, chunk))
     return torch.cat(found, dim=1)[:, first - len(ids) :]
 

@@ -28,6 +28,7 @@ class ShardedKVCache:
         self.mesh, self.layout = mesh, layout
         self._tokens = CachedLayout()
         self._layers: dict[int, LayerBuffer] = {}
+        self._expected = 0
 
     @property
     def num_tokens(self) -> int:
@@ -40,11 +41,16 @@ class ShardedKVCache:
             self._layers[number] = LayerBuffer()
         return self._layers[number]
 
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens, on all ranks together, behind what is read next."""
+        self._expected = num_tokens
+
     def copy(self) -> ShardedKVCache:
         """The same tokens of this rank, in buffers of their own."""
         other = ShardedKVCache(self.mesh, self.layout)
         # A value: what extends it makes another.
         other._tokens = self._tokens
+        other.expect(self._expected)
         for number, layer in self._layers.items():
             layer.copy_to(other.layer(number))
         return other
@@ -105,5 +111,6 @@ class ShardedKVCache:
             sequence_tokens=start + left,
             indices=torch.cat([torch.arange(run.start, run.stop, run.step) for run in given]),
             is_replicated=not is_split,
+            expected_tokens=self._expected,
             placement=placement,
         )

@@ -49,7 +49,7 @@ class CachedPlan:
     earlier_rows: int
     """Rows of this rank's cache that some query sees."""
     later_rows: int
-    """Rows that are known to join them."""
+    """Rows that are to join them."""
     work: tuple[tuple[Work, ...], ...]
     """With the queries of each rank, by hop; one entry where every rank has all queries."""
     is_replicated: bool

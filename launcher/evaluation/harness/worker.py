@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+from launcher.checkpoint.tokenizers import check_vocabulary, known_decoder, tokenizer_of
 from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
@@ -19,10 +19,7 @@ from longctx.evaluation import Setting
 from longctx.generation import Beams, Greedy, Sample, StopStrings, generate, generate_batch
 from longctx.generation.load import find_model
 from longctx.generation.scoring import Pair, Score, can_share, score_behind, score_packed
-from longctx.tokenizer import Tokenizer
 from parallel.mesh import Mesh
-
-Decode = Callable[[Sequence[int]], str]
 
 REPEATED_TOKENS = 512
 """Tokens of a context that are read again with each of its continuations, rather than in a pass of their own."""
@@ -137,8 +134,3 @@ class Worker:
         text = self._decode(ids)
         ends = [at for at in map(text.find, generation.until) if at >= 0]
         return text[: min(ends, default=len(text))]
-
-
-def known_decoder(tokenizer: Tokenizer) -> Decode:
-    """What decodes ids, without those that the tokenizer does not have: a model's vocabulary may be padded."""
-    return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure
+from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure, ruler_figure
 from launcher.report.evaluation.folder import Evaluation
 from launcher.report.evaluation.tables import (
     Rows,
@@ -57,6 +57,9 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
                 more=(("areas", areas),),
             )
         )
+    ruler = ruler_rows(evaluation)
+    if ruler:
+        found.append(_ruler_picture(evaluation, ruler))
     texts = [row for row in bin_rows(evaluation, "by_position") if row["task"] == "ppl"]
     if texts:
         distances = bin_rows(evaluation, "by_distance")
@@ -89,11 +92,6 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     if scores:
         caption = f"{evaluation.caption}. Mean score, its interval of 95 % and the number of samples."
         parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
-    ruler = ruler_rows(evaluation)
-    if ruler:
-        parts.append(
-            Section(title=f"{name}: RULER by length", caption=ruler_caption(evaluation), table=_plain_table(ruler))
-        )
     losses = loss_rows(evaluation)
     if losses:
         caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
@@ -104,14 +102,17 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     ]
 
 
-def ruler_caption(evaluation: Evaluation) -> str:
-    """Whose RULER the numbers are."""
-    rows = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
-    counts = sorted({row["n"] for row in rows})
+def _ruler_picture(evaluation: Evaluation, rows: Rows) -> Picture:
+    scores = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
+    counts = sorted({row["n"] for row in scores})
     n = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    return (
-        f"{evaluation.caption}, n = {n} samples a task and length. NVIDIA's prompts and scores, in per cent; NVIDIA "
-        "takes 500 samples, and other essays as text."
+    caption = _caption(evaluation, scores, f"{n} samples a task and length")
+    return Picture(
+        name="ruler",
+        title="RULER by length",
+        caption="NVIDIA's prompts and scores, in per cent; NVIDIA takes 500 samples, and other essays as text.",
+        svg=ruler_figure(rows, caption, _name(evaluation, "ruler")),
+        rows=rows,
     )
 
 
@@ -165,17 +166,6 @@ def _loss_table(losses: Rows) -> Table:
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
         rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
     return Table(headings=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
-
-
-def _plain_table(rows: Rows) -> Table:
-    """Rows as they are; what is not known is a dash."""
-    return Table(headings=list(rows[0]), rows=[[_cell(value) for value in row.values()] for row in rows])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return str(value)
 
 
 def _interval(row: dict[str, Any]) -> str:

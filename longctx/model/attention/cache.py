@@ -90,7 +90,7 @@ class LayerBuffer:
         other.state, other.num_tokens = self.state, self.num_tokens
 
     def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
-        """Move the stored rows to new buffers that have space for these, and for those known to follow."""
+        """Move the stored rows to new buffers that have space for these, and for those that are to follow."""
         self.slots = None
         # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
         num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1] + later_rows, 64)
@@ -116,6 +116,7 @@ class LocalKVCache:
         if pool is not None:
             self._slot = pool.take()
         self._layers: dict[int, LayerBuffer] = {}
+        self._expected = 0
 
     @property
     def num_tokens(self) -> int:
@@ -128,9 +129,14 @@ class LocalKVCache:
             self._layers[number] = self._new_layer(number)
         return self._layers[number]
 
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens behind what is read next."""
+        self._expected = num_tokens
+
     def copy(self) -> LocalKVCache:
         """The same tokens, in buffers of their own."""
         other = LocalKVCache(self._pool)
+        other.expect(self._expected)
         for number, layer in self._layers.items():
             layer.copy_to(other.layer(number))
         return other
@@ -166,7 +172,12 @@ class LocalKVCache:
         start = self.num_tokens
         indices = torch.arange(start, start + num_tokens)
         return TokenChunk(
-            start=start, num_tokens=num_tokens, sequence_tokens=start + left, indices=indices, placement=self._slot
+            start=start,
+            num_tokens=num_tokens,
+            sequence_tokens=start + left,
+            indices=indices,
+            expected_tokens=self._expected,
+            placement=self._slot,
         )
 
     def _new_layer(self, number: int) -> LayerBuffer:

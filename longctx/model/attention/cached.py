@@ -37,10 +37,10 @@ def append_rows(
 
 
 def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
-    """Tokens known to follow whose keys will be stored beside all that are: none where old keys make space for new."""
+    """Later tokens whose keys will be stored beside all that are: none where old keys make space for new."""
     if not sees_all(mask):
         return 0
-    return shapes.unread_tokens
+    return shapes.later_tokens
 
 
 def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:

@@ -36,8 +36,8 @@ class AttentionShapes:
     """``Scores.rules``."""
     cached_tokens: int | None = None
     """Earlier tokens whose keys a cache holds; None where there is no cache."""
-    unread_tokens: int = 0
-    """Tokens that are known to follow, on however many processes: a cache makes space for all of them at once."""
+    later_tokens: int = 0
+    """``TokenChunk.later_tokens``: a cache makes space for all of them at once."""
     values_in_keys: bool = False
     """Whether values are the first ``value_dim`` channels of the keys, which a cache then stores once."""
 
@@ -100,6 +100,8 @@ class TokenChunk:
     """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
     is_replicated: bool = True
     """Whether every process is given all tokens of the chunk."""
+    expected_tokens: int = 0
+    """Tokens that are expected behind those that are known."""
     placement: Any = None
     """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
     sequences: tuple[TokenChunk, ...] = ()
@@ -107,6 +109,11 @@ class TokenChunk:
 
     ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
     """
+
+    @property
+    def later_tokens(self) -> int:
+        """Tokens that are known or expected to follow the chunk, on however many processes."""
+        return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
 
 
 class LayerCache(Protocol):
@@ -118,7 +125,7 @@ class LayerCache(Protocol):
         """Store new keys and values; return all that are stored, [B, s, K, D] and [B, s, K, V].
 
         Of those stored before, only the newest ``earlier_rows`` are still seen, and the others are freed; None for all.
-        ``later_rows`` are known to follow. Values are None where they are channels of the keys.
+        ``later_rows`` are to follow. Values are None where they are channels of the keys.
         """
         ...
 
@@ -161,6 +168,10 @@ class KVCache(PassCache, Protocol):
 
     def layer(self, number: int) -> LayerCache:
         """The cache of one layer."""
+        ...
+
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens behind what is read next, so that storing them copies nothing."""
         ...
 
     def copy(self) -> KVCache:

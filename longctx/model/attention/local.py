@@ -46,7 +46,7 @@ class LocalPlan:
     earlier_rows: int | None = None
     """Cached rows that some query sees; None for all."""
     later_rows: int = 0
-    """Rows that are known to join them."""
+    """Rows that are to join them."""
     newest: NewestTokensKernel | None = None
     """The kernel where a single token sees all that the cache stores: there is no other work then."""
     in_graph: bool = True

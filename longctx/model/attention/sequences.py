@@ -118,10 +118,11 @@ def plan_alone(
         chunk, placement = chunks[sequence], None
         if has_placement:
             placement = chunk.placement
-        unread = chunk.sequence_tokens - chunk.start - chunk.num_tokens
-        place = chunk.start, len(chunk.indices), unread, placement
+        place = chunk.start, len(chunk.indices), chunk.later_tokens, placement
         if place not in known:
-            of_one = replace(shapes, tokens=len(chunk.indices), cached_tokens=chunk.start, unread_tokens=unread)
+            of_one = replace(
+                shapes, tokens=len(chunk.indices), cached_tokens=chunk.start, later_tokens=chunk.later_tokens
+            )
             known[place] = core.plan(mask, of_one, placement)
         plans.append(known[place])
     return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))

@@ -268,6 +268,27 @@ def test_other_settings_in_the_same_folder_are_refused(capsys, run, evaluated):
     assert (evaluated / "results.jsonl").read_bytes() == before
 
 
+def test_two_evaluations_in_one_folder_at_once_are_refused(capsys, run, evaluated):
+    from launcher.evaluation.store import locked
+
+    with locked(evaluated):
+        code, _, err = call(capsys, *words(run, evaluated))
+    assert (code, "another evaluation is writing there now" in err) == (2, True), err
+
+
+def test_samples_together_have_the_answers_of_each_alone(run, evaluated, tmp_path, monkeypatch):
+    import launcher.evaluation.run as module
+
+    groups = []
+    monkeypatch.setattr(module, "samples_together", lambda *_: 1)
+    monkeypatch.setattr(module, "write_results", lambda folder: folder)
+    written = module.write_answers
+    monkeypatch.setattr(module, "write_answers", lambda *given: groups.append(len(given[1])) or written(*given))
+    module.evaluate(options_of(words(run, tmp_path / "out", tasks="passkey", lengths="320")), no_progress)
+    check_same_rows(tmp_path / "out", evaluated, part=("passkey",), length=320)
+    assert groups == [1, 1]
+
+
 def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp_path):
     haystack = world / "data/validation"
     given = {"tasks": "passkey", "lengths": "320", "depths": "0,1,0.5,0.25"}
