@@ -16,9 +16,7 @@ TOGETHER_TOKENS = 131_072
 """Most tokens of the samples that are measured together: a command that is stopped loses them."""
 
 
-def samples_together(
-    options: Options, model: ModelConfig, mesh: Mesh, device: torch.device, length: int
-) -> int:
+def samples_together(options: Options, model: ModelConfig, mesh: Mesh, device: torch.device, length: int) -> int:
     """Samples of so many tokens that each context group measures together, at least one. Collective."""
     of_one = cache_bytes(
         model, length, getattr(torch, options.dtype), chunk_tokens=options.chunk_tokens, degree=mesh.context
@@ -26,4 +24,4 @@ def samples_together(
     # Half of what is free: buffers that grow are copied, and a pass over a chunk needs memory of its own.
     fitting = free_bytes(device) // 2 // of_one
     # All ranks take part in each sample, or have as many turns: the one with least memory decides.
-    return max(1, min(MAX_SEQUENCES, TOGETHER_TOKENS // length, *gather_objects(fitting)))
+    return max(1, min(MAX_SEQUENCES, TOGETHER_TOKENS // length, min(gather_objects(fitting))))

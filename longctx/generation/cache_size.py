@@ -10,9 +10,7 @@ from longctx.model.attention.core import TokenChunk
 from longctx.model.attention.plans import layer_shapes
 
 
-def cache_bytes(
-    config: ModelConfig, num_tokens: int, dtype: torch.dtype, *, chunk_tokens: int, degree: int = 1
-) -> int:
+def cache_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype, *, chunk_tokens: int, degree: int = 1) -> int:
     """Bytes that the keys, values and states of so many tokens take on each of ``degree`` processes that share them.
 
     A layer with a window stores that and a chunk; a linear layer has one state, whole on every process.

@@ -41,7 +41,7 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
     # Fixed: pictures of two models are compared side by side.
     image = axes.pcolormesh(
-        *edges, np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
     )
     axes.grid(False)
     axes.invert_yaxis()
@@ -85,14 +85,14 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
 
 @styled
 def ruler_figure(rows: Rows, caption: str, name: str) -> str:
-    """RULER's scores in per cent as a table: a row a task and last the average, a column a length; blank if untested."""
+    """RULER's scores in per cent as a table: a row a task, last their average; a column a length."""
     columns = [column for column in rows[0] if column != "task"]
     grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
     figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
     edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(rows))]
     colours = matplotlib.colormaps["viridis"]
     image = axes.pcolormesh(
-        *edges, np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
     )
     for y, x in np.argwhere(np.isfinite(grid)):
         axes.text(x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(grid[y, x] / 100))

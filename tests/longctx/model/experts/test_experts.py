@@ -194,23 +194,6 @@ def test_all_rows_at_once_in_low_precision(dtype, products, all_rows_at_once):
     compare(build(dtype, expert_bias=True), routed(dtype, nowhere=0.1), bound, products=products)
 
 
-@both_ways
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_tokens_of_several_sequences(dtype, products):
-    """As in decoding: without a gradient, few tokens are computed in grouped products, more in blocks."""
-    module, exact = build(dtype, expert_bias=True), build(expert_bias=True)
-    exact.load_state_dict(module.state_dict())
-    for tokens in (0, 1, 2, 8, 32, 33):
-        x, gates, choices = routed(dtype, tokens=tokens, nowhere=0.1)
-        with torch.no_grad():
-            found = module(x, gates, choices, ExpertRun(LocalDispatcher(), products=products))
-            wanted = by_definition(exact, x.double(), gates.double(), choices)
-        bound = tolerance(dtype, "native")
-        if dtype == torch.float64:
-            bound = EXACT
-        assert (found.double() - wanted).abs().sum() <= bound * wanted.abs().sum(), tokens
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradcheck(biased):
     module = build(hidden_size=3, expert_ffn_size=2, expert_bias=biased)
