@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from launcher.cluster.hostfile import check_hostfile
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
-from launcher.evaluation.memory import samples_together
+from launcher.evaluation.memory import fitting_together
 from launcher.evaluation.model import build_decoder, check_mesh
 from launcher.evaluation.options import Options
 from launcher.evaluation.results import write_results
@@ -31,6 +31,7 @@ from longctx.errors import CheckpointError, LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
+from longctx.generation.batch import MAX_SEQUENCES
 from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
 from parallel.mesh import Mesh
@@ -49,6 +50,8 @@ Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
 """From what is done, and the tokens to read if they are known, to something that is told how many are done."""
 Value = TypeVar("Value")
+TOGETHER_TOKENS = 131_072
+"""Most tokens of the samples that are measured together: a command that is stopped loses them."""
 _MOST_PROBLEMS = 8
 """Tasks whose problems stand on one screen."""
 
@@ -173,7 +176,15 @@ class _Evaluator:
         """Samples of the job that each context group measures together. Collective."""
         if job.task is None:
             return 1
-        return samples_together(self._options, self._subject.model, self._mesh, self._device, job.length)
+        return fitting_together(
+            self._subject.model,
+            self._mesh,
+            self._device,
+            job.length,
+            dtype=getattr(torch, self._options.dtype),
+            chunk_tokens=self._options.chunk_tokens,
+            most=min(MAX_SEQUENCES, TOGETHER_TOKENS // job.length),
+        )
 
     def _measure_some(
         self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]

@@ -13,6 +13,7 @@ from launcher.checkpoint.tokenizers import check_vocabulary, known_decoder, toke
 from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
+from launcher.evaluation.memory import fitting_together
 from launcher.evaluation.model import build_decoder, check_mesh
 from launcher.evaluation.subject import Subject, open_reader
 from longctx.evaluation import Setting
@@ -52,7 +53,7 @@ class Worker:
             world_size = dist.get_world_size()
         check_mesh(settings, subject.model, world_size)
         self.mesh = Mesh.build(context=settings.context or world_size, expert=settings.expert)
-        self._settings, self._subject = settings, subject
+        self._settings, self._subject, self._device = settings, subject, device
         self._decode = known_decoder(subject.tokenizer)
         self._model = build_decoder(subject, self.mesh, getattr(torch, settings.dtype), device)
 
@@ -81,8 +82,8 @@ class Worker:
     ) -> dict[int, str]:
         """The text after each prompt of this rank's share, by its index.
 
-        ``prompts`` are (number, ids); what is sampled is drawn from the seed plus the number. ``many`` are under way
-        together.
+        ``prompts`` are (number, ids), at least one; what is sampled is drawn from the seed plus the number. ``many``
+        are under way together where there is memory for so many. Collective.
         """
         costs = [len(ids) + generation.max_new_tokens for _, ids in prompts]
         mine = sorted(deal_by_cost(costs, self.mesh.data)[self.mesh.data_rank])
@@ -97,6 +98,16 @@ class Worker:
                 found[index] = self._text(new_ids, generation)
             return found
         assert isinstance(generation.strategy, (Greedy, Beams))
+        # Of all prompts and not of this rank's share: every rank asks for as many.
+        many = fitting_together(
+            self._subject.model,
+            self.mesh,
+            self._device,
+            max(costs),
+            dtype=getattr(torch, self._settings.dtype),
+            chunk_tokens=self._settings.chunk_tokens,
+            most=many,
+        )
         batch = generate_batch(
             self._model,
             [list(prompts[index][1]) for index in mine],

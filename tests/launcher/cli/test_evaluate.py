@@ -280,7 +280,7 @@ def test_samples_together_have_the_answers_of_each_alone(run, evaluated, tmp_pat
     import launcher.evaluation.run as module
 
     groups = []
-    monkeypatch.setattr(module, "samples_together", lambda *_: 1)
+    monkeypatch.setattr(module, "TOGETHER_TOKENS", 320)
     monkeypatch.setattr(module, "write_results", lambda folder: folder)
     written = module.write_answers
     monkeypatch.setattr(module, "write_answers", lambda *given: groups.append(len(given[1])) or written(*given))

@@ -1,39 +1,25 @@
-"""How many samples are measured together, and that an evaluation's folder has one writer."""
+"""How many prompts are under way together, and that an evaluation's folder has one writer."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
 import launcher.evaluation.memory as memory
-from launcher.evaluation.options import Options
 from launcher.evaluation.store import locked
 from longctx.errors import ConfigError
 from longctx.generation.cache_size import cache_bytes
 from parallel.mesh import Mesh
 from tests.longctx.cached_models import config_of
 
-CPU = torch.device("cpu")
 
-
-def together(monkeypatch: pytest.MonkeyPatch, *, length: int, free: int) -> int:
-    """Samples of this length that one process measures together with so many bytes free."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    options = Options(checkpoint=Path(), output=Path(), tasks=("passkey",), lengths=(length,))
-    return memory.samples_together(options, config_of("grouped"), Mesh.build(context=1), CPU, length)
-
-
-def test_samples_are_measured_together_where_memory_holds_their_caches(monkeypatch):
-    of_one = cache_bytes(config_of("grouped"), 4096, torch.float32, chunk_tokens=4096)
-    assert together(monkeypatch, length=4096, free=2**40) == 8
-    assert together(monkeypatch, length=4096, free=6 * of_one) == 3
-    assert together(monkeypatch, length=4096, free=0) == 1
-
-
-def test_few_long_samples_are_lost_to_a_kill(monkeypatch):
-    assert [together(monkeypatch, length=n, free=2**40) for n in (32_768, 131_072, 1_048_576)] == [4, 1, 1]
+def test_prompts_are_under_way_together_where_memory_holds_their_caches(monkeypatch):
+    config, how = config_of("grouped"), {"dtype": torch.float32, "chunk_tokens": 16}
+    of_one = cache_bytes(config, 4096, **how)
+    for free, together in ((2**40, 8), (6 * of_one, 3), (0, 1)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        found = memory.fitting_together(config, Mesh.build(context=1), torch.device("cpu"), 4096, **how, most=8)
+        assert found == together
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path):
