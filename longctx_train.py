@@ -11,6 +11,7 @@ import csv
 import hashlib
 import importlib.util
 import os
+import runpy
 import sys
 import time
 from collections.abc import Iterator
@@ -24,12 +25,10 @@ HEAD_START_SECONDS = 5.0
 """How long the other ranks leave the word to rank 0."""
 
 
-def main() -> int:
-    """The command ``longctx``."""
+def main() -> None:
+    """The command ``longctx``: ``python -m launcher``, once its name is known to be ours. Ends the process."""
     end_if_names_clash()
-    from launcher.cli import main as run_verb
-
-    return run_verb()
+    runpy.run_module("launcher", run_name="__main__")
 
 
 def end_if_names_clash() -> None:

@@ -2,8 +2,10 @@
 
     python -m benchmarks [NAME …] [--quick]
 
-Each runs in a process of its own, and what becomes of one stops no other. The summary has every bound that is missed;
-of those that a benchmark holds in several cases it has the closest. Exit code 1 if any is missed.
+Each runs in a process of its own, and what becomes of one stops no other. A missed limit on time, or on a peer's
+memory, is measured again in a second process: it counts as missed when both miss it, and the summary has both figures.
+The summary has every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit
+code 1 if any is missed.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
 
-NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation")
+NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation", "generation_batch")
 TIMEOUT_SECONDS = 7200
 
 
@@ -57,16 +59,42 @@ def run_benchmark(name: str, *, quick: bool = False, timeout: float = TIMEOUT_SE
     """Run ``benchmarks.NAME``, whose output goes where ours goes, and read its bounds."""
     print(f"\n==> {name}", flush=True)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "bounds.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--record", str(record)]
-        problem = run_command([*command, "--quick"] if quick else command, timeout)
-        bounds = [_bound(kept) for kept in json.loads(record.read_text())] if record.exists() else []
+    arguments = ["--quick"] if quick else []
+    bounds, problem = measure(name, arguments, timeout)
     if any(not bound.held for bound in bounds):
         problem = ""  # the exit code says what the bounds say
     elif not bounds and not problem:
         problem = "it stated no bound"
+    bounds = measure_again(name, arguments, bounds, timeout)
     return Outcome(name, bounds, time.monotonic() - begun, problem)
+
+
+def measure(name: str, arguments: Sequence[str], timeout: float) -> tuple[list[Bound], str]:
+    """The bounds that a benchmark states, and how it ended: "" if well."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "bounds.json"
+        problem = run_command(
+            [sys.executable, "-m", f"benchmarks.{name}", "--record", str(record), *arguments], timeout
+        )
+        if not record.exists():
+            return [], problem
+        return [_bound(kept) for kept in json.loads(record.read_text())], problem
+
+
+def measure_again(name: str, arguments: Sequence[str], bounds: Sequence[Bound], timeout: float) -> list[Bound]:
+    """The bounds, of which missed ones that a second process may measure have its figure too."""
+    asked = dict.fromkeys(bound.again for bound in bounds if not bound.held and bound.again is not None)
+    second: dict[str, float] = {}
+    for again in asked:
+        print(f"\n==> {name} again, for a missed limit", flush=True)
+        found, _ = measure(name, [*arguments, "--unsaved", *again], timeout)
+        second |= {bound.text: bound.figure for bound in found}
+    measured = []
+    for bound in bounds:
+        if not bound.held and bound.again is not None:
+            bound = replace(bound, second=second.get(bound.text))
+        measured.append(bound)
+    return measured
 
 
 def run_command(command: Sequence[str], timeout: float) -> str:
@@ -84,7 +112,10 @@ def run_command(command: Sequence[str], timeout: float) -> str:
 
 
 def _bound(kept: dict[str, Any]) -> Bound:
-    return Bound(**{name: value for name, value in kept.items() if name != "held"})
+    values = {name: value for name, value in kept.items() if name != "held"}
+    if values["again"] is not None:
+        values["again"] = tuple(values["again"])
+    return Bound(**values)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -111,13 +142,13 @@ def _rows(outcome: Outcome) -> Iterator[Row]:
         alike = [bound for bound in outcome.bounds if bound.what == what]
         for bound in alike:
             if not bound.held:
-                yield Row(name, bound.text, f"{bound.figure:.4g}", "FAILED", seconds)
+                yield Row(name, bound.text, bound.figures, "FAILED", seconds)
                 name = seconds = ""
         held = [bound for bound in alike if bound.held]
         if held:
             closest = max(held, key=lambda bound: bound.margin)
             note = f" (closest of {len(held)})" if len(held) > 1 else ""
-            yield Row(name, closest.text + note, f"{closest.figure:.4g}", "held", seconds)
+            yield Row(name, closest.text + note, closest.figures, "held", seconds)
             name = seconds = ""
 
 

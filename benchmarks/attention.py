@@ -101,22 +101,23 @@ def ring(options: Options) -> tuple[list[dict], list[Bound]]:
 
 def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | None = None) -> Iterator[Bound]:
     """What a row's times may be; ``packed`` is the bound that takes the place of those of one document."""
+    again = ("--only", "packed" if packed else "ring")
     uneven = f"; the busiest rank has {imbalance:.3f} × the mean work under this layout" if imbalance > 1 else ""
     limit = (packed or TIME_BOUND) * imbalance
     if row["case"] == FP32:
         why = "a rank does half of the work, and sending costs next to nothing" + uneven
-        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(limit, 3), case, why)
+        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(limit, 3), case, why, again=again)
     elif not has_native_bfloat16():
         why = "without bfloat16 instructions PyTorch's own bfloat16 attention, which is the measure, is slow" + uneven
-        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(SLOW_BFLOAT16 * limit, 3), case, why)
+        yield Bound(_OVER_SHARE, row["ratio_to_share"], round(SLOW_BFLOAT16 * limit, 3), case, why, again=again)
     else:
         why = "merging hops, adding up dq and sending come on top of the same kernel on the same blocks, all in float32"
         over_blocks = NATIVE_PACKED_RING_BOUND if packed else NATIVE_RING_BOUND
-        yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], over_blocks, case, why)
+        yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], over_blocks, case, why, again=again)
         # What cutting a packed row costs, it costs in either dtype; the kernel's own sums come on top.
         limit *= NATIVE_KERNEL_BOUND / TIME_BOUND
         why = "gradients of tiles are added up in float32, those of PyTorch's own attention in bfloat16" + uneven
-        yield Bound(_BLOCKS_OVER_SHARE, row["blocks_ratio_to_share"], round(limit, 3), case, why)
+        yield Bound(_BLOCKS_OVER_SHARE, row["blocks_ratio_to_share"], round(limit, 3), case, why, again=again)
 
 
 def _times(row: dict) -> str:

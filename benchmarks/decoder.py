@@ -202,10 +202,11 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
     """What a row may be."""
     name = row["shape"]
-    limit = FLOOR_BOUND[name]
-    yield Bound("CPU seconds over the floor", row["over_floor"]["longctx"], of_kind(**limit), name, FLOOR_WHY)
-    limit = TIME_BOUND[name]
-    yield Bound("CPU seconds over transformers'", row["time_ratio"], of_kind(**limit), name, TIME_WHY)
+    over_floor, limit = row["over_floor"]["longctx"], of_kind(**FLOOR_BOUND[name])
+    again = ("--only", name)
+    yield Bound("CPU seconds over the floor", over_floor, limit, name, FLOOR_WHY, again=again)
+    limit = of_kind(**TIME_BOUND[name])
+    yield Bound("CPU seconds over transformers'", row["time_ratio"], limit, name, TIME_WHY, again=again)
     yield Bound("activation memory over transformers'", row["memory_ratio"], MEMORY_BOUND, name)
     yield Bound("difference of losses", abs(row["losses"]["longctx"] - row["losses"]["transformers"]), 1e-3, name)
 

@@ -180,6 +180,9 @@ def _training_jobs(cases: ModuleType, checks: ModuleType, *, quick: bool) -> Ite
 def run_settings(cases: ModuleType, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The whole config of a run."""
     settings: dict[str, Any] = {"model": {"preset": "quickstart-dense", **cases.BASE, **changes["model"]}}
+    # A run that starts from a checkpoint has its model, but for what changes; older states wanted all of it typed.
+    if "start_from" in changes.get("run", {}) and Path("launcher/config/model.py").exists():
+        settings["model"] = dict(changes["model"])
     for section, values in cases.TRAINING.items():
         settings[section] = {**values, **changes.get(section, {})}
     settings["run"]["output_dir"] = "{folder}"

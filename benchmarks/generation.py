@@ -109,7 +109,7 @@ def measure_case(case: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def cpu_seconds(way: Continue, count: int) -> float:
+def cpu_seconds(way: Callable[[int], Any], count: int) -> float:
     """CPU seconds of a continuation by that many tokens."""
     start = time.process_time()
     way(count)
@@ -119,7 +119,7 @@ def cpu_seconds(way: Continue, count: int) -> float:
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
     """What a row may be."""
     what = "tokens a CPU second over transformers'"
-    yield Bound(what, row["speed_ratio"], SPEED_BOUND, row["case"], at_least=True)
+    yield Bound(what, row["speed_ratio"], SPEED_BOUND, row["case"], at_least=True, again=("--only", row["case"]))
     # In bfloat16 the two round differently, so that two near tokens may change places.
     if row["case"].endswith("float32"):
         what = "new ids that are transformers'"

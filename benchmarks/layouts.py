@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -198,7 +199,7 @@ def measure_masks(degree: int, packed: list[np.ndarray]) -> Iterator[MaskFigures
     """Every mask under every layout, over one document and over the packed rows."""
     num_tokens = int(packed[0][-1])
     shard = num_tokens // degree
-    masks: dict[str, dict[str, int]] = {
+    masks: dict[str, dict[str, Any]] = {
         "full": {},
         "window 1/32": {"window": shard // 32},
         "window 1/8": {"window": shard // 8},

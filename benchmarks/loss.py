@@ -140,7 +140,7 @@ def bounds(asked: Problem, rows: list[dict[str, Any]]) -> list[Bound]:
     ours = next(row for row in rows if row["way"] == OURS)
     limit, why = loss_error_bound(asked)
     return [
-        Bound("CPU seconds over those of whole logits", ours["ratio_to_fastest_whole"], TIME_BOUND),
+        Bound("CPU seconds over those of whole logits", ours["ratio_to_fastest_whole"], TIME_BOUND, again=()),
         Bound("megabytes above the inputs", ours["resident_rise_mb"], MEMORY_BOUND),
         Bound("relative error of the loss", ours["relative_error"]["loss"], limit, why=why),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
@@ -71,3 +72,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size}. "
             "Take the tokenizer that the model was trained with."
         )
+
+
+def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """What decodes ids, without those that the tokenizer does not have: a model's vocabulary may be padded."""
+    return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

@@ -77,7 +77,7 @@ class Flags:
 def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
     """Measure whether a model uses its context: scores, losses, tables, pictures.
 
-    Each sample's row is on the disk before the next one begins: the same command goes on where it stopped.
+    Every row is on the disk before the next samples begin: the same command goes on where it stopped.
     Over ranks: deepspeed --hostfile hostfile launcher/evaluate.py with the same options.
     """
     from launcher.evaluation.options import lines_of_tasks
@@ -128,10 +128,10 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     import launcher.evaluation.run as evaluation
     from parallel.runtime.process import environment_rank
 
+    # Every rank measures; one speaks.
     is_rank_0 = environment_rank()[0] == 0
-    _, _, left_out = options.chosen()
-    if left_out and is_rank_0:
-        note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
+    if is_rank_0:
+        _say_what_is_missing(options)
     try:
         page = evaluation.evaluate(options, _progress)
     except KeyboardInterrupt:
@@ -140,6 +140,17 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
         raise
     if is_rank_0:
         _print(options, page, as_json=as_json)
+
+
+def _say_what_is_missing(options: Options) -> None:
+    """Name the tasks of a group that lack their file, and the depths that no sample takes."""
+    tasks, _, left_out = options.chosen()
+    if left_out:
+        note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
+    untested = options.depths[options.samples :]
+    if untested and any(task.has_depth for task in tasks):
+        depths = ", ".join(f"{depth:g}" for depth in untested)
+        note(f"--samples {options.samples} leaves these depths without a sample: {depths}")
 
 
 def _progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:

@@ -16,7 +16,7 @@ from parallel.schedule.heads import check_heads
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
     # Importing DeepSpeed takes seconds: only a run that starts pays for it.
-    from parallel.zero.options import check_zero
+    from parallel.zero.deepspeed_config import check_zero
 
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(

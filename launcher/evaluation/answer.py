@@ -5,6 +5,7 @@ Axes: B rows, n tokens of the right answer, M model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from launcher.evaluation.options import Options
 from longctx.evaluation import Sample, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.scorers import begins_with
-from longctx.generation.loop import generate
+from longctx.generation.batch import generate_batch
 from longctx.generation.reading import read
 from longctx.generation.text import TextStream
 from longctx.model.decoder import Decoder
@@ -50,13 +51,32 @@ def is_same_event(task: Task) -> bool:
     return isinstance(task, FittedTask) and task.rule is begins_with
 
 
-def write_answer(model: Decoder, prompt: Prompt, tokenizer: Tokenizer, chunk_tokens: int) -> str:
-    """The text after the prompt. Ranks that share the prompt call this alike, and get the same."""
-    stops = tokenizer.special.stops
-    if prompt.target_ids is None:
-        ids = generate(model, prompt.ids, prompt.max_new_tokens, stop_ids=stops, chunk_tokens=chunk_tokens)
-    else:
-        ids = forced(model, prompt.ids, prompt.target_ids, chunk_tokens)
+def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
+    """The text after each prompt. Ranks that share the prompts call this alike, and get the same.
+
+    Those that are generated are under way together.
+    """
+    ids: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt.target_ids is None:
+            generated.setdefault(prompt.max_new_tokens, []).append(index)
+        else:
+            ids[index] = forced(model, prompt.ids, prompt.target_ids, chunk_tokens)
+    for max_new_tokens, indices in generated.items():
+        batch = generate_batch(
+            model,
+            [prompts[index].ids for index in indices],
+            max_new_tokens,
+            stop_ids=tokenizer.special.stops,
+            max_sequences=len(indices),
+            chunk_tokens=chunk_tokens,
+        )
+        ids.update((indices[at], new_ids) for at, new_ids in batch)
+    return [_text_after(prompt, ids[index], tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _text_after(prompt: Prompt, ids: list[int], tokenizer: Tokenizer) -> str:
     text = TextStream(tokenizer.decode, prompt.ids)
     # A model's vocabulary may be padded beyond its tokenizer's.
     parts = [text.add(token) for token in ids if token < tokenizer.vocab_size]
@@ -70,6 +90,7 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
     The prompt is read as ever; then the target is read at once, in place of one token a step.
     """
     cache = model.new_cache()
+    cache.expect(len(target_ids))
     last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
     # Given whole to every rank, as generated tokens are.
     chunk = cache.chunk(len(target_ids))

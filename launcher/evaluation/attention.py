@@ -65,6 +65,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
         f"{checkpoint_name(folder)} · layer {options.layer}, head {options.head} · length {num_tokens:,} · "
         f"{datetime.now(UTC):%Y-%m-%d} · n = {num_tokens:,} queries"
     )
+    # Rounded up: the picture never has more blocks than were asked for.
     block_tokens = -(-num_tokens // options.blocks)
     found = observe(folder, documents, call=call, head=options.head, block_tokens=block_tokens)
     name = f"attention_layer{options.layer}_head{options.head}"
@@ -137,6 +138,7 @@ def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, b
     ids = [token for document in documents for token in document]
     core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
     model = load_model(folder, core=core)
+    # Positions restart in each document, as in training.
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     bounds = np.cumsum([0, *map(len, documents)]).tolist()
     model(torch.tensor([ids]), positions[None], bounds)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from launcher.evaluation.options import Options
 from launcher.evaluation.subject import Reader, Subject
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
@@ -21,7 +21,21 @@ LAYOUT = "zigzag"
 """How a chunk is split. Its queries visit the keys of every rank, so work is even in all layouts."""
 
 
-def check_mesh(options: Options, model: ModelConfig, world_size: int) -> None:
+class Degrees(Protocol):
+    """How many ranks share what."""
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a prompt; 0 for all."""
+        ...
+
+    @property
+    def expert(self) -> int:
+        """Ranks that share the experts."""
+        ...
+
+
+def check_mesh(options: Degrees, model: ModelConfig, world_size: int) -> None:
     """ConfigError unless the degrees fit the ranks, the experts and one another."""
     context = options.context or world_size
     check_degrees(world_size, context=context, expert=options.expert)
@@ -40,8 +54,8 @@ def build_decoder(subject: Subject, mesh: Mesh, dtype: torch.dtype, device: torc
 
     CheckpointError unless the checkpoint holds exactly the decoder's tensors.
     """
-    # A lone process needs none of what ranks agree on.
-    if mesh.world_size == 1:
+    # A process that shares neither prompts nor experts needs none of what ranks agree on.
+    if mesh.context == 1:
         decoder = Decoder(subject.model, seed=None)
     else:
         decoder = build_empty_decoder(subject.model, mesh, layout=LAYOUT)

@@ -11,7 +11,6 @@ from launcher.report.evaluation.sections import Picture, evaluation_sections, pi
 from launcher.report.evaluation.tables import (
     area_rows,
     loss_rows,
-    ruler_rows,
     sample_rows,
     score_rows,
     summary_of,
@@ -28,7 +27,6 @@ TABLES = {
     "samples": sample_rows,
     "scores": score_rows,
     "areas": area_rows,
-    "ruler": ruler_rows,
     "losses": loss_rows,
 }
 """CSV files by name, beside those of the pictures."""

@@ -1,15 +1,16 @@
 """``evaluate``: check everything, load the model, measure sample after sample, write tables and pictures.
 
 The ranks of a context group work on one sample together; each data rank has samples of its own. The first rank of a
-group makes its samples and tells the others; rank 0 writes every row before the next samples begin.
+group makes its samples and tells the others; rank 0 writes every row before the next samples begin. Short samples are
+measured several at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.cluster.hostfile import check_hostfile
-from launcher.evaluation.answer import Prompt, prompt_of, write_answer
+from launcher.evaluation.answer import Prompt, prompt_of, write_answers
+from launcher.evaluation.memory import fitting_together
 from launcher.evaluation.model import build_decoder, check_mesh
 from launcher.evaluation.options import Options
 from launcher.evaluation.results import write_results
-from launcher.evaluation.store import Store, settings_of, text_settings
+from launcher.evaluation.store import Store, locked, settings_of, text_settings
 from launcher.evaluation.subject import Subject, open_subject
 from launcher.evaluation.texts import Text, Texts, read_documents
 from launcher.report.evaluation.folder import Key
@@ -29,6 +31,7 @@ from longctx.errors import CheckpointError, LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
+from longctx.generation.batch import MAX_SEQUENCES
 from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
 from parallel.mesh import Mesh
@@ -47,6 +50,10 @@ Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
 """From what is done, and the tokens to read if they are known, to something that is told how many are done."""
 Value = TypeVar("Value")
+TOGETHER_TOKENS = 131_072
+"""Most tokens of the samples that are measured together: a command that is stopped loses them."""
+_MOST_PROBLEMS = 8
+"""Tasks whose problems stand on one screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +97,16 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
         mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
         texts = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
-    done = on_rank_0(lambda: _open_store(options, subject, texts, stores))
-    jobs = missing_jobs(options, texts, done)
-    if jobs:
-        with progress(f"loading {subject.folder}"):
-            decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
-        with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
-            _Evaluator(options, subject, mesh, decoder, texts, stores).measure(jobs, update)
-    with progress("drawing"):
-        return on_rank_0(lambda: write_results(options.output))
+    with ExitStack() as stack:
+        done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
+        jobs = missing_jobs(options, texts, done)
+        if jobs:
+            with progress(f"loading {subject.folder}"):
+                decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+            with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
+                _Evaluator(options, subject, mesh, decoder, device, texts, stores).measure(jobs, update)
+        with progress("drawing"):
+            return on_rank_0(lambda: write_results(options.output))
 
 
 def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
@@ -137,10 +145,18 @@ class _Evaluator:
     """Measures jobs on a mesh; rank 0 has the store."""
 
     def __init__(
-        self, options: Options, subject: Subject, mesh: Mesh, decoder: Decoder, texts: Texts, stores: list[Store]
+        self,
+        options: Options,
+        subject: Subject,
+        mesh: Mesh,
+        decoder: Decoder,
+        device: torch.device,
+        texts: Texts,
+        stores: list[Store],
     ) -> None:
         self._options, self._subject, self._mesh = options, subject, mesh
-        self._decoder, self._texts, self._stores = decoder, texts, stores
+        self._decoder, self._device = decoder, device
+        self._texts, self._stores = texts, stores
 
     def measure(self, jobs: Sequence[Job], update: Update) -> None:
         """Measure and store every sample of the jobs. Collective."""
@@ -149,48 +165,59 @@ class _Evaluator:
         for job in jobs:
             blocks = deal(job.indices, self._mesh.data)
             mine = blocks[self._mesh.data_rank]
-            samples = self._samples(job, mine)
-            for at in range(max(len(block) for block in blocks)):
-                index = None
-                if at < len(mine):
-                    index = mine[at]
-                rows = self._measure_one(job, index, samples)
+            samples, together = self._samples(job, mine), self._together(job)
+            for at in range(0, max(len(block) for block in blocks), together):
+                rows = self._measure_some(job, mine[at : at + together], samples)
                 on_every_rank(lambda rows=rows: self._store(rows))
                 done += job.length * len(rows)
                 update(done, note=f"{job.name} at {job.length:,}")
 
-    def _measure_one(
-        self, job: Job, index: int | None, samples: Iterator[tuple[Sample, Prompt]]
-    ) -> list[ScoreRow | LossRow]:
-        """The rows of all data ranks, each of its own sample; None where a rank has none left. Collective."""
-        row = None
-        if job.task is not None:
-            row = self._score(job.task, index, samples)
-        else:
-            row = on_every_rank(lambda: self._loss(job, index))
-        # All ranks of a context group have the row; one of them speaks.
-        if self._mesh.context_rank != 0:
-            row = None
-        return [found for found in gather_objects(row) if found is not None]
+    def _together(self, job: Job) -> int:
+        """Samples of the job that each context group measures together. Collective."""
+        if job.task is None:
+            return 1
+        return fitting_together(
+            self._subject.model,
+            self._mesh,
+            self._device,
+            job.length,
+            dtype=getattr(torch, self._options.dtype),
+            chunk_tokens=self._options.chunk_tokens,
+            most=min(MAX_SEQUENCES, TOGETHER_TOKENS // job.length),
+        )
 
-    def _score(self, task: Task, index: int | None, samples: Iterator[tuple[Sample, Prompt]]) -> ScoreRow | None:
+    def _measure_some(
+        self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]
+    ) -> list[ScoreRow | LossRow]:
+        """The rows of all data ranks, each of its own samples, of which a rank may have none left. Collective."""
+        rows: Sequence[ScoreRow | LossRow]
+        if job.task is not None:
+            rows = self._scores(job.task, len(indices), samples)
+        else:
+            rows = on_every_rank(lambda: [self._loss(job, index) for index in indices])
+        # All ranks of a context group have the rows; one of them speaks.
+        if self._mesh.context_rank != 0:
+            rows = []
+        return [row for of_rank in gather_objects(rows) for row in of_rank]
+
+    def _scores(self, task: Task, count: int, samples: Iterator[tuple[Sample, Prompt]]) -> list[ScoreRow]:
+        """The rows of the next ``count`` samples."""
         problem, made = None, None
         try:
-            if index is not None and self._mesh.context_rank == 0:
-                made = next(samples)
+            if self._mesh.context_rank == 0:
+                made = list(islice(samples, count))
         except LongCtxError as error:
-            # Told to all: the others would wait for the prompt.
+            # Told to all: the others would wait for the prompts.
             problem = error
         agree_or_raise(problem)
-        if index is None:
-            return None
-        sample, prompt = share(self._mesh, made)
-        output = write_answer(self._decoder, prompt, self._subject.tokenizer, self._options.chunk_tokens)
-        return ScoreRow.of(task, sample, output)
+        if not count:
+            return []
+        given = share(self._mesh, made)
+        prompts = [prompt for _, prompt in given]
+        outputs = write_answers(self._decoder, prompts, self._subject.tokenizer, self._options.chunk_tokens)
+        return [ScoreRow.of(task, sample, output) for (sample, _), output in zip(given, outputs, strict=True)]
 
-    def _loss(self, job: Job, index: int | None) -> LossRow | None:
-        if index is None:
-            return None
+    def _loss(self, job: Job, index: int) -> LossRow:
         text = self._texts[job.length][index]
         ids = text.ids.tolist()
         nll = self._nll(text, ids)
@@ -240,20 +267,38 @@ def share(mesh: Mesh, value: Value | None) -> Value:
 def _read_and_check(options: Options, subject: Subject) -> Texts:
     """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
     tasks, measures, _ = options.chosen()
+    problems: dict[str, LongCtxError] = {}
     for task in tasks:
         # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
         lengths = {options.lengths[0]}
         if task.needs_haystack or not isinstance(task, FittedTask):
             lengths.add(options.lengths[-1])
-        for length in sorted(lengths):
-            next(iter(task.samples(subject.setting, length, 1)))
+        try:
+            for length in sorted(lengths):
+                next(iter(task.samples(subject.setting, length, 1)))
+        except LongCtxError as error:
+            problems[task.name] = error
+    if problems:
+        raise _all_of(problems)
     if not measures:
         return {}
     return read_documents(options, subject)
 
 
-def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store]) -> set[Key]:
-    """Open the output folder on rank 0; the samples that it holds already."""
+def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
+    """The errors of several tasks as one: a user who mends them one by one would start again and again."""
+    first, *others = problems.values()
+    if not others:
+        return first
+    lines = [str(problem).partition("\n")[0] for problem in problems.values()][:_MOST_PROBLEMS]
+    if len(problems) > len(lines):
+        lines.append(f"and {len(problems) - len(lines)} more")
+    return type(first)("\n".join([*lines, f"Or leave these tasks out: {', '.join(problems)}"]))
+
+
+def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store], stack: ExitStack) -> set[Key]:
+    """Open the output folder on rank 0, locked until the stack is left; the samples that it holds already."""
+    stack.enter_context(locked(options.output))
     store = Store(options.output, settings_of(options, subject), text_settings(subject))
     store.check_texts(texts)
     stores.append(store)

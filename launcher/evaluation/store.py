@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +33,9 @@ from longctx.evaluation import ScoreRow
 from longctx.evaluation.losses import LossRow
 from longctx.files import explained_writes, write_atomically
 
+log = logging.getLogger(__name__)
+
+LOCK_FILE = ".evaluation.lock"
 _MAY_DIFFER = ("date", "version", "model", "checkpoint")
 """Settings that a second call in the same folder need not share: a checkpoint that was moved has the same weights."""
 
@@ -58,19 +65,40 @@ def text_settings(subject: Subject) -> dict[str, Any]:
     if subject.setting.haystack is not None:
         digest = xxhash.xxh3_128()
         for sentence in subject.setting.haystack.sentences:
-            digest.update(sentence)
+            digest.update(sentence.encode())
         haystack = digest.hexdigest()
     return {"haystack": haystack, "text_folder": subject.text_folder and str(subject.text_folder.resolve())}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it for this process; ConfigError where another evaluation writes into it.
+
+    The system frees the lock when the process ends, however it ends.
+    """
+    with explained_writes(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--output {folder}: another evaluation is writing there now. Wait for it, or choose another --output."
+            ) from error
+        except OSError as error:
+            log.warning(
+                "%s cannot be locked (%s): start one evaluation there at a time.", folder, error.strerror or error
+            )
+        yield
 
 
 class Store:
     """The folder, opened to write; a second evaluation in it goes on where the first one stopped."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], texts: dict[str, Any]) -> None:
-        """Make the folder, or check that it holds rows of the same settings. ConfigError names those that differ."""
+        """Settle the folder's settings. ConfigError names those that differ from the ones of the rows in it."""
         self.folder = folder
-        with explained_writes(folder):
-            folder.mkdir(parents=True, exist_ok=True)
         if (folder / SETTINGS_FILE).is_file():
             before = read_settings(folder)
             _check_same(folder, before, settings | texts)

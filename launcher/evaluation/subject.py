@@ -109,7 +109,7 @@ def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
     hf = HfReader(folder)
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}")
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
         digest.update(_sampled_bytes(path))
     return hf, hf.config, digest.hexdigest()
 

@@ -64,11 +64,14 @@ def _documents(options: Options, subject: Subject, folder: Path) -> Iterator[tup
         for number in range(shards.num_documents):
             yield shards.name(number), shards.document(number)
         return
-    shortest = min(options.lengths)
+    shortest, longest = min(options.lengths), 0
     for document in open_source(str(folder)):
-        # A token stands for a byte at least, begin, end and a first space apart: short texts need not be encoded.
-        if len(document.text.encode()) + 3 >= shortest:
+        size = len(document.text.encode())
+        # A token stands for a byte at least, begin, end and a first space apart: short texts need not be encoded. The
+        # longest of them are: an error says how many tokens there are.
+        if size + 3 >= shortest or size > longest:
             yield document.name, subject.tokenizer.encode_document(document.text)
+        longest = max(longest, size)
 
 
 def _check_tokenizer(options: Options, subject: Subject, shards: ShardSet) -> None:

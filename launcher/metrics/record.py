@@ -1,7 +1,8 @@
 """The record of a run: ``metrics.jsonl``, and the console line and TensorBoard curves made from the same records.
 
-Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step),
-``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every key.
+Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step,
+made by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
+key.
 
 JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gains
 ``"non_finite": {"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*.

@@ -37,7 +37,7 @@ from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank
 from parallel.zero.engine import ZeroEngine
-from parallel.zero.options import OptimizerOptions
+from parallel.zero.optimizer import OptimizerOptions
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""Rotary position frequencies, as they were trained and as they are stretched. No tensor library is imported."""
+"""Rotary position frequencies, as they were trained and as they are stretched. No tensor library is imported.
+
+``longctx/model/rotary.py`` rotates by them.
+"""
 
 from __future__ import annotations
 

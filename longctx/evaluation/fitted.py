@@ -134,6 +134,11 @@ class _Fitting:
         """The number of units that fills the length."""
         budget = self._length - self._answer_tokens
         smallest = self._task.smallest
+        if self._haystack is not None and self._haystack.num_words < smallest:
+            raise DataError(
+                f"task {self._task.name} takes at least {smallest} words of text, and haystack {self._haystack.source} "
+                f"has {self._haystack.num_words}. Give a longer haystack."
+            )
         needed = self._tokens(smallest)
         if needed > budget:
             raise too_short(self._task.name, self._length, prompt=needed, answer=self._answer_tokens)

@@ -16,10 +16,11 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan, TokenChunk
+from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
+from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
@@ -30,7 +31,8 @@ from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
-from longctx.model.positions import check_learned, rotary_table, sinusoid_table, sinusoidal_embedding
+from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
+from longctx.model.rotary import RotaryTable, rotary_table
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -58,16 +60,20 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
+        # Layers of one rope share their table; None stands for layers without rotary channels.
+        ropes = [self._rope(layer) for layer in range(config.num_layers)]
+        self._ropes = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
 
     def forward(
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
         *,
-        cores: dict[str, AttentionCore],
+        cores: dict[str, PassCore],
         plans: dict[str, Plan],
         length: int,
-        cache: KVCache | None,
+        cache: PassCache | None,
         dropout: Dropout | None,
         recompute: bool,
         experts: MoECall,
@@ -90,12 +96,10 @@ class Backbone(nn.Module):
                 recompute=recompute,
                 experts=experts,
             )
-        # Layers of one rope share their table; None stands for layers without rotary channels.
-        ropes = [self._rope(layer) for layer in range(config.num_layers)]
-        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(ropes)}
+        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         stats: list[tuple[Tensor, ...]] = []
         for layer, block in enumerate(self.layers):
-            results = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
+            results = block(x_BtM, tables[self._rope_of_layer[layer]], call=calls[config.layer_kind(layer)])
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
@@ -139,13 +143,16 @@ class Backbone(nn.Module):
             relative_bias=bias,
         )
 
-    def _table(
-        self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor] | None:
+    def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
+        config = self.config
         if rope is not None:
-            return rotary_table(positions_Bt, rope, self.config.rotary_size, dtype, length=length)
-        if self.config.position == "relative":
-            return sinusoid_table(positions_Bt, self.config.hidden_size, dtype)
+            cos, sin = rotary_table(positions_Bt, rope, config.rotary_size, dtype, length=length)
+            rotated = config.head_dim
+            if config.is_latent:
+                rotated = config.rope_head_dim
+            return RotaryTable.of(cos, sin, rotated)
+        if config.position == "relative":
+            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None
 
 
@@ -220,7 +227,7 @@ class Decoder(nn.Module):
         placement: Any = None,
         training_pass: TrainingPass | None = None,
         return_stats: bool = False,
-        cache: KVCache | None = None,
+        cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
@@ -230,12 +237,12 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue its sequence: they are those of its ``chunk``, by default one that every process has whole.
+        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole.
         """
         if training_pass is None:
             training_pass = EVALUATION
-        cores = _cores_of(self)
         new_tokens = _new_tokens(tokens_Bt, cache, chunk)
+        cores = _cores_of(self, new_tokens)
         if new_tokens is not None:
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
@@ -301,7 +308,7 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)]
 
 
-def _new_tokens(tokens_Bt: Tensor, cache: KVCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
+def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
     """The chunk that these tokens are of; None without a cache."""
     if cache is None or chunk is not None:
         return chunk
@@ -329,12 +336,14 @@ def _tokens_and_documents(
     return token_Bt, document_ids
 
 
-def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
+def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]:
     """The core of each kind of layer."""
-    cores = dict.fromkeys(decoder.config.layers, decoder.core)
+    cores: dict[str, AttentionCore] = dict.fromkeys(decoder.config.layers, decoder.core)
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
-    return cores
+    if chunk is not None and chunk.sequences:
+        return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
+    return {**cores}
 
 
 def _build_moe_call(
@@ -373,7 +382,7 @@ def _longest_document(
     config: ModelConfig,
     documents: PackedDocuments,
     positions_Bt: Tensor,
-    cache: KVCache | None,
+    cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> int:
     """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""

@@ -1,43 +1,23 @@
-"""Positions of tokens as channels: rotary and sinusoidal tables, and the rotation itself.
+"""Positions that are added or looked up instead of rotated: sinusoids, and the rule of learned tables.
 
-Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
-formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
-
-Axes: B rows, t tokens of this rank, H heads, D head size, M model width, C channel pairs.
+Axes: B rows, t tokens of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
-
-
-def rotary_table(
-    positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, 1, rotary_size/2] of every token's angles, in float32 (float64 for float64).
-
-    ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
-    """
-    cos, sin = _angles(positions_Bt, rope.frequencies(rotary_size, length))
-    # YaRN's scale of the scores is in the table, so that kernels know nothing of it.
-    scale, partial = rope.scale(), accumulate_dtype(dtype)
-    return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
+from longctx.model.rotary import angles_of
 
 
 def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
     partial = accumulate_dtype(dtype)
-    cos, sin = _angles(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
+    cos, sin = angles_of(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
     return cos.to(partial), sin.to(partial)
 
 
@@ -47,7 +27,7 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) ->
     return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 
-@outside_graphs("lengths are data: a graph that read them would serve one batch")
+@outside_graphs  # lengths are data: a graph that read them would serve one batch
 def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
     """ConfigError where a learned table of ``max_positions`` rows has none for a token.
 
@@ -63,57 +43,3 @@ def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> Non
             f"learned position table (model.position='learned'). Cut documents to {max_positions} tokens "
             f"(data.seq_len={max_positions}), or train a table with model.max_positions={needed}."
         )
-
-
-def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """x with its first 2·C channels rotated by the table's angles, computed in the table's dtype, returned in x's.
-
-    Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
-    """
-    if not torch.is_grad_enabled():
-        return _rotate(x_BtHD, cos, sin, interleaved)
-    return _Rotary.apply(x_BtHD, cos, sin, interleaved)
-
-
-def _angles(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
-    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
-    radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
-    angles = positions_Bt.double().unsqueeze(-1) * radians
-    return angles.cos(), angles.sin()
-
-
-class _Rotary(torch.autograd.Function):
-    """Saves the table alone: the gradient is the rotation back, which needs nothing of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(x, cos, sin, interleaved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        # The transpose of a rotation is the rotation by the opposite angle.
-        return _rotate(dy, cos, -sin, ctx.interleaved), None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    pairs = cos.shape[-1]
-    # Written straight into one result: no pair is concatenated, and channels without positions are copied once.
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # converted once: a product of two dtypes would convert its input each time
-    first, second = (half.to(cos.dtype) for half in _halves(x, pairs, interleaved))
-    out_first, out_second = _halves(out, pairs, interleaved)
-    out_first.copy_((first * cos).sub_(second * sin))
-    out_second.copy_((second * cos).add_(first * sin))
-    if 2 * pairs < x.shape[-1]:
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
-    return out
-
-
-def _halves(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
-    return x[..., :pairs], x[..., pairs : 2 * pairs]

@@ -65,7 +65,7 @@ class _Replaying(AbstractContextManager):
         self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
-@outside_graphs("a recompute_cache is filled and emptied outside of any graph")
+@outside_graphs  # a recompute_cache is filled and emptied outside of any graph
 def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
     until backward.

@@ -95,7 +95,7 @@ def build_capacity(
     return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
 
 
-@outside_graphs("boundaries are data: a graph that read them would serve one batch")
+@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
     if documents.num_tokens != tokens_Bt.numel():
@@ -108,7 +108,7 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
 
 
-@outside_graphs("boundaries are data: a graph that read them would serve one batch")
+@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
     # The index does not depend on the rank or the layout that the token came by.

@@ -28,6 +28,7 @@ class ShardedKVCache:
         self.mesh, self.layout = mesh, layout
         self._tokens = CachedLayout()
         self._layers: dict[int, LayerBuffer] = {}
+        self._expected = 0
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +40,23 @@ class ShardedKVCache:
         if number not in self._layers:
             self._layers[number] = LayerBuffer()
         return self._layers[number]
+
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens, on all ranks together, behind what is read next."""
+        self._expected = num_tokens
+
+    def copy(self) -> ShardedKVCache:
+        """The same tokens of this rank, in buffers of their own."""
+        other = ShardedKVCache(self.mesh, self.layout)
+        # A value: what extends it makes another.
+        other._tokens = self._tokens
+        other.expect(self._expected)
+        for number, layer in self._layers.items():
+            layer.copy_to(other.layer(number))
+        return other
+
+    def free(self) -> None:
+        """Do nothing: the memory is this cache's own."""
 
     def chunk(self, num_tokens: int) -> TokenChunk:
         """The next tokens as a chunk that every rank is given whole."""
@@ -68,18 +86,18 @@ class ShardedKVCache:
         )
         return layout.join(list(gathered), 1)
 
-    def once(self, choose: Callable[[], int]) -> int:
-        """The token that the first rank of the sequence chooses, told to all. Collective."""
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """The ``count`` integers that the first rank of the sequence chooses, told to all. Collective."""
         if self.mesh.context == 1:
             return choose()
-        token = torch.zeros(1, dtype=torch.int64)
+        chosen = torch.zeros(count, dtype=torch.int64)
         if self.mesh.context_rank == 0:
-            token[0] = choose()
+            chosen[:] = torch.tensor(choose())
         named_collective(
-            lambda: dist.broadcast(token, self.mesh.context_peer(0), group=self.mesh.control_group),
+            lambda: dist.broadcast(chosen, self.mesh.context_peer(0), group=self.mesh.control_group),
             f"rank {self.mesh.rank} waiting for the chosen token",
         )
-        return int(token)
+        return chosen.tolist()
 
     def _chunk(self, num_tokens: int, left: int, *, is_split: bool) -> TokenChunk:
         mesh, start, layout = self.mesh, self.num_tokens, None
@@ -93,5 +111,6 @@ class ShardedKVCache:
             sequence_tokens=start + left,
             indices=torch.cat([torch.arange(run.start, run.stop, run.step) for run in given]),
             is_replicated=not is_split,
+            expected_tokens=self._expected,
             placement=placement,
         )

@@ -9,6 +9,7 @@ head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +21,10 @@ from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, S
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
 from longctx.model.attention.core import AttentionShapes, LayerCache
-from longctx.model.attention.local import append_rows, earlier_seen, later_stored
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.plan import AttentionOptions, call_signature
 from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
@@ -32,7 +34,7 @@ from parallel.runtime.agreement import agree
 from parallel.schedule.cached import cached_work
 from parallel.schedule.work import Mask
 from parallel.transport.block import PartialResult
-from parallel.transport.query_ring import attend_by_visits, merge_gathered
+from parallel.transport.query_ring import Compute, attend_by_visits, merge_gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class CachedPlan:
     earlier_rows: int
     """Rows of this rank's cache that some query sees."""
     later_rows: int
-    """Rows that are known to join them."""
+    """Rows that are to join them."""
     work: tuple[tuple[Work, ...], ...]
     """With the queries of each rank, by hop; one entry where every rank has all queries."""
     is_replicated: bool
@@ -113,10 +115,46 @@ def attend_cached(
 ) -> Tensor:
     """Output [B, t, H, V] of new tokens over all cached keys and their own. Collective; there is no backward."""
     plan.shapes.check_call(q_BtHD, sinks_H)
-    if torch.is_grad_enabled() and q_BtHD.requires_grad:
-        raise ConfigError("attention over a cache that ranks share has no backward pass. Use torch.no_grad().")
-    if scores is None:
-        scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    check_no_gradient(q_BtHD)
+    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, _given_or_plain(scores, q_BtHD))
+    if plan.is_replicated:
+        out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
+    else:
+        out, lse = attend_by_visits(plan.mesh, q_BtHD, plan.shapes.value_dim, compute)
+    if sinks_H is not None:
+        out, lse = apply_sinks(out, lse, sinks_H)
+    return out.to(q_BtHD.dtype)
+
+
+def attend_cached_each(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: EachAlone,
+    caches: Sequence[LayerCache],
+    *,
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [1, t, H, V] of several sequences' tokens, which every rank has, each over the keys of its own cache.
+
+    Collective: one gather for all sequences. There is no backward.
+    """
+    check_no_gradient(q_BtHD)
+    scores = _given_or_plain(scores, q_BtHD)
+    parts = []
+    for tokens, of_one, cache in zip(plan.tokens, plan.plans, caches, strict=True):
+        compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
+        parts.append(compute(q_BtHD[:, tokens], 0))
+    out, lse = (torch.cat(of_tokens, dim=1) for of_tokens in zip(*parts, strict=True))
+    out, lse = merge_gathered(plan.plans[0].mesh, (out, lse))
+    if sinks_H is not None:
+        out, lse = apply_sinks(out, lse, sinks_H)
+    return out.to(q_BtHD.dtype)
+
+
+def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: LayerCache, scores: Scores) -> Compute:
+    """Store this rank's part of the new keys; returns what computes queries over all keys that it stores."""
     stored = plan.stored
     keys, values = append_rows(
         cache,
@@ -133,13 +171,13 @@ def attend_cached(
             return _no_keys(queries, plan.shapes.value_dim)
         return attend_work(queries, keys, values, plan.work[hop], kernel_forward)
 
-    if plan.is_replicated:
-        out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
-    else:
-        out, lse = attend_by_visits(plan.mesh, q_BtHD, plan.shapes.value_dim, compute)
-    if sinks_H is not None:
-        out, lse = apply_sinks(out, lse, sinks_H)
-    return out.to(q_BtHD.dtype)
+    return compute
+
+
+def _given_or_plain(scores: Scores | None, q_BtHD: Tensor) -> Scores:
+    if scores is None:
+        return Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    return scores
 
 
 def _assemble(
@@ -148,7 +186,7 @@ def _assemble(
     """This rank's work. ConfigError for what a kernel cannot do."""
     rank, is_replicated = mesh.context_rank, placement.layout is None
     start = placement.earlier.num_tokens
-    earlier = tokens_from(placement.earlier.runs, start - earlier_seen(mask))
+    earlier = tokens_from(placement.earlier.runs, start - earlier_seen(mask, shapes))
     stored = placement.stored(rank)
     visitors = [rank]
     if not is_replicated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
-from parallel.attention.cached import CachedPlan, attend_cached
+from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan, build_layout
 from parallel.attention.softmax import attend_planned
 from parallel.mesh import Mesh
@@ -33,6 +35,10 @@ class ContextParallelAttention:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
 
+    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
+        """Makes empty caches for the mesh's context ranks."""
+        return self.new_cache
+
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
     ) -> ContextParallelPlan | CachedPlan:
@@ -51,7 +57,7 @@ class ContextParallelAttention:
         )
         return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options, placement=placement)
 
-    @outside_graphs("keys, values and states travel between ranks")
+    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,
@@ -70,3 +76,24 @@ class ContextParallelAttention:
         return attend_planned(
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
+        """This rank's work for each sequence's token."""
+        return plan_alone(self, mask, shapes, chunks)
+
+    @outside_graphs  # results travel between ranks
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: EachAlone,
+        caches: Sequence[LayerCache],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
+        if all(of_one.is_replicated for of_one in plan.plans):
+            return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)

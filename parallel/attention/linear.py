@@ -21,8 +21,9 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
@@ -75,7 +76,7 @@ class ContextParallelLinearPlan:
         return _Recomputed(exchange, recompute_cache)
 
 
-@outside_graphs("keys, values and states travel between ranks")
+@outside_graphs  # keys, values and states travel between ranks
 def linear_attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -152,6 +153,10 @@ class ContextParallelLinearAttention:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
 
+    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
+        """Makes empty caches for the mesh's context ranks."""
+        return self.new_cache
+
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
     ) -> ContextParallelLinearPlan | CachedLinearPlan:
@@ -163,7 +168,7 @@ class ContextParallelLinearAttention:
         states = StatePlan.build(placement, mask.documents, causal=mask.causal)
         return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 
-    @outside_graphs("keys, values and states travel between ranks")
+    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,
@@ -181,6 +186,24 @@ class ContextParallelLinearAttention:
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
         return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
+        """A segment for each sequence."""
+        return plan_alone(self, mask, shapes, chunks)
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: EachAlone,
+        caches: Sequence[LayerCache],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of each token after the state of its own cache. Nothing is sent."""
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)
 
 
 def check_linear_layout(layout: str, ring_degree: int) -> None:

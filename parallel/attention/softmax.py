@@ -29,7 +29,7 @@ from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
 from parallel.transport.ulysses import HeadExchange
 
 
-@outside_graphs("keys, values and states travel between ranks")
+@outside_graphs  # keys, values and states travel between ranks
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from longctx.errors import ConfigError
+from longctx.kernels.memory import available_bytes
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "cpu"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process's tensors can still get: of its GPU, or its share of what this machine has left."""
+    if device.type != "cuda":
+        return available_bytes() // _ranks_here()
+    # What tensors gave back stays with the process, and serves the next ones.
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved
 
 
 def peak_memory_bytes(device: torch.device) -> int:

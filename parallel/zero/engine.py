@@ -20,15 +20,16 @@ from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from parallel.zero.deepspeed_config import check_zero, quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
-from parallel.zero.muon import import_muon_uncompiled
-from parallel.zero.options import OptimizerOptions, check_zero, quiet_deepspeed
+from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
 from parallel.zero.state import OwnedRange, ReadRange, read_state, write_state
 from parallel.zero.tensors import ModelTensors
+from parallel.zero.uncompiled import import_muon
 from parallel.zero.whole import Whole
 
 PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: Flat, 3: Sharded}
@@ -47,7 +48,7 @@ class ZeroEngine:
         """
         check_zero(stage, dtype)
         quiet_deepspeed()
-        import_muon_uncompiled()
+        import_muon()
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.decoder, mark_experts(model))
         self.partition = PARTITIONS[stage](

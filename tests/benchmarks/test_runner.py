@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,33 @@ def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         runner.main(["decoders"])
     assert "Try one of attention, peers" in capsys.readouterr().err
+
+
+def test_a_missed_limit_on_time_is_measured_by_a_second_process(monkeypatch):
+    ran = []
+
+    def measure(name: str, arguments: list[str], timeout: float) -> tuple[list[Bound], str]:
+        ran.append(arguments)
+        ring = ("--only", "ring")
+        found = [Bound("time", 1.2, 1.0, case, again=ring) for case in ("even", "Zipf")]
+        if "--unsaved" in arguments:
+            found = [replace(found[0], figure=0.9), replace(found[1], figure=1.1)]
+        return [*found, Bound("error", 1.2, 1.0), Bound("rate", 0.9, 1.0, again=(), at_least=True)], "exit code 1"
+
+    monkeypatch.setattr(runner, "measure", measure)
+    found = runner.run_benchmark("attention", quick=True)
+    assert ran == [["--quick"], ["--quick", "--unsaved", "--only", "ring"], ["--quick", "--unsaved"]]
+    assert [(bound.figures, bound.held) for bound in found.bounds] == [
+        ("1.2, then 0.9", True),
+        ("1.2, then 1.1", False),
+        ("1.2", False),  # an error is the same in every process
+        ("0.9, then 0.9", False),
+    ]
+    lines = runner.summary([found]).splitlines()
+    assert "1.2, then 1.1" in lines[1]
+    assert "FAILED" in lines[1]
+    assert "1.2, then 0.9" in lines[2]
+    assert "held" in lines[2]
 
 
 SCRIPT = """

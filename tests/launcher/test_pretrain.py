@@ -119,7 +119,7 @@ def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_impo
     before_the_first_step, _, after = ended.stdout.partition("step 1/2")
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", before_the_first_step, re.M))
     assert {"torch", "deepspeed.runtime.engine"} <= imported
-    slow = {"torch._inductor.compile_fx", "matplotlib", "tensorboard", "transformers", "scipy", "rich.live"}
+    slow = {"torch._dynamo", "sympy", "matplotlib", "tensorboard", "transformers", "scipy", "rich.live"}
     assert not slow & imported
     assert "matplotlib" in after, "the report comes at the end"
 
@@ -138,7 +138,9 @@ def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards
     ended = launch.wait()
     assert ended.code != 0
     assert time.monotonic() - killed < 30
-    assert "lost contact with another rank" in ended.text or "exits with return code = -9" in ended.text
+    # Whichever notices first: the other rank, in a collective of ours or of DeepSpeed's, or the command.
+    noticed = ("A rank that it works with died", "lost contact with another rank", "exits with return code = -9")
+    assert any(words in ended.text for words in noticed)
     assert "Traceback" not in ended.text
     assert not ended.orphans
     assert len(rows(folder)) < len(rows(finished.folder)), "it was killed too late to show anything"

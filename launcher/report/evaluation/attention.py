@@ -57,6 +57,7 @@ def map_figure(found: AttentionMap, caption: str, name: str) -> str:
     """Queries down, keys across, on a fixed log scale; what the mask forbids is blank, lines part documents."""
     num_tokens, size = found.bounds[-1], found.block_tokens
     figure, (axes,) = new_figure(1, height=7.6)
+    # Blank and not dark: a key that may not be seen is another thing than one that is not looked at.
     shares = np.ma.masked_where(~found.is_seen_NG, np.maximum(found.share_NG, LEAST))
     # An image and not a mesh: ten thousand shapes would be a megabyte of text.
     end = len(shares) * size
@@ -86,6 +87,7 @@ def map_figure(found: AttentionMap, caption: str, name: str) -> str:
 
 def token_page(found: AttentionMap, documents: list[list[str]], caption: str) -> str:
     """A page with the text, on which the token under the pointer shows what it attends to. Blocks are single tokens."""
+    # Two bytes a share: as text each would take ten.
     shares = np.rint(found.share_NG.clip(0, 1) * _STEPS).astype("<u2")
     starts = accumulate((len(tokens) for tokens in documents), initial=0)
     return fill_template(

@@ -54,15 +54,14 @@ def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float])
         if row["mean"] is None:
             continue
         grid[y, x] = row["mean"]
-        # Dark cells get light text.
-        ink = "#111111"
-        if row["mean"] < 0.6:
-            ink = "#ffffff"
-        axes.text(x, y, f"{row['mean']:.2f}  n={row['n']}", ha="center", va="center", fontsize=7.5, color=ink)
+        label = f"{row['mean']:.2f}  n={row['n']}"
+        axes.text(x, y, label, ha="center", va="center", fontsize=7.5, color=_ink(row["mean"]))
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
     colours = matplotlib.colormaps["viridis"]
     # Fixed: pictures of two models are compared side by side.
-    image = axes.pcolormesh(edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1)
+    image = axes.pcolormesh(
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
+    )
     axes.grid(False)
     axes.invert_yaxis()
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
@@ -94,7 +93,33 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
     axes.set_ylabel("score")
     _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
     axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
-    figure.legend(loc="outside right upper", fontsize=7.5)
+    figure.legend(loc="outside right upper", fontsize=7.5, handlelength=3.2)
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+@styled
+def ruler_figure(rows: Rows, caption: str, name: str) -> str:
+    """RULER's scores in per cent as a table: a row a task, last their average; a column a length."""
+    columns = [column for column in rows[0] if column != "task"]
+    grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
+    figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
+    edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(rows))]
+    colours = matplotlib.colormaps["viridis"]
+    image = axes.pcolormesh(
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
+    )
+    for y, x in np.argwhere(np.isfinite(grid)):
+        axes.text(x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(grid[y, x] / 100))
+    # The average stands apart from what it is of.
+    axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.set_xticks(range(len(columns)), [f"{int(column):,}" for column in columns])
+    axes.set_yticks(range(len(rows)), [row["task"] for row in rows])
+    axes.set_xlabel("length (tokens)")
+    bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], pad=0.015, fraction=0.03)
+    bar.set_label("score (per cent)")
     write_caption(figure, caption)
     return to_svg(figure, name)
 
@@ -146,6 +171,13 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
 def write_caption(figure: Figure, caption: str) -> None:
     """Model, lengths, date and n below the picture: it may be seen without its page."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
+
+
+def _ink(score: float) -> str:
+    """The colour of text in a cell: light in dark cells."""
+    if score < 0.6:
+        return "#ffffff"
+    return "#111111"
 
 
 def _with_interval(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure
+from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure, ruler_figure
 from launcher.report.evaluation.folder import Evaluation
 from launcher.report.evaluation.tables import (
     Rows,
@@ -42,6 +42,7 @@ class Picture:
 
 def pictures(evaluation: Evaluation) -> list[Picture]:
     """Every picture that the evaluation has figures for."""
+    # Heat maps first: they say where in a text a model finds what it is asked for.
     found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
     scores, areas = score_rows(evaluation), area_rows(evaluation)
     if scores:
@@ -49,13 +50,16 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
         found.append(
             Picture(
                 name="score_over_length",
-                title="Score over length",
+                title="score over length",
                 caption="Area is that under the score over the logarithm of the length, divided by the range.",
                 svg=length_figure(scores, areas, caption, _name(evaluation, "length")),
                 rows=scores,
                 more=(("areas", areas),),
             )
         )
+    ruler = ruler_rows(evaluation)
+    if ruler:
+        found.append(_ruler_picture(evaluation, ruler))
     texts = [row for row in bin_rows(evaluation, "by_position") if row["task"] == "ppl"]
     if texts:
         distances = bin_rows(evaluation, "by_distance")
@@ -64,7 +68,7 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
         found.append(
             Picture(
                 name="loss_by_position",
-                title="Loss by position and distance",
+                title="loss by position and distance",
                 caption="Token-weighted; the bands are intervals of 95 % over texts.",
                 svg=loss_figure(texts, distances, caption, _name(evaluation, "loss")),
                 rows=texts,
@@ -78,7 +82,9 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     """The parts of a page: tables first, then pictures. ``drawn`` are its pictures, where they are drawn already."""
     if drawn is None:
         drawn = pictures(evaluation)
-    title = f"Evaluation {evaluation.folder.name}"
+    # A run's page may show several evaluations.
+    name = evaluation.folder.resolve().name
+    title = f"Evaluation {name}"
     scores = score_rows(evaluation)
     if not scores and not evaluation.losses:
         return [Section(title=title, caption="No sample has been measured yet.")]
@@ -86,26 +92,27 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     if scores:
         caption = f"{evaluation.caption}. Mean score, its interval of 95 % and the number of samples."
         parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
-    ruler = ruler_rows(evaluation)
-    if ruler:
-        parts.append(Section(title="RULER by length", caption=ruler_caption(evaluation), table=_plain_table(ruler)))
     losses = loss_rows(evaluation)
     if losses:
         caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
-        parts.append(Section(title="Perplexity", caption=caption, table=_loss_table(losses)))
+        parts.append(Section(title=f"{name}: perplexity", caption=caption, table=_loss_table(losses)))
     return parts + [
-        Section(title=picture.title, caption=picture.caption, picture=Markup(picture.svg)) for picture in drawn
+        Section(title=f"{name}: {picture.title}", caption=picture.caption, picture=Markup(picture.svg))
+        for picture in drawn
     ]
 
 
-def ruler_caption(evaluation: Evaluation) -> str:
-    """Whose RULER the numbers are."""
-    rows = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
-    counts = sorted({row["n"] for row in rows})
+def _ruler_picture(evaluation: Evaluation, rows: Rows) -> Picture:
+    scores = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
+    counts = sorted({row["n"] for row in scores})
     n = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    return (
-        f"{evaluation.caption}, n = {n} samples a task and length. NVIDIA's prompts and scores, in per cent; NVIDIA "
-        "takes 500 samples, and other essays as text."
+    caption = _caption(evaluation, scores, f"{n} samples a task and length")
+    return Picture(
+        name="ruler",
+        title="RULER by length",
+        caption="NVIDIA's prompts and scores, in per cent; NVIDIA takes 500 samples, and other essays as text.",
+        svg=ruler_figure(rows, caption, _name(evaluation, "ruler")),
+        rows=rows,
     )
 
 
@@ -123,7 +130,7 @@ def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
 
 def _name(evaluation: Evaluation, picture: str) -> str:
     """A name for the ids of a picture: a run's page may show several evaluations."""
-    return re.sub(r"[^A-Za-z0-9]", "-", f"{evaluation.folder.resolve().name}-{picture}")
+    return re.sub(r"[^A-Za-z0-9]", "-", "-".join((*evaluation.folder.resolve().parts[-2:], picture)))
 
 
 def _caption(evaluation: Evaluation, rows: Rows, count: str) -> str:
@@ -159,17 +166,6 @@ def _loss_table(losses: Rows) -> Table:
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
         rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
     return Table(headings=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
-
-
-def _plain_table(rows: Rows) -> Table:
-    """Rows as they are; what is not known is a dash."""
-    return Table(headings=list(rows[0]), rows=[[_cell(value) for value in row.values()] for row in rows])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return str(value)
 
 
 def _interval(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def depth_rows(evaluation: Evaluation, task: str) -> Rows:
     """A row for each length and depth of a task's grid; what was not tested has no score, and n = 0."""
     cells = {(cell.length, cell.depth): cell for cell in by_depth(evaluation.scores) if cell.task == task}
     lengths = sorted({length for length, _ in cells})
-    depths = sorted({depth for _, depth in cells} | set(evaluation.settings.get("depths", [])))
+    depths = sorted({depth for _, depth in cells if depth is not None} | set(evaluation.settings.get("depths", [])))
     rows: Rows = []
     for length in lengths:
         for depth in depths:

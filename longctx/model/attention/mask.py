@@ -1,4 +1,7 @@
-"""AttentionMask: which keys a query sees. A value, nothing computed."""
+"""AttentionMask: which keys a query sees. A value, nothing computed.
+
+Slices of work are made of it in ``local.py`` on one device, and in ``parallel/schedule/bands.py`` across ranks.
+"""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan, TokenChunk
+from longctx.model.attention.core import AttentionShapes, PassCore, Plan, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 
 
-@outside_graphs("boundaries are data: a graph that read them would serve one batch")
+@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def plan_layers(
     config: ModelConfig,
-    cores: Mapping[str, AttentionCore],
+    cores: Mapping[str, PassCore],
     cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
     tokens_Bt: Tensor,
     dtype: torch.dtype,
@@ -59,9 +59,9 @@ def layer_shapes(
 ) -> AttentionShapes:
     """The shapes of the tensors that ``project`` makes of these tokens: the same in all layers."""
     num_kv_heads, head_dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
-    values_in_keys, cached_tokens, unread_tokens = False, None, 0
+    values_in_keys, cached_tokens, later_tokens = False, None, 0
     if chunk is not None:
-        cached_tokens, unread_tokens = chunk.start, chunk.sequence_tokens - chunk.start - chunk.num_tokens
+        cached_tokens, later_tokens = chunk.start, chunk.later_tokens
     if config.is_latent and cached_tokens is None:  # each head unfolds a key and a value of its own
         num_kv_heads = config.num_heads
     elif config.is_latent:  # a cache stores the latents, which all heads share
@@ -90,6 +90,6 @@ def layer_shapes(
         softcap=config.attention_softcap or None,
         rules=tuple(rules),
         cached_tokens=cached_tokens,
-        unread_tokens=unread_tokens,
+        later_tokens=later_tokens,
         values_in_keys=values_in_keys,
     )

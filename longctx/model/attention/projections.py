@@ -18,10 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import RMSNorm, build_norm
-from longctx.model.positions import apply_rotary
-
-Table = tuple[Tensor, Tensor]
-"""Cosines and sines of this rank's positions."""
+from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms in latents, whatever the model's: DeepSeek's code leaves them at this."""
@@ -62,7 +59,7 @@ class GroupedQueryAttention(nn.Module):
         if config.sinks and config.layer_kind(layer) != "linear":
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: Table | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], positions in the first two.
 
         With relative positions queries and keys are wider than D.
@@ -76,12 +73,10 @@ class GroupedQueryAttention(nn.Module):
         if table is None:
             return q, k, v
         # Positions come after the norm: rotation keeps a normed head's length.
-        cos, sin = table
         if self.relative is not None:
-            q, k = self.relative(q, k, cos, sin)
+            q, k = self.relative(q, k, table.cos, table.sin)
         else:
-            q = apply_rotary(q, cos, sin, interleaved=self.interleaved)
-            k = apply_rotary(k, cos, sin, interleaved=self.interleaved)
+            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved)
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
@@ -122,7 +117,7 @@ class LatentAttention(nn.Module):
         if config.sinks:
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: Table | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
 
         For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R], and their first C channels as values.
@@ -135,9 +130,7 @@ class LatentAttention(nn.Module):
         k_Bt1R = k_BtR.unsqueeze(-2)
         # Keys are rotated before they are repeated for the heads: once a token, not once a head.
         if table is not None:
-            cos, sin = table
-            q_BtHR = apply_rotary(q_BtHR, cos, sin, interleaved=self.interleaved)
-            k_Bt1R = apply_rotary(k_Bt1R, cos, sin, interleaved=self.interleaved)
+            q_BtHR, k_Bt1R = apply_rotary_to_both(q_BtHR, k_Bt1R, table, interleaved=self.interleaved)
         if cached:
             # q·(W latent) = (q W)·latent: the product with W moves from every key to the query.
             q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])

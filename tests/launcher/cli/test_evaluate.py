@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def evaluated(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from launcher.evaluation.run import evaluate
 
     output = tmp_path_factory.mktemp("evaluated") / "out"
-    evaluate(options_of(words(run, output)), lambda *_: nullcontext(lambda *_, **__: None))
+    evaluate(options_of(words(run, output)), no_progress)
     return output
 
 
@@ -129,7 +130,7 @@ def test_figures_stand_beside_the_numbers_they_were_drawn_from(evaluated):
     assert [row["task"] for row in summary["areas"]] == ["niah", "passkey", "all tasks"]
     page = (evaluated / "report.html").read_text()
     assert "niah by length and depth" in page
-    assert "Perplexity" in page
+    assert "out: perplexity" in page
     assert len(set(ids := re.findall(r'\bid="([^"]+)"', page))) == len(ids)
 
 
@@ -138,19 +139,31 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def test_two_ranks_give_the_answers_of_one_process(run, evaluated, tmp_path):
-    """Two that share each prompt, and two that each have samples of their own."""
-    for name, context in (("shared", 2), ("own", 1)):
-        arguments = words(run, tmp_path / name, **{"parallel.context": context})
-        run_distributed(evaluate_on_ranks, 2, arguments, timeout=100.0)
-        check_same_rows(tmp_path / name, evaluated)
+    """Two that share each prompt, two that each have samples of their own, and two of which one is refused."""
+    few = {"tasks": "passkey,ppl", "lengths": "320"}
+    shared = words(run, tmp_path / "shared", **few)
+    own = words(run, tmp_path / "own", **few, **{"parallel.context": 1})
+    refused = words(run, tmp_path / "refused", tasks="niah", lengths="40")
+    run_distributed(evaluate_on_ranks, 2, [shared, own], refused, timeout=100.0)
+    for name in ("shared", "own"):
+        check_same_rows(tmp_path / name, evaluated, part=("passkey", "ppl"), length=320)
+    assert not (tmp_path / "refused").exists()
 
 
-def evaluate_on_ranks(arguments: list[object]) -> None:
+def evaluate_on_ranks(commands: list[list[object]], refused: list[object]) -> None:
     """Rows alone: pictures take longer."""
     import launcher.evaluation.run as module
 
     module.write_results = lambda folder: folder
-    module.evaluate(options_of(arguments), lambda *_: nullcontext(lambda *_, **__: None))
+    for arguments in commands:
+        module.evaluate(options_of(arguments), no_progress)
+    # Rank 0 alone meets it, and the other one does not wait for ever.
+    with pytest.raises(LongCtxError, match="length=40"):
+        module.evaluate(options_of(refused), no_progress)
+
+
+def no_progress(*_: object) -> AbstractContextManager:
+    return nullcontext(lambda *_, **__: None)
 
 
 @pytest.mark.slow
@@ -205,9 +218,12 @@ def start_deepspeed(arguments: list[object]) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def check_same_rows(folder: Path, other: Path) -> None:
+def check_same_rows(
+    folder: Path, other: Path, *, part: Sequence[str] = tuple(TASKS.split(",")), length: int | None = None
+) -> None:
     """Outputs and counts are equal; losses to 1e-5 of a nat a token."""
     found, wanted = ({(r["task"], r["length"], r["index"]): r for r in lines(path)} for path in (folder, other))
+    wanted = {key: row for key, row in wanted.items() if key[0] in part and key[1] in (length or key[1],)}
     assert set(found) == set(wanted)
     for key, row in wanted.items():
         if row["kind"] == "score":
@@ -252,11 +268,34 @@ def test_other_settings_in_the_same_folder_are_refused(capsys, run, evaluated):
     assert (evaluated / "results.jsonl").read_bytes() == before
 
 
+def test_two_evaluations_in_one_folder_at_once_are_refused(capsys, run, evaluated):
+    from launcher.evaluation.store import locked
+
+    with locked(evaluated):
+        code, _, err = call(capsys, *words(run, evaluated))
+    assert (code, "another evaluation is writing there now" in err) == (2, True), err
+
+
+def test_samples_together_have_the_answers_of_each_alone(run, evaluated, tmp_path, monkeypatch):
+    import launcher.evaluation.run as module
+
+    groups = []
+    monkeypatch.setattr(module, "TOGETHER_TOKENS", 320)
+    monkeypatch.setattr(module, "write_results", lambda folder: folder)
+    written = module.write_answers
+    monkeypatch.setattr(module, "write_answers", lambda *given: groups.append(len(given[1])) or written(*given))
+    module.evaluate(options_of(words(run, tmp_path / "out", tasks="passkey", lengths="320")), no_progress)
+    check_same_rows(tmp_path / "out", evaluated, part=("passkey",), length=320)
+    assert groups == [1, 1]
+
+
 def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp_path):
     haystack = world / "data/validation"
-    arguments = words(world / "hf", tmp_path / "out", tasks="passkey", lengths="320", haystack=haystack)
+    given = {"tasks": "passkey", "lengths": "320", "depths": "0,1,0.5,0.25"}
+    arguments = words(world / "hf", tmp_path / "out", haystack=haystack, **given)
     code, _, err = call(capsys, *arguments)
     assert code == 0, err
+    assert "leaves these depths without a sample: 0.5, 0.25" in err
     wanted = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("passkey", 320)]
     assert lines(tmp_path / "out") == wanted
 
@@ -315,6 +354,11 @@ BAD = [
     ({"lengths": "4k"}, 2, ["--lengths 4k", "4096,8192"]),
     ({"lengths": "100000"}, 2, ["--lengths 100000", "positions", "--beyond-positions"]),
     ({"tasks": "niah", "lengths": "40"}, 2, ["length=40", "Ask for length="]),
+    (
+        {"tasks": "niah,copy,passkey", "lengths": "30"},
+        2,
+        ["task niah has", "these tasks out: niah, copy, passkey"],
+    ),
     ({"tasks": "longppl", "longppl-truncation": 450}, 2, ["longppl", "450"]),
     ({"tasks": "passkey", "answer-tokens": 2}, 1, ["leaves 2 tokens for its answer", "answer_tokens="]),
     ({"tasks": "ruler_qa_1"}, 2, ["ruler_qa_1", "dev-v2.0.json"]),
@@ -354,6 +398,10 @@ def test_a_haystack_that_is_too_short_says_which_length_works(capsys, run, tmp_p
         code, _, err = call(capsys, *words(run, tmp_path / "out", tasks=task, haystack=tmp_path / "text"))
         assert code == 1
         assert all(part in err for part in said), err
+    (tmp_path / "text/one.txt").write_text("Nothing is said here.")
+    for task, said in (("niah", "at least 16 words of text"), ("ppl", "the longest document")):
+        code, _, err = call(capsys, *words(run, tmp_path / "out", tasks=task, haystack=tmp_path / "text"))
+        assert (code, said in err, "has 0 tokens" in err) == (1, True, False), err
 
 
 def test_shards_of_another_tokenizer_are_refused(capsys, run, world, tmp_path):
@@ -424,15 +472,6 @@ def test_a_damaged_evaluation_leaves_the_report_of_its_run(evaluated, damaged_ru
     (damaged_run / "evaluation/results.jsonl").write_text("{}\n")
     page = write_report(damaged_run).read_text()
     assert "results.jsonl, line 1, is no row of an evaluation" in page
-
-
-def test_errors_of_one_rank_end_all_alike(run, tmp_path):
-    run_distributed(refuse_on_ranks, 2, words(run, tmp_path / "out", tasks="niah", lengths="40"), timeout=60.0)
-
-
-def refuse_on_ranks(arguments: list[object]) -> None:
-    with pytest.raises(LongCtxError, match="length=40"):
-        evaluate_on_ranks(arguments)
 
 
 def test_the_group_ruler_leaves_out_what_lacks_its_file(capsys, run, tmp_path):

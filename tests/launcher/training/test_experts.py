@@ -36,10 +36,10 @@ BALANCED = {
     "model.balance_scope": "global_batch",
     "model.router_z_loss_weight": 1e-3,
     "parallel.expert": 2,
-    "train.steps": 4,
+    "train.steps": 5,
     "validation.rows": 0,
 }
-"""Everything that carries something from one step to the next."""
+"""Everything that carries something from one step to the next. Steps are odd: two opposite moves of a bias cancel."""
 DENSE_FIRST = {"model.num_layers": 3, "model.dense_layers": 0, "model.ffn_size": 32, "parallel.expert": 2}
 FULL = {
     "train.steps": 1,
@@ -106,18 +106,29 @@ def test_figures_do_not_depend_on_how_tokens_are_dealt(shards, base, tmp_path):
 
 
 def bias_of(checkpoint: Path) -> list[float]:
+    """The selection biases in a checkpoint, layer by layer."""
     reader = CheckpointReader(checkpoint)
     names = [name for name in reader.names() if name.endswith("e_score_correction_bias")]
     return [float(x) for name in names for x in reader.read(name)]
+
+
+def bias_of_loads(folder: Path) -> list[float]:
+    """What the loads that a run logged make of the selection biases: up by the rate below the mean load, down above."""
+    moves = []
+    for row in rows(folder):
+        load_LE = torch.tensor(row["expert_load"], dtype=torch.float64)
+        sign_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign()
+        moves.append(BALANCED["model.selection_bias_rate"] * (sign_LE - sign_LE.mean(1, keepdim=True)))
+    return torch.stack(moves).sum(0).flatten().tolist()
 
 
 def test_a_run_that_stops_and_goes_on_equals_one_that_did_not(base):
     assert rows(base / "halves") == rows(base / "whole"), "to the last bit"
     mine, theirs = (list_checkpoints(base / name)[-1] for name in ("halves", "whole"))
     assert CheckpointReader(mine).manifest["files"] == CheckpointReader(theirs).manifest["files"]
-    bias = bias_of(mine)
-    assert max(map(abs, bias)) >= 1e-2, "it has moved"
-    assert abs(sum(bias)) < 1e-6, "around zero"
+    wanted = bias_of_loads(base / "whole")
+    assert bias_of(mine) == pytest.approx(wanted, abs=1e-7)
+    assert max(map(abs, wanted)) >= 1e-3, "they have moved"
 
 
 def test_a_checkpoint_holds_the_loads_of_its_step(base):
@@ -220,7 +231,8 @@ def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_pa
             "parallel.expert": degree,
             "data.train": shards,
             "run.output_dir": folder,
-            "train.steps": 60,
+            # Rounding alone changes the first tokens' experts soon after, here as between two layouts.
+            "train.steps": 40,
             "train.dtype": "float32",
             "validation.every_steps": 20,
             "validation.rows": 4,
@@ -231,5 +243,6 @@ def test_the_quickstart_with_experts_across_ranks_learns_the_same(shards, tmp_pa
         )
         assert ended.code == 0, ended.text
         losses[degree] = [r["loss"] for r in read_metrics(folder) if r["kind"] == "validation"]
-    assert losses[1][-1] < losses[1][0] - 0.1, "it learns"
+    first = next(r["loss"] for r in read_metrics(folder) if r["kind"] == "train")
+    assert losses[1][-1] < first - 0.5, "it learns"
     assert losses[2] == pytest.approx(losses[1], abs=1e-4)

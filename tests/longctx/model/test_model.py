@@ -12,7 +12,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.layers.norms import RMSNorm
-from longctx.model.positions import apply_rotary, rotary_table
+from longctx.model.rotary import apply_rotary, rotary_table
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ClusterError, ConfigError
+from longctx.generation.batch import generate_batch
+from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
-from longctx.generation.reading import read, token_nll
+from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.sampling import Sample
+from longctx.generation.scoring import score_behind
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
@@ -92,6 +95,63 @@ def compare(decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], 
     assert generate(decoder, ids, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS) == tokens, where
     error = (token_nll(decoder, ids + tokens, chunk_tokens=CHUNK_TOKENS) - nll).abs().max().item()
     assert error <= 1e-5, f"{where}: {error:.1e}"
+
+
+# --- several sequences, and beams -----------------------------------------------------------------------------------
+
+
+def test_several_sequences_equal_one_process():
+    run_distributed(check_sequences, 2, ["grouped", "window", "linear", "latent", "experts"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_several_sequences_of_every_kind_equal_one_process(world_size):
+    run_distributed(check_sequences, world_size, list(MODELS), timeout=250.0)
+
+
+def check_sequences(names: list[str]):
+    """Prompts of other lengths under way together, the beams of one, scores behind it: each rank has one process's.
+
+    Sequences end at different times, so that one leaves and the next is read while another is under way.
+    """
+    prompts = [ids_of(length) for length in (13, 1, 6, 29, 2)]
+    for name in names:
+        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        decoder = parallel_decoder(name).double()
+        whole = [generate(local, prompt, NEW_TOKENS) for prompt in prompts]
+        stops = {whole[0][1], whole[2][3]}
+        wanted = {n: generate(local, prompt, NEW_TOKENS, stop_ids=stops) for n, prompt in enumerate(prompts)}
+        assert len({len(ids) for ids in wanted.values()}) > 1, f"{name}: all end at once"
+        options = {"stop_ids": stops, "max_sequences": 2}
+        found = list(generate_batch(decoder, prompts, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS, **options))
+        assert found == list(generate_batch(local, prompts, NEW_TOKENS, **options)), f"{name}: another order"
+        assert dict(found) == wanted, name
+        ends = [ids_of(length) for length in (1, 2, 17)]
+        scores = score_behind(decoder, prompts[0], ends, chunk_tokens=CHUNK_TOKENS)
+        for score, right in zip(scores, score_behind(local, prompts[0], ends), strict=True):
+            assert score.is_greedy == right.is_greedy, name
+            assert abs(score.log_likelihood - right.log_likelihood) <= 1e-4, name
+        wanted = generate(local, prompts[0], NEW_TOKENS, Beams(num_beams=2))
+        assert generate(decoder, prompts[0], NEW_TOKENS, Beams(num_beams=2), chunk_tokens=CHUNK_TOKENS) == wanted, name
+
+
+def test_one_gather_a_layer_for_all_sequences():
+    run_distributed(check_gathers, 2)
+
+
+def check_gathers():
+    """Messages of a step do not grow with the sequences; a step in which another prompt is read has its own."""
+    decoder, counts = parallel_decoder("grouped"), []
+    for count in (1, 2, 4):
+        caches = [decoder.new_cache() for _ in range(count)]
+        for number, cache in enumerate(caches):
+            read(decoder, ids_of(5 + 3 * number), cache)
+        with patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered:
+            read_each(decoder, [[7]] * count, caches)
+        counts.append(gathered.call_count)
+    assert counts == [2, 2, 2], "two layers"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -24,7 +24,7 @@ from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
-from parallel.zero.options import OptimizerOptions
+from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.state import OwnedRange
 from tests.oracles import MaskedAttention, packed_batch
 

@@ -16,8 +16,9 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
+from parallel.zero.deepspeed_config import check_zero
 from parallel.zero.engine import ZeroEngine
-from parallel.zero.options import OptimizerOptions, check_zero
+from parallel.zero.optimizer import OptimizerOptions
 from tests.helpers import run_distributed
 from tests.oracles import Curve, packed_batch, train_alone
 

@@ -209,7 +209,8 @@ BOUNDARIES = [[[5, 7]], [[3, 4, 5]], [[1, 1, 1, 9]], [[12]], [[6, 6]]]
 def fresh_compiler():
     torch.compiler.reset()
     counters.clear()
-    yield
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # it would go on uncompiled, with a warning
+        yield
     torch.compiler.reset()
 
 

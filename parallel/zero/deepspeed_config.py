@@ -1,29 +1,16 @@
-"""Optimiser groups and DeepSpeed's config."""
+"""What DeepSpeed is told: its config, and how much it says."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.utils import logger as deepspeed_logger
 
 from longctx.errors import ConfigError
-from longctx.objectives.causal_lm import CausalLM
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices alone."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 never."""
 
 
 def check_zero(stage: int, dtype: torch.dtype) -> None:
@@ -37,28 +24,13 @@ def check_zero(stage: int, dtype: torch.dtype) -> None:
         )
 
 
-def optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart."""
-    groups = []
-    # DeepSpeed reduces a group in one process group: marked experts in that of the ranks that hold the same ones.
-    for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
-        of_experts = {}
-        if name is not None:
-            of_experts = {"moe": True, "name": name}
-        parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
-        matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
-        for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
-            if params:  # DeepSpeed refuses an empty group
-                groups.append({"params": params, "weight_decay": decay, **of_experts})
-    return groups
-
-
 def deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
         "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW by its very type; ours inherits from it
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -1,0 +1,123 @@
+"""Rotary positions: the table of a batch's angles, and the rotation itself.
+
+Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
+formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
+
+Axes: B rows, t tokens of this rank, H heads, D head size, C channel pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx.architecture.rope import Rope
+from longctx.kernels.dtypes import accumulate_dtype
+
+_FEW_TOKENS = 32
+"""Most tokens whose queries and keys are rotated together."""
+
+
+class RotaryTable(NamedTuple):
+    """What rotates queries and keys."""
+
+    cos: Tensor
+    """Of this rank's positions, [B, t, 1, C]."""
+    sin: Tensor
+    twice: tuple[Tensor, Tensor] | None = None
+    """For few tokens and whole heads: the cosines twice, and −sines before sines, [B, t, 1, 2C]."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, head_dim: int) -> RotaryTable:
+        """The table of heads of this size."""
+        num_tokens = cos.shape[0] * cos.shape[1]
+        if torch.is_grad_enabled() or num_tokens > _FEW_TOKENS or 2 * cos.shape[-1] != head_dim:
+            return cls(cos, sin)
+        return cls(cos, sin, (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+
+
+def rotary_table(
+    positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, 1, rotary_size/2] of every token's angles, in float32 (float64 for float64).
+
+    ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
+    """
+    cos, sin = angles_of(positions_Bt, rope.frequencies(rotary_size, length))
+    # YaRN's scale of the scores is in the table, so that kernels know nothing of it.
+    scale, partial = rope.scale(), accumulate_dtype(dtype)
+    return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
+
+
+def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x with its first 2·C channels rotated by the table's angles, computed in the table's dtype, returned in x's.
+
+    Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
+    """
+    if not torch.is_grad_enabled():
+        return _rotate(x_BtHD, cos, sin, interleaved)
+    return _Rotary.apply(x_BtHD, cos, sin, interleaved)
+
+
+def apply_rotary_to_both(
+    q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``apply_rotary`` of queries and of keys, to the same bits."""
+    if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
+        q = apply_rotary(q_BtHD, table.cos, table.sin, interleaved=interleaved)
+        return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved)
+    # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
+    x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
+    swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
+    x = x.mul_(cos).add_(swapped)
+    num_heads = q_BtHD.shape[-2]
+    return x[..., :num_heads, :], x[..., num_heads:, :]
+
+
+def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, C] of position · frequency, in float64."""
+    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
+    radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
+    angles = positions_Bt.double().unsqueeze(-1) * radians
+    return angles.cos(), angles.sin()
+
+
+class _Rotary(torch.autograd.Function):
+    """Saves the table alone: the gradient is the rotation back, which needs nothing of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        # The transpose of a rotation is the rotation by the opposite angle.
+        return _rotate(dy, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    pairs = cos.shape[-1]
+    # Written straight into one result: no pair is concatenated, and channels without positions are copied once.
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # converted once: a product of two dtypes would convert its input each time
+    first, second = (half.to(cos.dtype) for half in _halves(x, pairs, interleaved))
+    out_first, out_second = _halves(out, pairs, interleaved)
+    out_first.copy_((first * cos).sub_(second * sin))
+    out_second.copy_((second * cos).add_(first * sin))
+    if 2 * pairs < x.shape[-1]:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out
+
+
+def _halves(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]
