@@ -17,7 +17,6 @@ from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 
-
 _MOST_EXPECTED = 256
 """Most new tokens that memory is made for together with the prompt's; longer answers copy the keys now and then."""
 
