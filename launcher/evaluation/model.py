@@ -70,6 +70,12 @@ def _fill(decoder: Decoder, subject: Subject) -> None:
     wanted = decoder.state_dict()
     _check_names(subject, set(wanted))
     for name, values in _weights(subject.reader):
+        # Whole, so that every rank refuses it: a score of a broken model would look like a weak model's.
+        if not values.isfinite().all():
+            raise CheckpointError(
+                f"{subject.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
+                "Take an earlier checkpoint: `checkpoint list` names them."
+            )
         if is_expert_weight(name):
             values = values[decoder.dispatcher.local_experts]
         if values.shape != wanted[name].shape:

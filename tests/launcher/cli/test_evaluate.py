@@ -439,7 +439,7 @@ def test_a_tokenizer_that_does_not_match_is_refused(capsys, damaged_run, world, 
 
 
 def test_a_loss_that_is_no_number_ends_the_evaluation(capsys, world, run, tmp_path):
-    """A mean with it would be no number either, or hide it."""
+    """A mean with it would be no number either, or hide it. A broken weight ends it before, for scores as well."""
     import torch
 
     from longctx.conversion import load_hf, save_hf
@@ -447,12 +447,18 @@ def test_a_loss_that_is_no_number_ends_the_evaluation(capsys, world, run, tmp_pa
     config, weights = load_hf(world / "hf")
     weights = dict(weights)
     name = next(name for name in weights if name.endswith("norm.weight"))
-    weights[name] = torch.full_like(weights[name], torch.nan)
-    save_hf(config, weights, tmp_path / "broken", tokenizer=world / "tokenizer.model")
-    given = {"haystack": world / "data/validation", "tasks": "ppl", "lengths": "320"}
-    code, _, err = call(capsys, *words(tmp_path / "broken", tmp_path / "out", **given))
-    assert (code, "is not finite from token 1 on" in err) == (1, True), err
-    assert not (tmp_path / "out/results.jsonl").exists()
+    for value, tasks, said in (
+        (3e38, "ppl", "is not finite from token 1 on"),
+        (torch.nan, "passkey", f"{name} holds numbers that are not finite"),
+    ):
+        weights[name] = torch.full_like(weights[name], value)
+        folder = tmp_path / tasks
+        save_hf(config, weights, folder, tokenizer=world / "tokenizer.model")
+        given = {"haystack": world / "data/validation", "tasks": tasks, "lengths": "320"}
+        code, _, err = call(capsys, *words(folder, tmp_path / "out", **given))
+        assert (code, said in err) == (1, True), err
+        assert not (tmp_path / "out/results.jsonl").exists()
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_folder_of_texts_that_has_changed_is_refused(capsys, run, evaluated, tmp_path):

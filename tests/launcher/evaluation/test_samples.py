@@ -14,11 +14,11 @@ from tests.longctx.cached_models import config_of
 
 
 def test_prompts_are_under_way_together_where_memory_holds_their_caches(monkeypatch):
-    config, how = config_of("grouped"), {"dtype": torch.float32, "chunk_tokens": 16}
-    of_one = cache_bytes(config, 4096, **how)
+    config, mesh, device, dtype = config_of("grouped"), Mesh.build(context=1), torch.device("cpu"), torch.float32
+    of_one = cache_bytes(config, 4096, dtype, chunk_tokens=16)
     for free, together in ((2**40, 8), (6 * of_one, 3), (0, 1)):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
-        found = memory.fitting_together(config, Mesh.build(context=1), torch.device("cpu"), 4096, **how, most=8)
+        found = memory.fitting_together(config, mesh, device, 4096, dtype=dtype, chunk_tokens=16, most=8)
         assert found == together
 
 

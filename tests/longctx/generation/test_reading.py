@@ -84,7 +84,7 @@ def test_the_first_new_tokens_copy_no_key_of_the_prompt():
 
 def test_no_tensor_of_integers_is_as_long_as_the_prompt():
     """Ids of a chunk alone are made a tensor: memory beside the cache does not grow with the prompt."""
-    decoder, ids = build("grouped"), ids_of(400)
+    decoder, ids = Decoder(config_of("grouped")), ids_of(400)
     with Written() as counted:
         read(decoder, ids, new_cache(decoder), 100)
         read_each(decoder, [ids, ids[:90]], [decoder.new_cache(), decoder.new_cache()], 100)
