@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 	@# The distribution had another name once: without this both would own .venv/bin/longctx.
 	@if $(BIN)/pip show longctx 2>/dev/null | grep -qx "Editable project location: $(CURDIR)"; then $(BIN)/pip uninstall -qy longctx; fi
 	@echo "==> longctx, its dependencies and the tools of its tests"
-	@$(BIN)/pip install -e '.[dev,hf]'
+	@$(BIN)/pip install -e '.[dev,hf,eval]'
 	@$(BIN)/python -m longctx_train
 	@touch $@
 

@@ -109,7 +109,7 @@ def measure_case(case: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def cpu_seconds(way: Continue, count: int) -> float:
+def cpu_seconds(way: Callable[[int], Any], count: int) -> float:
     """CPU seconds of a continuation by that many tokens."""
     start = time.process_time()
     way(count)

@@ -122,6 +122,10 @@ class Mesh:
         """Global rank of the member of this rank's ring with that number."""
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
 
+    def context_peer(self, context_rank: int) -> int:
+        """Global rank of the member of this rank's context group with that number."""
+        return self.rank - self.context_rank + context_rank
+
     @property
     def ring_ranks_in_node(self) -> int:
         """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
@@ -175,7 +179,7 @@ def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: in
             raise ConfigError(
                 f"parallel.{name}={degree} does not divide the {world_size} ranks that were started.\n"
                 f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or start a multiple of {degree} ranks: "
-                f"on one machine with deepspeed --num_gpus {degree} launcher/pretrain.py …"
+                f"on one machine with deepspeed --num_gpus {degree} …"
             )
     if context % ulysses:
         fits = [n for n in range(1, context + 1) if context % n == 0]

@@ -41,22 +41,37 @@ def build_parallel_model(
     its local experts. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     execution = execution or Execution()
-    check_layers(config, layout, mesh.ring_degree)
-    check_experts(config, mesh.expert, mesh.world_size)
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
-    decoder = Decoder(
+    decoder = build_empty_decoder(config, mesh, layout=layout, options=options, execution=execution)
+    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
+    decoder.initialize(seed)
+    # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
+    return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
+
+
+def build_empty_decoder(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    layout: str,
+    options: AttentionOptions | None = None,
+    execution: Execution | None = None,
+) -> Decoder:
+    """A decoder whose attention and experts span the mesh's ranks, its weights unset: for a state dict to fill.
+
+    ConfigError when the layers cannot have this layout, or the experts this degree.
+    """
+    check_layers(config, layout, mesh.ring_degree)
+    check_experts(config, mesh.expert, mesh.world_size)
+    return Decoder(
         config,
-        ContextParallelAttention(mesh, layout, options),
+        ContextParallelAttention(mesh, layout, options or AttentionOptions()),
         linear_core=ContextParallelLinearAttention(mesh, layout),
         dispatcher=_dispatcher(config, mesh),
         execution=execution,
         seed=None,
     )
-    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
-    decoder.initialize(seed)
-    # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
-    return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:

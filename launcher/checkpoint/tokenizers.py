@@ -1,12 +1,14 @@
-"""The tokenizer of a checkpoint beside that of the data: ids must mean the same text in both."""
+"""The tokenizer of a checkpoint, and beside that of the data: ids must mean the same text in both."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
-from longctx.errors import DataError
-from longctx.tokenizer import load_tokenizer
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import fingerprints, has_tokenizer, same_files
 
 
@@ -40,3 +42,38 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
         f"  {validation.folder}: {theirs.describe()}\n"
         f"Build one of them again: longctx data build --tokenizer {data.folder} …"
     )
+
+
+def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
+    """The chosen tokenizer, else the checkpoint's own; CheckpointError where it has none.
+
+    ConfigError where it has one and the chosen one is another.
+    """
+    if chosen is not None:
+        tokenizer = load_tokenizer(chosen)
+        # With another one a model answers, in words that it never meant.
+        if has_tokenizer(folder) and tokenizer.fingerprint not in fingerprints(folder).values():
+            raise ConfigError(
+                f"--tokenizer {chosen} is another tokenizer than {folder} has: ids would mean other text.\n"
+                f"  chosen:     {tokenizer.describe()}\n"
+                f"  checkpoint: {load_tokenizer(folder).describe()}\n"
+                "Leave --tokenizer out."
+            )
+        return tokenizer
+    if not has_tokenizer(folder):
+        raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
+    return load_tokenizer(folder)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """ConfigError for a tokenizer with more ids than the model."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size}. "
+            "Take the tokenizer that the model was trained with."
+        )
+
+
+def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """What decodes ids, without those that the tokenizer does not have: a model's vocabulary may be padded."""
+    return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

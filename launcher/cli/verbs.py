@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import checkpoint, convert, data, generate, report, tokenizer
+from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, report, tokenizer
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -60,11 +60,21 @@ VERBS = {
     "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first",)),
     "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
     "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
+    "evaluate": Verb(
+        evaluate.evaluate,
+        (
+            "--checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation",
+            "--list",
+        ),
+    ),
+    "attention": Verb(
+        attention.attention,
+        ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),
+    ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {
-    "evaluate": "The loss by position stands in `report DIR`; `generate` shows what a checkpoint says.",
     "plan": "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
     "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
     "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
@@ -79,7 +89,7 @@ UNBUILT = {
 _OVERVIEW = """\
 usage: {program} VERB [OPTIONS]
 
-Prepare data, look after checkpoints, try models.
+Prepare data, look after checkpoints, try and evaluate models.
 
 Training itself is started by DeepSpeed, on one machine (torchrun works too) or on those of a hostfile:
   deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml
@@ -94,6 +104,7 @@ the whole road:
   deepspeed --num_gpus 2 launcher/pretrain.py --data.train runs/data --run.output_dir runs/first
   {program} report runs/first
   {program} generate --checkpoint runs/first --prompt "def main" --max-new-tokens 40
+  {program} evaluate --checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation
   {program} convert --to hf runs/first exported
 
 Exit codes: 0 done, 1 it failed and said why, 2 wrong usage. `{program} VERB --help` shows a verb's options."""
@@ -119,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_results()
         return DONE
     with warnings_on_stderr():
-        code = run_to_exit_code(lambda: _explained(verb), interrupted="Interrupted. Nothing half-written is left.")
+        code = run_to_exit_code(lambda: explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
         # A library still computes in its thread; waiting for it is what Ctrl-C was against.
         os._exit(code)
@@ -217,7 +228,7 @@ def _complain(called: str, complaint: str, offer: str) -> NoReturn:
     raise SystemExit(WRONG_USAGE)
 
 
-def _explained(verb: Callable[[], int | None]) -> int:
+def explained(verb: Callable[[], int | None]) -> int:
     """Run a verb; a missing package or a file system that refuses becomes a message of one line."""
     try:
         return verb() or DONE

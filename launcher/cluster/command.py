@@ -1,4 +1,4 @@
-"""The commands that start training, as messages and the verbs print them."""
+"""The commands that start training or evaluation, as messages and the verbs print them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ def one_machine(*arguments: object, ranks: int = 2) -> str:
     return _joined(f"deepspeed --num_gpus {ranks} {SCRIPT}", arguments)
 
 
-def torchrun(*arguments: object, ranks: int) -> str:
+def torchrun(*arguments: object, ranks: int, script: str = SCRIPT) -> str:
     """The same with PyTorch's own launcher."""
-    return _joined(f"torchrun --standalone --nproc_per_node {ranks} {SCRIPT}", arguments)
+    return _joined(f"torchrun --standalone --nproc_per_node {ranks} {script}", arguments)
 
 
-def slurm(*arguments: object, nodes: int, ranks_per_node: int) -> str:
+def slurm(*arguments: object, nodes: int, ranks_per_node: int, script: str = SCRIPT) -> str:
     """The line for a Slurm job: srun starts torchrun once on each node, and torchrun the ranks there."""
     # Without binding: a task of one core would hold all ranks of its node.
     once_a_node = f"srun --nodes {nodes} --ntasks {nodes} --ntasks-per-node 1 --cpu-bind none"
     if nodes == 1:
-        return f"{once_a_node} {torchrun(*arguments, ranks=ranks_per_node)}"
+        return f"{once_a_node} {torchrun(*arguments, ranks=ranks_per_node, script=script)}"
     # $( ) stands for itself: the shell that starts srun asks Slurm for the job's first node.
     meet = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"'
     start = f"torchrun --nnodes {nodes} --nproc_per_node {ranks_per_node} --rdzv_backend c10d --rdzv_endpoint {meet}"
-    return _joined(f"{once_a_node} {start} {SCRIPT}", arguments)
+    return _joined(f"{once_a_node} {start} {script}", arguments)
 
 
 def _joined(start: str, arguments: tuple[object, ...]) -> str:

@@ -9,11 +9,17 @@ import math
 import os
 from collections.abc import MutableMapping, Sequence
 
-from launcher.cluster.command import slurm, torchrun
+from launcher.cluster.command import SCRIPT, slurm, torchrun
 from longctx.errors import ClusterError
 
 
-def check_tasks(hostfile: str, arguments: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+def check_tasks(
+    hostfile: str,
+    arguments: Sequence[str],
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    script: str = SCRIPT,
+) -> None:
     """ClusterError, with the line that works, in one of several tasks of srun or mpirun without a RANK.
 
     ``hostfile`` is ``run.hostfile``: "none" lets each task be a run of its own. ``arguments`` are those of the script.
@@ -24,23 +30,28 @@ def check_tasks(hostfile: str, arguments: Sequence[str], environment: MutableMap
     tasks = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > 1:
         nodes = max(1, _first_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
-        line = slurm(*arguments, nodes=nodes, ranks_per_node=math.ceil(tasks / nodes))
-        raise _refusal("srun", tasks, environment.get("SLURM_PROCID", "0"), line, environment)
+        line = slurm(*arguments, nodes=nodes, ranks_per_node=math.ceil(tasks / nodes), script=script)
+        raise _refusal("srun", tasks, environment.get("SLURM_PROCID", "0"), line, environment, script)
     tasks = _first_number(environment, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if tasks > 1:
         task = environment.get("OMPI_COMM_WORLD_RANK") or environment.get("PMI_RANK") or "0"
-        line = torchrun(*arguments, ranks=tasks)
-        line += "\nor, on several machines, deepspeed --hostfile hostfile launcher/pretrain.py …"
-        raise _refusal("mpirun", tasks, task, line, environment)
+        line = torchrun(*arguments, ranks=tasks, script=script)
+        line += f"\nor, on several machines, deepspeed --hostfile hostfile {script} …"
+        raise _refusal("mpirun", tasks, task, line, environment, script)
 
 
-def _refusal(starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str]) -> ClusterError:
+def _refusal(
+    starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str], script: str
+) -> ClusterError:
     """The error of one task; tasks other than the first leave the report to it."""
     # All that reads RANK after this is the report of this error.
     environment["RANK"] = task
+    alone = "train alone, on the same data and"
+    if script != SCRIPT:
+        alone = "work alone and write"
     return ClusterError(
-        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would train alone, on the same data and "
-        f"into the same folder.\nThis starts {tasks} ranks that work together:\n\n{line}\n\n"
+        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} into the same folder.\n"
+        f"This starts {tasks} ranks that work together:\n\n{line}\n\n"
         f"Pass --run.hostfile none for {tasks} runs that know nothing of each other."
     )
 

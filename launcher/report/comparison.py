@@ -9,8 +9,10 @@ from markupsafe import Markup
 
 from launcher.report import comparison_figures
 from launcher.report.head import key_figures, state
-from launcher.report.page import Section, Table, fill_template, write_page
+from launcher.report.page import write_page
 from launcher.report.run import Run, load_run
+from launcher.report.section import Section, Table
+from launcher.report.template import fill_template
 from launcher.report.text import flatten, plain
 from launcher.wording import plural
 from longctx.errors import ConfigError

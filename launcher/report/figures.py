@@ -167,7 +167,7 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
     if last.get("unigram_entropy") is not None:
         axes.axhline(last["unigram_entropy"], color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary_number(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_number(value)))
     axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
     axes.set_ylabel("loss (nats a token)")
     axes.legend(loc="best")
@@ -297,7 +297,7 @@ def _dots(series: Series) -> str:
     return ".-"
 
 
-def _binary_number(value: float) -> str:
+def binary_number(value: float) -> str:
     """Whole positions as people name context lengths: 512, 4K, 1M (K = 1024)."""
     for size, unit in ((2**20, "M"), (2**10, "K")):
         if value >= size:
@@ -353,3 +353,10 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+
+
+def standalone(svg: str) -> str:
+    """A picture of ``to_svg`` as a file of its own: dark on white, for there is no page whose colours it could take."""
+    svg = svg.replace("currentColor", "#1c2128").replace("var(--grid)", "#e6e9ed")
+    # A viewer without a page shows what is behind it, which may be dark.
+    return re.sub(r"(<svg[^>]*?)>", r'\1 style="background: #fff">', svg, count=1)

@@ -7,18 +7,18 @@ report can be made at any time, also while the run goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
 from launcher.metrics.record import Record
 from launcher.report import experts, figures
+from launcher.report.evaluation.sections import evaluation_sections
 from launcher.report.head import key_figures, progress, remarks, state
 from launcher.report.run import Run, load_run
+from launcher.report.section import Section, Table
+from launcher.report.template import fill_template
 from launcher.report.text import flatten, known, number, perplexity, plain
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from launcher.wording import first_names
@@ -30,28 +30,6 @@ MAX_VALIDATIONS = 12
 """Most rows of the table of validations; of more, the first, the last and some between are shown."""
 MAX_SAMPLES = 6
 """The same of sample texts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Plain rows under headings."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    has_text: bool = False
-    """Whether the last column is text whose lines and spaces are shown as they are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One part of the page: a picture with a caption, or a caption that says why there is none."""
-
-    title: str
-    caption: str
-    picture: Markup | None = None
-    table: Table | None = None
-    text: str = ""
-    """Shown as it is."""
 
 
 def write_report(run_folder: Path | str, output: Path | str | None = None) -> Path:
@@ -87,20 +65,6 @@ def render(run: Run) -> str:
     )
 
 
-def fill_template(**values: Any) -> str:
-    """The page's template with these values."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        # Names and the config come from the user; only our own SVG is Markup.
-        autoescape=True,
-        # A misspelt name in the template is an error, not an empty space.
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(**values)
-
-
 # The parts of the page.
 
 
@@ -109,6 +73,9 @@ def sections(run: Run) -> list[Section]:
     parts = [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
     parts += [*_work_sections(run), _optimizer_section(run)]
     parts += _expert_sections(run)
+    for evaluation in run.evaluations:
+        parts += evaluation_sections(evaluation)
+    parts += [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
     parts.append(
         Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
+from launcher.report.evaluation.folder import Evaluation, load_evaluations
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from longctx.errors import ConfigError, DataError
 
@@ -26,6 +27,10 @@ class Run:
     """Empty when the file is missing."""
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Those whose folders are in the run's."""
+    unread_evaluations: list[str] = field(default_factory=list)
+    """Why others cannot be read."""
 
     @cached_property
     def train(self) -> list[Record]:
@@ -92,6 +97,7 @@ def load_run(folder: Path) -> Run:
     num_discarded = 0
     if (folder / DISCARDED_FILE).is_file():
         num_discarded = (folder / DISCARDED_FILE).read_bytes().count(b"\n")
+    evaluations, unread = load_evaluations(folder)
     return Run(
         name=folder.resolve().name,
         records=read_metrics(folder),
@@ -99,6 +105,8 @@ def load_run(folder: Path) -> Run:
         config=config,
         environment=_load_environment(folder / ENVIRONMENT_FILE),
         num_discarded=num_discarded,
+        evaluations=evaluations,
+        unread_evaluations=unread,
     )
 
 

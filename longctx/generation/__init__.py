@@ -1,8 +1,23 @@
-"""Continuations of a prompt, in one process."""
+"""Continuations of prompts: one at a time or many, chosen greedily, drawn, or searched for."""
 
+from longctx.generation.batch import generate_batch
+from longctx.generation.beams import Beams
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate, stream
+from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.stop_strings import StopStrings
 from longctx.generation.text import TextStream
 
-__all__ = ["Greedy", "Sample", "TextStream", "generate", "load_model", "stream"]
+__all__ = [
+    "Beams",
+    "Greedy",
+    "Penalties",
+    "Sample",
+    "StopStrings",
+    "TextStream",
+    "generate",
+    "generate_batch",
+    "load_model",
+    "stream",
+]

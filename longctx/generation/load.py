@@ -9,6 +9,7 @@ import torch
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, model_config
 from longctx.conversion import load_hf
 from longctx.errors import CheckpointError
+from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 
 
@@ -24,10 +25,11 @@ def is_hf_folder(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MANIFEST).is_file()
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, *, core: AttentionCore | None = None) -> Decoder:
     """The decoder of a checkpoint, of a run's newest one, or of a Hugging Face folder: on the CPU, ready to generate.
 
-    Strict: CheckpointError unless the folder holds exactly the decoder's tensors.
+    ``core`` is the attention of its layers; the default is that of one process. Strict: CheckpointError unless the
+    folder holds exactly the decoder's tensors.
     """
     folder = find_model(folder)
     if is_hf_folder(folder):
@@ -35,7 +37,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decode
     else:
         reader = CheckpointReader(folder)
         config, weights = model_config(reader), dict(reader.state_dict(dtype))
-    model = Decoder(config, seed=None).to(dtype)
+    model = Decoder(config, core, seed=None).to(dtype)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from longctx.errors import ConfigError
+from longctx.generation.beams import Beams
+from longctx.generation.continuation import Continuation, Request
+from longctx.generation.penalties import Penalties
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_logits, read
 from longctx.generation.sampling import Greedy, Sample
-from longctx.model.attention.cache import LocalKVCache
+from longctx.generation.search import search
+from longctx.generation.stop_strings import StopStrings
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -18,80 +22,103 @@ def generate(
     model: Decoder,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    strategy: Greedy | Sample | None = None,
+    strategy: Greedy | Sample | Beams | None = None,
     *,
+    penalties: Penalties | None = None,
     stop_ids: Collection[int] = (),
+    stop_strings: StopStrings | None = None,
     cache: KVCache | None = None,
     use_cache: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[int]:
     """Continue the prompt by at most ``max_new_tokens`` tokens; one of ``stop_ids`` is the last token where it comes.
 
-    The prompt is read once, then one token a step against the cached keys (``cache`` must be empty; default: a
-    ``LocalKVCache``). ``use_cache=False`` reads everything again at each step, which is slow and gives the same tokens.
+    So is the token that completes one of ``stop_strings``. ``penalties`` change logits before the strategy chooses.
+
+    The prompt is read once, about ``chunk_tokens`` at a time, then one token a step against the cached keys (``cache``
+    must be empty; default: ``model.new_cache()``). Processes that share the model's sequences call this alike, each
+    with the whole prompt, and get the same tokens. ``use_cache=False`` reads everything again at each step, which is
+    slow, gives the same tokens, and wants one process.
     """
-    return list(
-        stream(model, prompt_ids, max_new_tokens, strategy, stop_ids=stop_ids, cache=cache, use_cache=use_cache)
+    tokens = stream(
+        model,
+        prompt_ids,
+        max_new_tokens,
+        strategy,
+        penalties=penalties,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        cache=cache,
+        use_cache=use_cache,
+        chunk_tokens=chunk_tokens,
     )
+    return list(tokens)
 
 
 def stream(
     model: Decoder,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    strategy: Greedy | Sample | None = None,
+    strategy: Greedy | Sample | Beams | None = None,
     *,
+    penalties: Penalties | None = None,
     stop_ids: Collection[int] = (),
+    stop_strings: StopStrings | None = None,
     cache: KVCache | None = None,
     use_cache: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Iterator[int]:
-    """The tokens of ``generate``, each as soon as it is chosen. A request that cannot be served fails at the call."""
-    check_request(model, prompt_ids, max_new_tokens)
-    choose = (strategy or Greedy()).start()
-    if use_cache and cache is None:
-        cache = LocalKVCache()
+    """The tokens of ``generate``, each as soon as it is chosen: by beams, all when the search is over.
+
+    A request that cannot be served fails at the call.
+    """
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        strategy=strategy or Greedy(),
+        penalties=penalties or Penalties(),
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+    )
+    request.check(model, prompt_ids)
+    check_chunk_tokens(chunk_tokens)
+    prompt_ids = list(prompt_ids)
     if not use_cache:
-        cache = None
-    return _tokens(model, list(prompt_ids), max_new_tokens, choose, stop_ids, cache)
+        if isinstance(request.strategy, Beams):
+            raise ConfigError("beams continue cached keys. Leave use_cache=False out.")
+        return _tokens_without_cache(model, prompt_ids, Continuation(request, prompt_ids))
+    # The model's attention core knows which processes share the sequence.
+    if cache is None:
+        cache = model.core.new_caches(request.num_caches)()
+    if cache.num_tokens:
+        raise ConfigError(f"the cache holds {cache.num_tokens} tokens already: generate begins with an empty one.")
+    # Else the first new token would copy the whole prompt's keys.
+    cache.expect(request.expected_tokens)
+    if isinstance(request.strategy, Beams):
+        return search(model, prompt_ids, request, request.strategy, cache, chunk_tokens)
+    return _tokens(model, prompt_ids, Continuation(request, prompt_ids), cache, chunk_tokens)
 
 
 @torch.no_grad()
 def _tokens(
-    model: Decoder,
-    ids: list[int],
-    max_new_tokens: int,
-    choose: Callable[[Tensor], int],
-    stop_ids: Collection[int],
-    cache: KVCache | None,
+    model: Decoder, prompt_ids: list[int], continuation: Continuation, cache: KVCache, chunk_tokens: int
 ) -> Iterator[int]:
+    """Yield token after token; each is read when the next is asked for."""
+    new_ids = prompt_ids
+    while not continuation.has_ended:
+        logits_V = last_logits(model, read(model, new_ids, cache, chunk_tokens))[0]
+        # Chosen once and told to all: processes that rounded otherwise would each continue another text.
+        new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)
+        continuation.add(new_ids[0])
+        yield new_ids[0]
+
+
+@torch.no_grad()
+def _tokens_without_cache(model: Decoder, ids: list[int], continuation: Continuation) -> Iterator[int]:
     """Yield token after token; ``ids`` grows by each."""
-    start = 0
-    for _ in range(max_new_tokens):
-        ids.append(choose(_next_logits(model, ids[start:], start, cache)))
-        if cache is not None:
-            # Only the newest token is not in the cache.
-            start = len(ids) - 1
-        yield ids[-1]
-        if ids[-1] in stop_ids:
-            break
-
-
-def check_request(model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-    """ConfigError for an empty prompt, an id outside the vocabulary, or a negative number of tokens."""
-    if len(prompt_ids) == 0:
-        raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must not be negative.")
-    vocab_size = model.config.vocab_size
-    outside = [i for i in prompt_ids if not 0 <= i < vocab_size]
-    if outside:
-        raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
-
-
-def _next_logits(model: Decoder, ids: Sequence[int], start: int, cache: KVCache | None) -> Tensor:
-    """Logits [V], fp32, after ``ids``, the first of which has the position ``start``."""
     device = next(model.parameters()).device
-    tokens_BT = torch.tensor([ids], device=device)
-    positions_BT = torch.arange(start, start + len(ids), device=device)[None]
-    hidden_BTM = model(tokens_BT, positions_BT, cache=cache)
-    # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
-    return model.logits(hidden_BTM[:, -1:])[0, 0].float()
+    while not continuation.has_ended:
+        positions_BT = torch.arange(len(ids), device=device)[None]
+        hidden_BTM = model(torch.tensor([ids], device=device), positions_BT)
+        ids.append(continuation.choose(last_logits(model, hidden_BTM)[0]))
+        continuation.add(ids[-1])
+        yield ids[-1]

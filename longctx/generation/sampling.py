@@ -1,4 +1,4 @@
-"""Choose the next token: greedy, or drawn with temperature, top-k and top-p."""
+"""Choose the next token: greedy, or drawn with temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
+from longctx.generation.truncation import min_p, top_k, top_p
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Greedy:
 class Sample:
     """Draw tokens from the model's distribution; the same seed draws the same tokens.
 
-    Temperature first, then top-k, then top-p, as Hugging Face does it.
+    Temperature first, then top-k, then top-p, then min-p, as Hugging Face does it.
     """
 
     temperature: float = 1.0
@@ -34,6 +35,8 @@ class Sample:
     """Keep this many of the likeliest tokens (ties with the last one too); 0 keeps all."""
     top_p: float = 1.0
     """Keep the likeliest tokens that together reach this probability; at least one."""
+    min_p: float = 0.0
+    """Keep tokens that are at least so many times as likely as the likeliest; 0 keeps all."""
     seed: int = 0
     """Seed of the generator."""
 
@@ -44,6 +47,8 @@ class Sample:
             raise ConfigError(f"top_k={self.top_k} must not be negative; 0 keeps every token.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; 1 keeps every token.")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token.")
 
     def start(self) -> Callable[[Tensor], int]:
         """A function from the next token's logits [V], fp32, to its id; it owns a generator, on the CPU."""
@@ -59,13 +64,9 @@ class Sample:
         """The distribution [V] that tokens are drawn from."""
         scores_V = logits_V / self.temperature
         if self.top_k:
-            # By score, not by index: ties with the last one stay, whichever of them topk names.
-            threshold = scores_V.topk(min(self.top_k, len(scores_V))).values[-1]
-            scores_V = scores_V.masked_fill(scores_V < threshold, -torch.inf)
+            scores_V = top_k(scores_V, self.top_k)
         if self.top_p < 1:
-            ascending, order = scores_V.sort()
-            # Drop the unlikeliest tokens while the others still reach top_p; the likeliest always stays.
-            dropped = ascending.softmax(0).cumsum(0) <= 1 - self.top_p
-            dropped[-1] = False
-            scores_V = scores_V.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), -torch.inf)
+            scores_V = top_p(scores_V, self.top_p)
+        if self.min_p:
+            scores_V = min_p(scores_V, self.min_p)
         return scores_V.softmax(0)

@@ -29,6 +29,8 @@ def multiplies_in_float32(x: Tensor, products: Products) -> bool:
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
     """x · weightᵀ + bias in x's dtype, [N, O]."""
+    if x_NI.dtype == torch.float32:
+        return nn.functional.linear(x_NI, weight_OI, bias_O)
     if not torch.is_grad_enabled():
         return multiply(x_NI, weight_OI, bias_O, products=products)
     if multiplies_in_float32(x_NI, products):
@@ -38,6 +40,8 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, pro
 
 def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
     """``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
+    if x_NI.dtype == torch.float32:
+        return nn.functional.linear(x_NI, weight_OI, bias_O)
     if is_one_row(x_NI):
         return multiply_row(x_NI, weight_OI, bias_O)
     if not multiplies_in_float32(x_NI, products):

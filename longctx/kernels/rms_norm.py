@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from longctx.kernels.dtypes import accumulate_dtype
+
+_FEW_VALUES = 1 << 14
+"""Most values that PyTorch's operator normalises: to the same bits, in less time, with more memory."""
 
 
 def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -23,6 +27,8 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
     Computed in float32 (float64 for float64), where 1 + weight keeps what is learned, and rounded once to x's dtype.
     """
     if not torch.is_grad_enabled():
+        if x_NM.numel() <= _FEW_VALUES and x_NM.dtype == weight_M.dtype == torch.float32 and not offset:
+            return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
         return _normalize(x_NM, weight_M, eps, offset)[0]
     return _RMSNorm.apply(x_NM, weight_M, eps, offset)
 

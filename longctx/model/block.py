@@ -12,24 +12,25 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan
-from longctx.model.attention.projections import Table, build_attention
+from longctx.model.attention.core import PassCache, PassCore, Plan
+from longctx.model.attention.projections import build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
 from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
+from longctx.model.rotary import RotaryTable
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a forward pass tells all layers of one kind."""
 
-    core: AttentionCore
+    core: PassCore
     plan: Plan
     """The core's own, for this forward pass; made before the first layer, so that recomputation reads the same."""
     scores: Scores
-    cache: KVCache | None
+    cache: PassCache | None
     dropout: Dropout | None
     recompute: bool
     experts: MoECall
@@ -60,7 +61,7 @@ class Block(nn.Module):
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
 
-    def forward(self, x_BtM: Tensor, table: Table | None, *, call: Call) -> tuple[Tensor, ...]:
+    def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
         """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
 
         When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
@@ -75,12 +76,12 @@ class Block(nn.Module):
         return recomputed(self._run, x_BtM, table, call)
 
     def _run(
-        self, x_BtM: Tensor, table: Table | None, call: Call, recompute_cache: RecomputeCache | None
+        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        q, k, v = self.self_attn.project(self._before(x_BtM, "input_layernorm"), table)
-        sinks_H, cache = None, None
-        if self.self_attn.sinks is not None:
-            sinks_H = self.self_attn.sinks()
+        attention, sinks_H, cache = self.self_attn, None, None
+        q, k, v = attention.project(self._before(x_BtM, "input_layernorm"), table, cached=call.cache is not None)
+        if attention.sinks is not None:
+            sinks_H = attention.sinks()
         if call.cache is not None:
             cache = call.cache.layer(self.layer)
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
@@ -99,7 +100,7 @@ class Block(nn.Module):
     def _after_core(
         self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        out_BtM = self.self_attn.output(heads_BtHV)
+        out_BtM = self.self_attn.output(heads_BtHV, cached=call.cache is not None)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
         x_BtM = self._add(x_BtM, out_BtM, 0, call)
@@ -133,6 +134,7 @@ class Block(nn.Module):
 
     def _feed(self, normed_BtM: Tensor, call: Call, recompute_cache: RecomputeCache | None) -> tuple[Tensor, ...]:
         """The FFN's output, and the statistics of its router."""
-        if isinstance(self.mlp, FeedForward):
-            return (self.mlp(normed_BtM),)
-        return self.mlp(normed_BtM, call.experts, recompute_cache)
+        mlp = self.mlp
+        if isinstance(mlp, FeedForward):
+            return (mlp(normed_BtM),)
+        return mlp(normed_BtM, call.experts, recompute_cache)

@@ -16,10 +16,11 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.attention.core import AttentionCore, KVCache, Plan
+from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
+from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
@@ -31,7 +32,7 @@ from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import rotary_table
+from longctx.model.rotary import RotaryTable, rotary_table
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -59,16 +60,20 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
+        # Layers of one rope share their table; None stands for layers without rotary channels.
+        ropes = [self._rope(layer) for layer in range(config.num_layers)]
+        self._ropes = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
 
     def forward(
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
         *,
-        cores: dict[str, AttentionCore],
+        cores: dict[str, PassCore],
         plans: dict[str, Plan],
         length: int,
-        cache: KVCache | None,
+        cache: PassCache | None,
         dropout: Dropout | None,
         recompute: bool,
         experts: MoECall,
@@ -91,12 +96,10 @@ class Backbone(nn.Module):
                 recompute=recompute,
                 experts=experts,
             )
-        # Layers of one rope share their table; None stands for layers without rotary channels.
-        ropes = [self._rope(layer) for layer in range(config.num_layers)]
-        tables = {rope: self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in dict.fromkeys(ropes)}
+        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         stats: list[tuple[Tensor, ...]] = []
         for layer, block in enumerate(self.layers):
-            results = block(x_BtM, tables[ropes[layer]], call=calls[config.layer_kind(layer)])
+            results = block(x_BtM, tables[self._rope_of_layer[layer]], call=calls[config.layer_kind(layer)])
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
@@ -139,13 +142,16 @@ class Backbone(nn.Module):
             relative_bias=bias,
         )
 
-    def _table(
-        self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor] | None:
+    def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
+        config = self.config
         if rope is not None:
-            return rotary_table(positions_Bt, rope, self.config.rotary_size, dtype, length=length)
-        if self.config.position == "relative":
-            return sinusoid_table(positions_Bt, self.config.hidden_size, dtype)
+            cos, sin = rotary_table(positions_Bt, rope, config.rotary_size, dtype, length=length)
+            rotated = config.head_dim
+            if config.is_latent:
+                rotated = config.rope_head_dim
+            return RotaryTable.of(cos, sin, rotated)
+        if config.position == "relative":
+            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None
 
 
@@ -220,7 +226,8 @@ class Decoder(nn.Module):
         placement: Any = None,
         training_pass: TrainingPass | None = None,
         return_stats: bool = False,
-        cache: KVCache | None = None,
+        cache: PassCache | None = None,
+        chunk: TokenChunk | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -229,47 +236,46 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue the sequence that filled it.
+        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole.
         """
         if training_pass is None:
             training_pass = EVALUATION
-        cores = _cores_of(self)
+        new_tokens = _new_tokens(tokens_Bt, cache, chunk)
+        cores = _cores_of(self, new_tokens)
+        if new_tokens is not None:
+            placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
-            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, cache=cache
+            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens
         )
-        if self.config.position == "learned":
-            check_learned(positions_Bt, documents.longest, self.config.max_positions, wait=cache is not None)
-        if training_pass.replay is not None:
-            training_pass.replay.check(self.config, tokens_Bt.numel())
-        # Both break a compiled graph, so they are made only for what reads them.
-        needs_indices = is_random(self.config, training_pass)
-        if document_ids is None and (return_stats or needs_indices):
-            document_ids = document_ids_of(documents, tokens_Bt)
-        token_Bt = None
-        if needs_indices and document_ids is not None:
-            token_Bt = token_indices(documents, positions_Bt, document_ids)
-        # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
-        stats_documents_Bt = None
-        if return_stats:
-            stats_documents_Bt = document_ids
+        length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
+        _check_pass(self.config, training_pass, positions_Bt, length)
+        token_Bt, stats_documents_Bt = _tokens_and_documents(
+            is_random(self.config, training_pass), return_stats, documents, tokens_Bt, positions_Bt, document_ids
+        )
         hidden_BtM, stats = self.model(
             tokens_Bt,
             positions_Bt,
             cores=cores,
             plans=plans,
-            length=_rope_length(self.config, documents, positions_Bt, cache),
+            length=length,
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
             recompute=self.execution.recompute,
             experts=_build_moe_call(
-                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens
+                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
         )
+        if cache is not None and new_tokens is not None:
+            cache.extend(new_tokens)
         if not return_stats:
             return hidden_BtM
         return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache, on this process or on those that share its sequences."""
+        return self.core.new_cache()
 
     def selection_biases(self) -> list[Tensor]:
         """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
@@ -301,12 +307,42 @@ class Decoder(nn.Module):
         return [(self.lm_head, table)]
 
 
-def _cores_of(decoder: Decoder) -> dict[str, AttentionCore]:
+def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
+    """The chunk that these tokens are of; None without a cache."""
+    if cache is None or chunk is not None:
+        return chunk
+    return cache.chunk(tokens_Bt.shape[1])
+
+
+def _tokens_and_documents(
+    draws: bool,
+    return_stats: bool,
+    documents: PackedDocuments,
+    tokens_Bt: Tensor,
+    positions_Bt: Tensor,
+    document_ids: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The indices of the tokens for what is random, and their documents for statistics; None for what nobody reads."""
+    # Both break a compiled graph, so they are made only for what reads them.
+    if document_ids is None and (return_stats or draws):
+        document_ids = document_ids_of(documents, tokens_Bt)
+    token_Bt = None
+    if draws and document_ids is not None:
+        token_Bt = token_indices(documents, positions_Bt, document_ids)
+    # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+    if not return_stats:
+        return token_Bt, None
+    return token_Bt, document_ids
+
+
+def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]:
     """The core of each kind of layer."""
-    cores = dict.fromkeys(decoder.config.layers, decoder.core)
+    cores: dict[str, AttentionCore] = dict.fromkeys(decoder.config.layers, decoder.core)
     if "linear" in cores:
         cores["linear"] = decoder.linear_core
-    return cores
+    if chunk is not None and chunk.sequences:
+        return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
+    return {**cores}
 
 
 def _build_moe_call(
@@ -317,11 +353,15 @@ def _build_moe_call(
     stats_documents_Bt: Tensor | None,
     *,
     row_tokens: int,
+    chunk: TokenChunk | None,
 ) -> MoECall:
     """What the pass tells all layers of experts; the two tensors are None where nothing reads them."""
     config, execution = decoder.config, decoder.execution
+    dispatcher = decoder.dispatcher
+    if chunk is not None and chunk.is_replicated:
+        dispatcher = dispatcher.of_replicated()
     run = ExpertRun(
-        decoder.dispatcher,
+        dispatcher,
         tile_tokens=execution.expert_tile_tokens,
         recompute=execution.recompute_experts,
         products=execution.products,
@@ -337,10 +377,27 @@ def _build_moe_call(
     )
 
 
-def _rope_length(config: ModelConfig, documents: PackedDocuments, positions_Bt: Tensor, cache: KVCache | None) -> int:
+def _longest_document(
+    config: ModelConfig,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    cache: PassCache | None,
+    chunk: TokenChunk | None,
+) -> int:
     """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
-    if config.position != "rope" or not config.rope.depends_on_length:
+    stretches = config.position == "rope" and config.rope.depends_on_length
+    if not stretches and config.position != "learned":
         return 0
     if cache is None:
         return documents.longest
-    return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    if chunk is None:
+        return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    return chunk.sequence_tokens
+
+
+def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: Tensor, length: int) -> None:
+    """ConfigError for positions that a learned table lacks, or a replay of other tokens' experts."""
+    if config.position == "learned":
+        check_learned(positions_Bt, length, config.max_positions)
+    if training_pass.replay is not None:
+        training_pass.replay.check(config, positions_Bt.numel())

@@ -28,14 +28,14 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) ->
 
 
 @outside_graphs  # lengths are data: a graph that read them would serve one batch
-def check_learned(positions_Bt: Tensor, longest: int, max_positions: int, *, wait: bool) -> None:
+def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
     """ConfigError where a learned table of ``max_positions`` rows has none for a token.
 
     ``longest`` is the length of the longest document, on whatever ranks it lies: every rank fails alike. Positions
-    themselves are looked at on the CPU only, or if ``wait``: on another device it would wait for what was asked before.
+    themselves are looked at on the CPU only: on another device it would wait for what was asked before.
     """
     needed = longest
-    if positions_Bt.numel() and (wait or positions_Bt.device.type == "cpu"):
+    if positions_Bt.numel() and positions_Bt.device.type == "cpu":
         needed = max(needed, int(positions_Bt.max()) + 1)
     if needed > max_positions:
         raise ConfigError(

@@ -9,7 +9,7 @@ Axes: B rows, t tokens of this rank, H heads, D head size, C channel pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,27 @@ from torch.autograd.function import once_differentiable
 
 from longctx.architecture.rope import Rope
 from longctx.kernels.dtypes import accumulate_dtype
+
+_FEW_TOKENS = 32
+"""Most tokens whose queries and keys are rotated together."""
+
+
+class RotaryTable(NamedTuple):
+    """What rotates queries and keys."""
+
+    cos: Tensor
+    """Of this rank's positions, [B, t, 1, C]."""
+    sin: Tensor
+    twice: tuple[Tensor, Tensor] | None = None
+    """For few tokens and whole heads: the cosines twice, and −sines before sines, [B, t, 1, 2C]."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, head_dim: int) -> RotaryTable:
+        """The table of heads of this size."""
+        num_tokens = cos.shape[0] * cos.shape[1]
+        if torch.is_grad_enabled() or num_tokens > _FEW_TOKENS or 2 * cos.shape[-1] != head_dim:
+            return cls(cos, sin)
+        return cls(cos, sin, (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
 def rotary_table(
@@ -40,6 +61,21 @@ def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool 
     if not torch.is_grad_enabled():
         return _rotate(x_BtHD, cos, sin, interleaved)
     return _Rotary.apply(x_BtHD, cos, sin, interleaved)
+
+
+def apply_rotary_to_both(
+    q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``apply_rotary`` of queries and of keys, to the same bits."""
+    if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
+        q = apply_rotary(q_BtHD, table.cos, table.sin, interleaved=interleaved)
+        return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved)
+    # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
+    x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
+    swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
+    x = x.mul_(cos).add_(swapped)
+    num_heads = q_BtHD.shape[-2]
+    return x[..., :num_heads, :], x[..., num_heads:, :]
 
 
 def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:

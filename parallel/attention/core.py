@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
+from parallel.attention.cache import ShardedKVCache
+from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan, build_layout
 from parallel.attention.softmax import attend_planned
-from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 
@@ -28,15 +31,24 @@ class ContextParallelAttention:
     """Kind of layout in which attention has the tokens."""
     options: AttentionOptions = field(default_factory=AttentionOptions)
 
+    def new_cache(self) -> ShardedKVCache:
+        """An empty cache for the mesh's context ranks."""
+        return ShardedKVCache(self.mesh, self.layout)
+
+    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
+        """Makes empty caches for the mesh's context ranks."""
+        return self.new_cache
+
     def plan(
-        self, mask: AttentionMask, shapes: AttentionShapes, placement: SequenceLayout | None = None
-    ) -> ContextParallelPlan:
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
+    ) -> ContextParallelPlan | CachedPlan:
         """The schedule of the mask, and the ranks' agreement on it. Collective.
 
-        ``placement`` is the layout that the batch was split by; without one it is this core's.
+        ``placement`` is the layout that the batch was split by; without one it is this core's. With a cache it is the
+        chunk's (``ChunkPlacement``).
         """
         if shapes.cached_tokens is not None:
-            raise ConfigError("decoding with keys spread over ranks is not built yet; generate in one process.")
+            return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
         layout = placement
         if layout is None or layout.kind != self.layout:
             layout = build_layout(self.layout, self.mesh, mask.documents)
@@ -52,12 +64,36 @@ class ContextParallelAttention:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        plan: ContextParallelPlan,
+        plan: ContextParallelPlan | CachedPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
+        if isinstance(plan, CachedPlan):
+            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            return attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache, scores=scores, sinks_H=sinks_H)
         return attend_planned(
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
+        """This rank's work for each sequence's token."""
+        return plan_alone(self, mask, shapes, chunks)
+
+    @outside_graphs  # results travel between ranks
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: EachAlone,
+        caches: Sequence[LayerCache],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
+        if all(of_one.is_replicated for of_one in plan.plans):
+            return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)

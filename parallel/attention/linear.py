@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.batch import PackedDocuments
@@ -23,15 +21,18 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
+from parallel.attention.cache import ShardedKVCache
+from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
+from parallel.attention.gather_states import GatherStates
 from parallel.attention.plan import build_layout, flattened, tokens_problem
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.runtime.agreement import agree, degree_problem
-from parallel.runtime.communicate import named_collective
-from parallel.schedule.states import Open, StatePlan
+from parallel.schedule.states import StatePlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class ContextParallelLinearPlan:
         """How states travel in one layer; None where no document lies on several ranks."""
         if not self.states.num_given:
             return None
-        exchange = _AllGather(self.mesh, self.states)
+        exchange = GatherStates(self.mesh, self.states)
         if recompute_cache is None:
             return exchange
         return _Recomputed(exchange, recompute_cache)
@@ -148,12 +149,20 @@ class ContextParallelLinearAttention:
     layout: str
     """Kind of the layout where a batch names none."""
 
+    def new_cache(self) -> ShardedKVCache:
+        """An empty cache for the mesh's context ranks."""
+        return ShardedKVCache(self.mesh, self.layout)
+
+    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
+        """Makes empty caches for the mesh's context ranks."""
+        return self.new_cache
+
     def plan(
-        self, mask: AttentionMask, shapes: AttentionShapes, placement: SequenceLayout | None = None
-    ) -> ContextParallelLinearPlan:
-        """The states of the mask's documents, and the ranks' agreement on them. Collective."""
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
+    ) -> ContextParallelLinearPlan | CachedLinearPlan:
+        """The states of the mask's documents or of a cache's chunk, and the ranks' agreement on them. Collective."""
         if shapes.cached_tokens is not None:
-            raise ConfigError("decoding with a sequence spread over ranks is not built yet; generate in one process.")
+            return CachedLinearPlan.build(mask, shapes, placement, self.mesh)
         if placement is None:
             placement = build_layout(self.layout, self.mesh, mask.documents)
         states = StatePlan.build(placement, mask.documents, causal=mask.causal)
@@ -166,14 +175,35 @@ class ContextParallelLinearAttention:
         k_BtKD: Tensor,
         v_BtKV: Tensor,
         *,
-        plan: ContextParallelLinearPlan,
+        plan: ContextParallelLinearPlan | CachedLinearPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
+        if isinstance(plan, CachedLinearPlan):
+            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
         return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
+        """A segment for each sequence."""
+        return plan_alone(self, mask, shapes, chunks)
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: EachAlone,
+        caches: Sequence[LayerCache],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of each token after the state of its own cache. Nothing is sent."""
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)
 
 
 def check_linear_layout(layout: str, ring_degree: int) -> None:
@@ -183,62 +213,6 @@ def check_linear_layout(layout: str, ring_degree: int) -> None:
             "parallel.layout='striped' deals single tokens to ranks, and linear layers (model.layers) sum over runs of "
             "neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
         )
-
-
-@dataclass(frozen=True)
-class _AllGather:
-    """The exchange of states among a context group; each rank adds what it needs in the order of the sequence."""
-
-    mesh: Mesh
-    states: StatePlan
-
-    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
-        return self._exchange(
-            given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
-        )
-
-    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """A state that was given has the gradients of all segments that took it."""
-        return self._exchange(
-            dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
-        )
-
-    def _exchange(
-        self,
-        mine_sBKDW: Tensor,
-        sent: tuple[tuple[Open, ...], ...],
-        wanted: tuple[tuple[Open, ...], ...],
-        *,
-        before: bool,
-        after: bool,
-    ) -> Callable[[], Tensor]:
-        """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
-        ranks = self.mesh.context
-        num_mine, B, K, D, W = mine_sBKDW.shape
-        # All ranks send as many states as the one with most of them: the collective has one size for all.
-        slots = max(map(len, sent))
-        padding = mine_sBKDW.new_zeros(slots - num_mine, B, K, D, W)
-        outgoing = torch.cat((mine_sBKDW, padding))
-        gathered = outgoing.new_empty(ranks * slots, B, K, D, W)
-        group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
-        work = named_collective(
-            lambda: dist.all_gather_into_tensor(gathered, outgoing, group=group, async_op=True), described
-        )
-        own = wanted[self.mesh.context_rank]
-
-        def finish() -> Tensor:
-            named_collective(work.wait, described)
-            by_rank = gathered.view(ranks, slots, B, K, D, W)
-            # Naming `outgoing` here also holds it in memory for as long as it is being sent.
-            sums = outgoing.new_zeros(len(own), B, K, D, W)
-            if before:
-                _add_running(sums, own, sent, by_rank, backwards=False)
-            if after:
-                _add_running(sums, own, sent, by_rank, backwards=True)
-            return sums
-
-        return finish
 
 
 @dataclass(frozen=True)
@@ -263,43 +237,3 @@ class _Recomputed:
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
         return self.exchange.carry_back(dtaken_sBKDW)
-
-
-class _Source(NamedTuple):
-    """A state that some rank sent."""
-
-    order: int
-    """Its segment's first token, negative when sums run backwards."""
-    rank: int
-    slot: int
-
-
-def _add_running(
-    sums_sBKDW: Tensor,
-    wanted: Sequence[Open],
-    sent: Sequence[Sequence[Open]],
-    states_PsBKDW: Tensor,
-    *,
-    backwards: bool,
-) -> None:
-    """Add to each wanted segment's sum the states of its document before it (after it), nearest last."""
-    sign = 1
-    if backwards:
-        sign = -1
-    sources: dict[int, list[_Source]] = {x.document: [] for x in wanted}
-    for rank, of_rank in enumerate(sent):
-        for slot, x in enumerate(of_rank):
-            if x.document in sources:
-                sources[x.document].append(_Source(sign * x.start, rank, slot))
-    totals: dict[int, Tensor] = {}
-    for document, found in sources.items():
-        found.sort(reverse=True)  # popped from the end
-        totals[document] = torch.zeros_like(sums_sBKDW[0])
-    # In the order of the sequence, whichever rank a state is from: sums repeat to the bit.
-    for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
-        document, start = wanted[n].document, sign * wanted[n].start
-        # Each state is added to its document's running total once, so the work is linear in the number of states.
-        while sources[document] and sources[document][-1].order < start:
-            source = sources[document].pop()
-            totals[document] += states_PsBKDW[source.rank, source.slot]
-        sums_sBKDW[n] += totals[document]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending
+from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
+from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh
 from parallel.runtime.communicate import named_collective
 
@@ -80,6 +81,12 @@ class AllToAllDispatcher:
         sent_U = torch.nonzero_static(is_sent_pn.flatten(), size=sum(sizes.send_counts)).squeeze(-1)
         num_tokens = max(1, len(experts_nk))
         return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
+
+    def of_replicated(self) -> TokenDispatcher:
+        """A dispatcher that sends no token: each rank computes the part of its own experts."""
+        if self.mesh.expert == 1:
+            return self
+        return ReplicatedTokens(self.mesh, self.experts_per_rank, self.local_experts)
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these of every rank of the sequence, by context rank; as many on each."""

@@ -10,25 +10,27 @@ import sys
 import torch
 
 from longctx.errors import ConfigError
+from longctx.kernels.memory import available_bytes
 
 log = logging.getLogger(__name__)
 
 
-def choose_device(wish: str) -> torch.device:
+def choose_device(wish: str, setting: str = "run.device") -> torch.device:
     """The CPU, or the GPU with this process's local rank; ``auto`` takes GPUs where every rank of the machine has one.
 
-    Sets DeepSpeed's accelerator too. ConfigError when ``cuda`` is wished for and there are too few GPUs.
+    ``setting`` is what messages call the wish. Sets DeepSpeed's accelerator too. ConfigError when ``cuda`` is wished
+    for and there are too few GPUs.
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
     gpus = 0
     if wish != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
     if wish == "cuda" and gpus < ranks:
-        remedy = "Use run.device=cpu"
+        remedy = f"Use {setting}=cpu"
         if gpus:
             remedy += f", or slots={gpus} in the hostfile"
         raise ConfigError(
-            f"run.device='cuda': this machine runs {ranks} ranks, and torch {torch.__version__} sees {gpus} GPUs here."
+            f"{setting}='cuda': this machine runs {ranks} ranks, and torch {torch.__version__} sees {gpus} GPUs here."
             f"\n{remedy}."
         )
     # All ranks of a machine alike: a group whose members compute on different devices has no common backend.
@@ -52,6 +54,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "cpu"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process's tensors can still get: of its GPU, or its share of what this machine has left."""
+    if device.type != "cuda":
+        return available_bytes() // _ranks_here()
+    # What tensors gave back stays with the process, and serves the next ones.
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved
 
 
 def peak_memory_bytes(device: torch.device) -> int:

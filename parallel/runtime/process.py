@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -39,6 +40,8 @@ def start_process_group(*, timeout_seconds: float, device: torch.device | None =
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or _threads_per_process())
     rank, world_size = environment_rank()
+    # torch 2.13 renames collectives that torch 2.11 has under their old names alone: each rank would say so.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         # gloo beside NCCL: what ranks compare before they compute lies on the CPU.
         backend = "cpu:gloo,cuda:nccl"

@@ -33,6 +33,10 @@ class ClassSegments:
     order: ndarray
     """The local row of every sorted row."""
 
+    def single_rows(self) -> ClassSegments:
+        """The same rows, each a piece of its own."""
+        return ClassSegments(self.pieces.single_rows(), np.repeat(self.segment, self.pieces.length), self.order)
+
 
 class StridedWork(NamedTuple):
     """Slices between rows that are gathered in another order first."""
@@ -104,6 +108,9 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> Str
 
     Names the rows that have a part in it and no others.
     """
+    # A difference of rows measures no distance where the two step differently, but for single rows.
+    if queries.pieces.step != keys.pieces.step:
+        queries = queries.single_rows()
     # What lies nearer is the window's, which the dense slices hold already.
     bounds = Bounds(reach, None)
     q, k = meeting_segments(queries.pieces, keys.pieces, bounds)

@@ -181,7 +181,7 @@ def local_slices(
 
 def own_hop(ring_rank: int, num_queries: int, num_keys: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     """A rank's work with its own keys, which stay where they are."""
-    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), _entries(slices, _some(strided)))
+    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), entries(slices, _some(strided)))
 
 
 def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
@@ -194,7 +194,7 @@ def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     slices = shift_slices(slices, -first, rows.packing_shifts(slices[:, K_START]))
     if strided is not None:
         strided = strided.shifted(-first, rows.packing_shifts(strided.key_rows))
-    return Hop(owner, rows, (first, stop), _entries(slices, _some(strided)))
+    return Hop(owner, rows, (first, stop), entries(slices, _some(strided)))
 
 
 def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> tuple[Work, ...]:
@@ -204,7 +204,7 @@ def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> t
         slices.append(shift_slices(owner_slices, keys=first_row))
         if owner_strided is not None:
             strided.append(owner_strided.shifted(keys=first_row))
-    return _entries(np.concatenate(slices), strided)
+    return entries(np.concatenate(slices), strided)
 
 
 def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:
@@ -215,12 +215,12 @@ def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:
     return union(starts, stops)
 
 
-def _entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]:
+def entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]:
     """The bands' entry for all rows, then those that gather."""
-    entries = [Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))]
+    work = [Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))]
     for part in strided:
-        entries.append(part.entry())
-    return tuple(entries)
+        work.append(part.entry())
+    return tuple(work)
 
 
 def _some(strided: StridedWork | None) -> list[StridedWork]:

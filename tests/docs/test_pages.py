@@ -15,12 +15,13 @@ from launcher.cli import main
 from launcher.cli.verbs import parse
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.evaluation.harness.settings import Settings
 from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
 
-SCRIPT = "launcher/pretrain.py"
+SCRIPT, EVALUATION, LM_EVAL = "launcher/pretrain.py", "launcher/evaluate.py", "launcher/lm_eval.py"
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
 
 
@@ -30,6 +31,11 @@ def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...]
     program, *words = command
     if program == "longctx":
         parse(words)
+    elif program in ("deepspeed", "torchrun") and EVALUATION in words:
+        parse(["evaluate", *words[words.index(EVALUATION) + 1 :]])
+    elif program == "deepspeed" and LM_EVAL in words:
+        # The options are lm-eval's, which need not be installed; the model's are ours.
+        check_model_args(words[words.index("--model_args") + 1])
     elif program in ("deepspeed", "torchrun") or (program == "python" and words[0] == SCRIPT):
         check_start(words)
     elif program == "python":
@@ -42,6 +48,12 @@ def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...]
         check_extras(words)
     else:
         assert program in ("source", "pre-commit", "git", "bash"), f"{where}: nothing checks {program}"
+
+
+def check_model_args(text: str) -> None:
+    """Whole numbers are numbers, as lm-eval has them."""
+    pairs = [pair.split("=", 1) for pair in text.split(",")]
+    Settings.of({name: int(value) if value.isdigit() else value for name, value in pairs})
 
 
 def check_start(words: Sequence[str]) -> None:

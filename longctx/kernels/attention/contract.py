@@ -7,7 +7,7 @@ V value head size, N buckets of a bias table.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -148,6 +148,25 @@ class AttentionKernel(Protocol):
         the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
         """
         ...
+
+
+class NewestTokensKernel(Protocol):
+    """A kernel that attends for the newest tokens of several sequences in one call."""
+
+    def forward_newest(
+        self, q_N1HD: Tensor, k_NsKD: Tensor, v_NsKV: Tensor, bias_Ns: Tensor | None, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Partial output [N, 1, H, V] and log-sum-exp [N, 1, H] of one query a sequence over all of its keys.
+
+        ``bias_Ns`` is −inf where a row is not the sequence's; it must be finite all the same. A log-sum-exp is as exact
+        as the output: enough for sinks, not to be merged.
+        """
+        ...
+
+
+def attends_newest(kernel: object) -> TypeGuard[NewestTokensKernel]:
+    """Whether a kernel is a ``NewestTokensKernel``."""
+    return hasattr(kernel, "forward_newest")
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
-from longctx.kernels.attention.slices import table_slices
+from longctx.kernels.attention.slices import once_per_table, table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import fastest_products
@@ -105,6 +105,23 @@ class CpuFlashKernel:
             out[:, ~touched] = 0
         return out, lse
 
+    def forward_newest(
+        self, q_N1HD: Tensor, k_NsKD: Tensor, v_NsKV: Tensor, bias_Ns: Tensor | None, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        mask: Tensor | None = None
+        if bias_Ns is not None:
+            mask = bias_Ns[:, None, None]
+        if q_N1HD.dtype == torch.float32 and v_NsKV.shape[-1] == q_N1HD.shape[-1]:
+            q, k, v = q_N1HD.transpose(1, 2), k_NsKD.transpose(1, 2), v_NsKV.transpose(1, 2)
+            out, lse = _forward(q, k, v, 0.0, False, attn_mask=mask, scale=scores.scale)
+            return out.transpose(1, 2), lse.transpose(1, 2)
+        op = self._op(q_N1HD, v_NsKV, scores)
+        if mask is not None:
+            mask = mask.to(op.dtype)
+        q, k, v = op.take(q_N1HD, 1), op.take(k_NsKD, 1), op.take(v_NsKV, 1)
+        out, lse = _forward(q, k, v, 0.0, False, attn_mask=mask, scale=op.scale)
+        return op.give(out, op.sizes[1]), lse.transpose(1, 2)
+
     def backward(
         self,
         dout_BtHV: Tensor,
@@ -151,6 +168,7 @@ def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
     return (block for attn_slice in table_slices(slices) for block in row_blocks(attn_slice, rows=size, keys=size))
 
 
+@once_per_table
 def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
     """The block that alone holds all query rows, as in decoding; None where rows lie in several."""
     parts = table_slices(slices)
@@ -220,15 +238,15 @@ class _Op(NamedTuple):
     def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
         """Output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
         meeting = block.q.stop - block.q.start
-        q = self._take(q_BtHD, meeting, block.q)
+        q = self.take(q_BtHD, meeting, block.q)
         out: Tensor | None = None
         lse: Tensor | None = None
         for tile in block.tiles:
-            k, v = self._take(k_BsKD, meeting, tile.k), self._take(v_BsKV, meeting, tile.k)
+            k, v = self.take(k_BsKD, meeting, tile.k), self.take(v_BsKV, meeting, tile.k)
             tile_out, tile_lse = _forward(
                 q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale
             )
-            tile_out, tile_lse = self._give(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
+            tile_out, tile_lse = self.give(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
             # online softmax over the tiles: every row sees a key of each, so neither log-sum-exp is −inf
             if out is None or lse is None:
                 out, lse = tile_out, tile_lse
@@ -243,27 +261,27 @@ class _Op(NamedTuple):
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         """Each tile of the block with its gradients of queries, keys and values, partial results all."""
         meeting = block.q.stop - block.q.start
-        dout, q, out = (self._take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
+        dout, q, out = (self.take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
         if rows.power_BrH is not None:
             power = rows.power_BrH.unsqueeze(-1).transpose(1, 2)
             if dout.dtype != rows.dout_BrHV.dtype:
-                dout.mul_(power)  # ``_take`` made a copy
+                dout.mul_(power)  # ``take`` made a copy
             else:
                 dout = dout * power
         D, V = self.sizes
         for tile in block.tiles:
-            k, v = self._take(k_BsKD, meeting, tile.k), self._take(v_BsKV, meeting, tile.k)
+            k, v = self.take(k_BsKD, meeting, tile.k), self.take(v_BsKV, meeting, tile.k)
             if self.rounds:  # the op would add up heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
             dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
-            dq, dk, dv = self._give(dq, D), self._give(dk, D), self._give(dv, V)
+            dq, dk, dv = self.give(dq, D), self.give(dk, D), self.give(dv, V)
             if self.rounds:
                 dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
             yield tile, dq, dk, dv
 
-    def _take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
+    def take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
         """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
 
         Where ``meeting``, the number of query rows, is large, in one piece of memory, a head after another: on strided
@@ -282,7 +300,7 @@ class _Op(NamedTuple):
             return x.contiguous()
         return x
 
-    def _give(self, x: Tensor, size: int) -> Tensor:
+    def give(self, x: Tensor, size: int) -> Tensor:
         """A partial result [B, rows, H, size] from what the op returned."""
         return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
 

@@ -1,31 +1,75 @@
-"""LocalKVCache: what one process keeps of a sequence that it continues."""
+"""LocalKVCache: what one process stores of a sequence that it continues."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+import torch
 from torch import Tensor
 
+from longctx.model.attention.core import TokenChunk
+from longctx.model.attention.slots import SLOT_TOKENS, SlotLayer, SlotPool
 
-class LocalLayerCache:
-    """One layer's keys and values, in buffers that double when they are full, or its state."""
 
-    def __init__(self) -> None:
+class LayerBuffer:
+    """One layer's rows of keys and values, in buffers that are laid anew when they are full, or its state.
+
+    The first buffers may be a slot's: rows leave it when they no longer fit.
+    """
+
+    def __init__(self, slots: SlotLayer | None = None, slot: int = 0) -> None:
+        """``slot`` is that of the layer's ``slots``."""
+        self.slots = slots
+        """Where the rows are; None where they are in memory of their own."""
+        self._slot = slot
         self.num_tokens = 0
-        """Tokens that the layer has seen."""
+        """Tokens that were added, whether their rows are still stored or not."""
         self.state: Tensor | None = None
         """What a linear layer knows of them."""
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._first, self._stop = 0, 0
+        """The stored rows among those of the buffers."""
 
-    def append(self, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        start = self.num_tokens
-        stop = start + k_BtKD.shape[1]
-        if self._buffers is None or self._buffers[0].shape[1] < stop:
-            self._buffers = self._grown(k_BtKD, v_BtKV, stop)
-        keys, values = self._buffers
-        keys[:, start:stop], values[:, start:stop] = k_BtKD, v_BtKV
-        self.num_tokens = stop
-        return keys[:, :stop], values[:, :stop]
+    @property
+    def num_rows(self) -> int:
+        """Rows that are stored."""
+        return self._stop - self._first
+
+    def append(
+        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store new rows after the newest ``earlier_rows`` of those stored; return all, values only if there are.
+
+        Buffers that are laid anew have space for ``later_rows`` besides.
+        """
+        if earlier_rows is not None:
+            assert earlier_rows <= self.num_rows, f"{earlier_rows} of {self.num_rows} rows"
+            self._first = self._stop - earlier_rows
+        stop = self._stop + k_BtKD.shape[1]
+        if self.slots is not None and stop <= SLOT_TOKENS and len(k_BtKD) == 1:
+            self.slots.make_ready(stop, k_BtKD, v_BtKV)
+            self._keys, self._values = self.slots.of_slot(self._slot)
+        elif self._keys is None or self._keys.shape[1] < stop:
+            self._relay(k_BtKD, v_BtKV, later_rows)
+            stop = self._stop + k_BtKD.shape[1]
+        assert self._keys is not None
+        self._keys[:, self._stop : stop] = k_BtKD
+        values = None
+        if self._values is not None and v_BtKV is not None:
+            self._values[:, self._stop : stop] = v_BtKV
+            values = self._values[:, self._first : stop]
+        self._stop = stop
+        self.num_tokens += k_BtKD.shape[1]
+        return self._keys[:, self._first : stop], values
+
+    def count_row(self) -> None:
+        """Note that one more row was stored in the slot."""
+        self._stop += 1
+        self.num_tokens += 1
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
+        """Add a state, of so many tokens."""
         # Not in place: the forward pass was given the old state, and a backward may still read it.
         if self.state is None:
             self.state = state_sBKDW
@@ -33,32 +77,110 @@ class LocalLayerCache:
             self.state = self.state + state_sBKDW
         self.num_tokens += num_tokens
 
-    def _grown(self, k_BtKD: Tensor, v_BtKV: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Buffers for at least so many tokens, with those of today."""
-        # Doubling copies each key about once, however many tokens come one by one.
-        rows = max(2 * self.num_tokens, num_tokens, 64)
-        B, _, K, D = k_BtKD.shape
-        keys = k_BtKD.new_zeros(B, rows, K, D)
-        values = v_BtKV.new_zeros(B, rows, K, v_BtKV.shape[3])
-        if self._buffers is not None:
-            keys[:, : self.num_tokens] = self._buffers[0][:, : self.num_tokens]
-            values[:, : self.num_tokens] = self._buffers[1][:, : self.num_tokens]
-        return keys, values
+    def copy_to(self, other: LayerBuffer) -> None:
+        """Store the same rows, or the same state, in an empty buffer."""
+        if self._keys is not None:
+            values = None
+            if self._values is not None:
+                values = self._values[:, self._first : self._stop]
+            # As much space as here: the next rows are as many.
+            later_rows = self._keys.shape[1] - self._stop
+            other.append(self._keys[:, self._first : self._stop], values, later_rows=later_rows)
+        # States are never written in place.
+        other.state, other.num_tokens = self.state, self.num_tokens
+
+    def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
+        """Move the stored rows to new buffers that have space for these, and for those that are to follow."""
+        self.slots = None
+        # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
+        num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1] + later_rows, 64)
+        self._keys = self._relaid(self._keys, k_BtKD, num_rows)
+        if v_BtKV is not None:
+            self._values = self._relaid(self._values, v_BtKV, num_rows)
+        self._first, self._stop = 0, self.num_rows
+
+    def _relaid(self, old: Tensor | None, like_BtKX: Tensor, num_rows: int) -> Tensor:
+        B, _, K, X = like_BtKX.shape
+        new = like_BtKX.new_zeros(B, num_rows, K, X)
+        if old is not None:
+            new[:, : self.num_rows] = old[:, self._first : self._stop]
+        return new
 
 
 class LocalKVCache:
     """All keys and values in this process's memory, layer by layer."""
 
-    def __init__(self) -> None:
-        self._layers: dict[int, LocalLayerCache] = {}
+    def __init__(self, pool: SlotPool | None = None) -> None:
+        """The sequence is given a slot of the ``pool``, where there is one, for as long as it is short."""
+        self._pool, self._slot = pool, None
+        if pool is not None:
+            self._slot = pool.take()
+        self._layers: dict[int, LayerBuffer] = {}
+        self._expected = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that every layer has seen: between two forward passes all have seen as many."""
         return self.layer(0).num_tokens
 
-    def layer(self, number: int) -> LocalLayerCache:
+    def layer(self, number: int) -> LayerBuffer:
         """The cache of one layer."""
         if number not in self._layers:
-            self._layers[number] = LocalLayerCache()
+            self._layers[number] = self._new_layer(number)
         return self._layers[number]
+
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens behind what is read next."""
+        self._expected = num_tokens
+
+    def copy(self) -> LocalKVCache:
+        """The same tokens, in buffers of their own."""
+        other = LocalKVCache(self._pool)
+        other.expect(self._expected)
+        for number, layer in self._layers.items():
+            layer.copy_to(other.layer(number))
+        return other
+
+    def free(self) -> None:
+        """Let another sequence have the slot."""
+        if self._slot is not None:
+            self._slot.pool.give_back(self._slot)
+        self._slot, self._layers = None, {}
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next tokens."""
+        return self._chunk(num_tokens, num_tokens)
+
+    def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
+        """The next tokens, ``chunk_tokens`` at a time."""
+        for start in range(0, num_tokens, chunk_tokens):
+            left = num_tokens - start
+            yield self._chunk(min(left, chunk_tokens), left)
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Do nothing: layers count their tokens."""
+
+    def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
+        """The values themselves."""
+        return values_Bt
+
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """What ``choose`` returns."""
+        return choose()
+
+    def _chunk(self, num_tokens: int, left: int) -> TokenChunk:
+        start = self.num_tokens
+        indices = torch.arange(start, start + num_tokens)
+        return TokenChunk(
+            start=start,
+            num_tokens=num_tokens,
+            sequence_tokens=start + left,
+            indices=indices,
+            expected_tokens=self._expected,
+            placement=self._slot,
+        )
+
+    def _new_layer(self, number: int) -> LayerBuffer:
+        if self._slot is None:
+            return LayerBuffer()
+        return LayerBuffer(self._slot.pool.layer(number), self._slot.number)

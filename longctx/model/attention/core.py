@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ class AttentionShapes:
     """``Scores.rules``."""
     cached_tokens: int | None = None
     """Earlier tokens whose keys a cache holds; None where there is no cache."""
+    later_tokens: int = 0
+    """``TokenChunk.later_tokens``: a cache makes space for all of them at once."""
+    values_in_keys: bool = False
+    """Whether values are the first ``value_dim`` channels of the keys, which a cache then stores once."""
 
     @classmethod
     def of(
@@ -81,11 +86,47 @@ class AttentionShapes:
             )
 
 
-class LayerCache(Protocol):
-    """What one layer keeps of the tokens already seen, for one sequence that grows."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenChunk:
+    """New tokens that one forward pass adds to a cached sequence: a part of a prompt, or the token generated last."""
 
-    def append(self, k_BtKD: Tensor, v_BtKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all of them so far, [B, s, K, D] and [B, s, K, V]."""
+    start: int
+    """Index of the chunk's first token in the sequence: as many tokens are cached before it."""
+    num_tokens: int
+    """Tokens of the chunk, on however many processes."""
+    sequence_tokens: int
+    """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
+    indices: Tensor
+    """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
+    is_replicated: bool = True
+    """Whether every process is given all tokens of the chunk."""
+    expected_tokens: int = 0
+    """Tokens that are expected behind those that are known."""
+    placement: Any = None
+    """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
+    sequences: tuple[TokenChunk, ...] = ()
+    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
+
+    ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
+    """
+
+    @property
+    def later_tokens(self) -> int:
+        """Tokens that are known or expected to follow the chunk, on however many processes."""
+        return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
+
+
+class LayerCache(Protocol):
+    """What one layer stores of the tokens already seen, for one sequence that grows."""
+
+    def append(
+        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store new keys and values; return all that are stored, [B, s, K, D] and [B, s, K, V].
+
+        Of those stored before, only the newest ``earlier_rows`` are still seen, and the others are freed; None for all.
+        ``later_rows`` are to follow. Values are None where they are channels of the keys.
+        """
         ...
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
@@ -98,8 +139,27 @@ class LayerCache(Protocol):
         ...
 
 
-class KVCache(Protocol):
-    """Keys, values and states of the tokens already seen."""
+class PassCache(Protocol):
+    """What a forward pass reads of the tokens already seen, and adds its own to: of one sequence or of several."""
+
+    def layer(self, number: int) -> Any:
+        """The cache of one layer: a ``LayerCache``, or one for each sequence."""
+        ...
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next tokens as a chunk that every process is given whole."""
+        ...
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Note that every layer has seen the chunk."""
+        ...
+
+
+class KVCache(PassCache, Protocol):
+    """Keys, values and states of the tokens already seen of a sequence, on one process or shared by several.
+
+    Processes that share a cache call each of its methods alike.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +168,33 @@ class KVCache(Protocol):
 
     def layer(self, number: int) -> LayerCache:
         """The cache of one layer."""
+        ...
+
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens behind what is read next, so that storing them copies nothing."""
+        ...
+
+    def copy(self) -> KVCache:
+        """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back: the cache is not used again."""
+        ...
+
+    def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
+        """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
+
+        Every process is given the last token.
+        """
+        ...
+
+    def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
+        """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
+        ...
+
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """The ``count`` integers that one of the processes chooses, told to all."""
         ...
 
 
@@ -120,14 +207,14 @@ class Plan(Protocol):
         ...
 
 
-class AttentionCore(Protocol):
-    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
+class PassCore(Protocol):
+    """What a forward pass asks of a core: to plan once a kind of layer, and to attend in each layer."""
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
         """What every layer of one kind will do; made before the first layer, and read again by recomputation.
 
         ``placement`` tells where the batch's tokens live, for a core that spreads them over processes
-        (``Batch.placement``); None leaves it to the core. Such a core's plan is collective.
+        (``Batch.placement``, ``TokenChunk.placement``); None leaves it to the core. Such a core's plan is collective.
         """
         ...
 
@@ -138,15 +225,48 @@ class AttentionCore(Protocol):
         v_BtKV: Tensor,
         *,
         plan: Any,
-        cache: LayerCache | None = None,
+        cache: Any = None,
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V] in q's dtype.
 
-        ``plan`` is this core's, for these shapes. ``scores`` default to the dot product scaled by D^-½. ``sinks_H`` are
-        learnable logits, one a query head, of a key without value that every query sees (GPT-OSS). A
-        ``recompute_cache`` keeps the result of a layer that backward will recompute, so that the core's work and
-        communication are not done again."""
+        ``plan`` is this core's, for these shapes; ``cache`` the layer's (``PassCache.layer``). ``scores`` default to
+        the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a key without value that
+        every query sees (GPT-OSS). A ``recompute_cache`` keeps the result of a layer that backward will recompute, so
+        that the core's work and communication are not done again."""
+        ...
+
+
+class AttentionCore(PassCore, Protocol):
+    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for a sequence that this core's processes continue."""
+        ...
+
+    def new_caches(self, most: int) -> Callable[[], KVCache]:
+        """What makes an empty cache, of which at most so many are in use together: their rows may lie side by side."""
+        ...
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
+        """``plan`` for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
+        ...
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: Any,
+        caches: Sequence[Any],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of the tokens of several sequences, by the plan for all and with the cache of each.
+
+        Each sequence's is that of a call for it alone, but for rounding. There is no backward.
+        """
         ...

@@ -6,7 +6,7 @@ tell which one it was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,14 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import KernelRequest, Scores
-from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel, Scores, attends_newest
+from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.processor import Products
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored, with_sinks
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import attend_alone
+from longctx.model.attention.slots import SlotPool
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
+from longctx.model.attention.together import SequencesPlan, Together
 from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 
@@ -38,6 +43,12 @@ class LocalPlan:
     """Name of the chosen kernel."""
     work: tuple[Work, ...]
     """The mask's bands for all rows, then what a stride adds."""
+    earlier_rows: int | None = None
+    """Cached rows that some query sees; None for all."""
+    later_rows: int = 0
+    """Rows that are to join them."""
+    newest: NewestTokensKernel | None = None
+    """The kernel where a single token sees all that the cache stores: there is no other work then."""
     in_graph: bool = True
 
 
@@ -49,24 +60,39 @@ class LocalAttention:
         self.kernel = kernel
         self.products: Products | None = products
 
+    def new_cache(self) -> LocalKVCache:
+        """An empty cache of this process."""
+        return LocalKVCache()
+
+    def new_caches(self, most: int) -> Callable[[], LocalKVCache]:
+        """Makes empty caches of this process; short sequences are in slots of one pool."""
+        if most == 1:
+            return self.new_cache
+        return partial(LocalKVCache, SlotPool(most))
+
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalPlan:
         """Slices of the documents, or with a cache those of its newest tokens. ``placement`` says nothing new here.
 
         ValueError when the tokens are not the mask's, ConfigError when no kernel serves the request.
         """
-        kernel = choose_kernel(self.kernel, self._request(mask, shapes)).name
+        chosen = choose_kernel(self.kernel, self._request(mask, shapes))
+        kernel, earlier_rows = chosen.name, None
+        if attends_newest(chosen) and _is_newest(mask, shapes):
+            return LocalPlan(shapes, kernel, (), earlier_seen(mask, shapes), later_stored(mask, shapes), chosen)
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             slices = document_slices(mask)
             strided = strided_beyond(mask, whole_documents(mask.documents.bounds))
         else:
-            num_keys = shapes.cached_tokens + shapes.tokens
+            earlier_rows = earlier_seen(mask, shapes)
+            num_keys = earlier_rows + shapes.tokens
             slices = continuation_slices(mask, shapes.tokens, num_keys)
             strided = strided_beyond(mask, continuation(shapes.tokens, num_keys))
         bands = Work(EVERY_ROW, EVERY_ROW, slice_table(slices))
-        if strided is None:
-            return LocalPlan(shapes, kernel, (bands,))
-        return LocalPlan(shapes, kernel, (bands, strided))
+        work = (bands,)
+        if strided is not None:
+            work = (bands, strided)
+        return LocalPlan(shapes, kernel, work, earlier_rows, later_stored(mask, shapes))
 
     def __call__(
         self,
@@ -85,12 +111,21 @@ class LocalAttention:
         if scores is None:
             scores = Scores(scale=D**-0.5)
         if cache is not None:
-            k_BtKD, v_BtKV = cache.append(k_BtKD, v_BtKV)
+            k_BtKD, v_BtKV = append_rows(
+                cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
+            )
+            if plan.newest is not None:
+                # No slices and no tiles: what surrounds the kernel takes longer than a generated token's attention.
+                out, lse = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores)
+                return with_sinks(out, lse, sinks_H).to(q_BtHD.dtype)
+            if not torch.is_grad_enabled():
+                return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         if not torch.is_grad_enabled() and recompute_cache is None:
-            out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, plan.kernel, scores)
+            forward = partial(ops.forward, plan.kernel)
+            out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
             return out.view(B, T, H, v_BtKV.shape[3])
         # Autograd sees tensors among a function's arguments alone, so the table is named beside the scores.
         bias_table = None
@@ -100,6 +135,36 @@ class LocalAttention:
             q_BtHD, k_BtKD, v_BtKV, bias_table, sinks_H, plan.work, plan.kernel, scores, recompute_cache
         )
         return out.view(B, T, H, v_BtKV.shape[3])
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> SequencesPlan:
+        """Sequences in slots are attended to together where they see all keys and the kernel can, others alone."""
+        kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
+        sees_all = mask.window is None and not mask.stride and not shapes.rules
+        if sees_all and attends_newest(kernel):
+            together = Together.build(kernel, shapes, chunks)
+        return SequencesPlan.build(self, mask, shapes, chunks, together)
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: SequencesPlan,
+        caches: Sequence[Any],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of each token after those of its own cache."""
+        check_no_gradient(q_BtHD)
+        if scores is None:
+            scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
+        outs = []
+        if plan.together is not None:
+            outs.append(plan.together.attend(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
+        if plan.alone is not None:
+            outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, sinks_H))
+        return plan.in_order(outs)
 
     def _request(self, mask: AttentionMask, shapes: AttentionShapes) -> KernelRequest:
         return KernelRequest(
@@ -157,11 +222,32 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
         yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
+def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
+    """Whether a single token sees all that its cache stores, and no backward pass follows."""
+    if shapes.cached_tokens is None or shapes.tokens != 1 or torch.is_grad_enabled():
+        return False
+    return not mask.stride and not mask.sink_tokens and not shapes.rules
+
+
+def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel's ``forward``, as an operator only where that serves a graph or a trace."""
+    # To call an operator takes about as long as the attention of a generated token.
+    if type(q_BtHD) is Tensor and q_BtHD.device.type == "cpu" and not torch.compiler.is_compiling():
+        return KERNELS[kernel].forward
+    return partial(ops.forward, kernel)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: tuple[Work, ...], kernel: str, scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    work: tuple[Work, ...],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Output in q's dtype, and log-sum-exp with the sinks in it."""
-    out, lse = attend_work(q, k, v, work, partial(ops.forward, kernel, scores=scores))
+    out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
@@ -193,7 +279,7 @@ class _Attention(torch.autograd.Function):
             out, lse = known
         else:
             # Backward reads the rounded output, the one that later layers have seen too.
-            out, lse = _attend(q, k, v, sinks, work, kernel, scores)
+            out, lse = _attend(q, k, v, sinks, work, partial(ops.forward, kernel), scores)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)

@@ -1,6 +1,7 @@
 """The projections around an attention core: queries, keys and values with their positions, and the way back.
 
-Both kinds have ``project``, ``sinks`` and ``output``; the block calls the core, which it is handed, in between.
+Both kinds have ``project``, ``sinks`` and ``output``; the block calls the core, which it is handed, in between. Both
+functions are told whether a cache is to store the keys: those of latent attention are then the latents.
 
 Axes: B rows, t tokens of this rank, M model width, H query heads, K key/value heads, D query/key head size, V value
 head size, R rotary channels, N channels without positions, P channels of relative positions.
@@ -17,10 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.config import ModelConfig
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import RMSNorm, build_norm
-from longctx.model.rotary import apply_rotary
-
-Table = tuple[Tensor, Tensor]
-"""Cosines and sines of this rank's positions."""
+from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms in latents, whatever the model's: DeepSeek's code leaves them at this."""
@@ -61,7 +59,7 @@ class GroupedQueryAttention(nn.Module):
         if config.sinks and config.layer_kind(layer) != "linear":
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], positions in the first two.
 
         With relative positions queries and keys are wider than D.
@@ -75,15 +73,13 @@ class GroupedQueryAttention(nn.Module):
         if table is None:
             return q, k, v
         # Positions come after the norm: rotation keeps a normed head's length.
-        cos, sin = table
         if self.relative is not None:
-            q, k = self.relative(q, k, cos, sin)
+            q, k = self.relative(q, k, table.cos, table.sin)
         else:
-            q = apply_rotary(q, cos, sin, interleaved=self.interleaved)
-            k = apply_rotary(k, cos, sin, interleaved=self.interleaved)
+            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved)
         return q, k, v
 
-    def output(self, heads_BtHV: Tensor) -> Tensor:
+    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
         """The heads' outputs mixed back to the model width [B, t, M]."""
         return self.o_proj(heads_BtHV.flatten(-2))
 
@@ -91,7 +87,8 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv 2405.04434 §2.1): heads unfold from narrow latents of queries and of keys.
 
-    A key is what its head unfolds, beside rotated channels that all heads share.
+    A key is what its head unfolds, beside rotated channels that all heads share. A cache stores no unfolded keys but
+    the latents: queries are folded instead, so that all heads share one key, whose first channels are its value.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -120,27 +117,40 @@ class LatentAttention(nn.Module):
         if config.sinks:
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary."""
+    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
+
+        For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R], and their first C channels as values.
+        """
         q_BtHD = self._queries(x_BtM).unflatten(-1, (self.num_heads, -1))
         N, R = q_BtHD.shape[-1] - self.rope_head_dim, self.rope_head_dim
         latent, k_BtR = self.kv_a_proj_with_mqa(x_BtM).split((self.kv_lora_rank, R), dim=-1)
-        unfolded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        k_BtHN, v_BtHV = unfolded.split((N, self.value_dim), dim=-1)
+        latent_BtC = self.kv_a_layernorm(latent)
         q_BtHN, q_BtHR = q_BtHD.split((N, R), dim=-1)
         k_Bt1R = k_BtR.unsqueeze(-2)
         # Keys are rotated before they are repeated for the heads: once a token, not once a head.
         if table is not None:
-            cos, sin = table
-            q_BtHR = apply_rotary(q_BtHR, cos, sin, interleaved=self.interleaved)
-            k_Bt1R = apply_rotary(k_Bt1R, cos, sin, interleaved=self.interleaved)
+            q_BtHR, k_Bt1R = apply_rotary_to_both(q_BtHR, k_Bt1R, table, interleaved=self.interleaved)
+        if cached:
+            # q·(W latent) = (q W)·latent: the product with W moves from every key to the query.
+            q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])
+            k = torch.cat((latent_BtC.unsqueeze(-2), k_Bt1R), dim=-1)
+            return torch.cat((q_BtHC, q_BtHR), dim=-1), k, k[..., : self.kv_lora_rank]
+        unfolded = self.kv_b_proj(latent_BtC).unflatten(-1, (self.num_heads, -1))
+        k_BtHN, v_BtHV = unfolded.split((N, self.value_dim), dim=-1)
         q = torch.cat((q_BtHN, q_BtHR), dim=-1)
         k = torch.cat((k_BtHN, k_Bt1R.expand_as(q_BtHR)), dim=-1)
         return q, k, v_BtHV
 
-    def output(self, heads_BtHV: Tensor) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]."""
+    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
+        """The heads' outputs mixed back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
+        if cached:
+            heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding()[:, -self.value_dim :])
         return self.o_proj(heads_BtHV.flatten(-2))
+
+    def _unfolding(self) -> Tensor:
+        """What unfolds a latent to each head's key and value, [H, N + V, C]."""
+        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
 
     def _queries(self, x_BtM: Tensor) -> Tensor:
         if not self.q_lora_rank:

@@ -53,6 +53,8 @@ class ExpertsCall:
     activation: str
     run: ExpertRun
     recompute_cache: RecomputeCache | None = None
+    without_backward: bool = False
+    """Whether it is certain that no backward pass follows."""
     fixed_sizes: bool = False
     """Whether the number and sizes of what is saved must not depend on the routing, as in a compiled graph."""
 

@@ -9,12 +9,15 @@ and up together: 2F), e experts of this process.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.grouped import grouped_rows
 from longctx.model.experts.blocks import Blocks, SavedChunks
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
@@ -120,7 +123,9 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
     """``forward_blocks`` of a single token, as in decoding: its experts' weights are read once, and as they are."""
     x_M, wide = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
     chosen = [(choice, expert) for choice, expert in enumerate(tokens.experts_Sk[0].tolist()) if expert >= 0]
-    gates_R1 = tokens.gates_Sk[0, [choice for choice, _ in chosen]].unsqueeze(-1)
+    gates_R1 = tokens.gates_Sk[0].unsqueeze(-1)
+    if len(chosen) < len(gates_R1):
+        gates_R1 = gates_R1[[choice for choice, _ in chosen]]
     expert_R = [expert for _, expert in chosen]
 
     gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
@@ -137,6 +142,42 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM[expert_R]
     return y_RM.sum(0, keepdim=True, dtype=wide)
+
+
+def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
+    """``forward_blocks`` of a few tokens, as in decoding several sequences: one product for all experts, nothing saved.
+
+    Blocks of two or three tokens would have more calls than work.
+    """
+    x_SM, k = tokens.x_SM, tokens.experts_Sk.shape[1]
+    out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
+    # Sorted here: an operator takes longer to call than so few numbers take to sort.
+    ids = tokens.experts_Sk.flatten().tolist()
+    chosen = sorted((expert, n) for n, expert in enumerate(ids) if expert >= 0)
+    if not chosen:
+        return out_SM, []
+    counts = Counter(expert for expert, _ in chosen)
+    ends = list(accumulate(counts[expert] for expert in range(len(weights.down_eMF))))
+    ends_e = torch.tensor(ends, dtype=torch.int32)  # grouped_mm takes int32 only
+    expert_R, token_R = [expert for expert, _ in chosen], torch.tensor([n // k for _, n in chosen])
+    gates_R1 = tokens.gates_Sk.flatten()[[n for _, n in chosen]].unsqueeze(-1)
+
+    products = call.run.products
+    x_RM = x_SM.index_select(0, token_R)
+    gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
+    if weights.gate_up_bias_eF is not None:
+        gate_up_RF += weights.gate_up_bias_eF[expert_R]
+    inner_RF = x_SM.new_empty(len(chosen), weights.down_eMF.shape[2])
+    _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
+    y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
+    if weights.down_bias_eM is not None:
+        y_RM += gates_R1 * weights.down_bias_eM[expert_R]
+    if len(chosen) < len(ids):
+        # In the order of the experts, as blocks are added.
+        return out_SM.index_add_(0, token_R, y_RM.to(out_SM.dtype)), []
+    # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
+    row_of = sorted(range(len(chosen)), key=lambda row: chosen[row][1])
+    return y_RM[row_of].unflatten(0, (-1, k)).sum(1, dtype=out_SM.dtype), []
 
 
 def _gate_up(

@@ -108,6 +108,10 @@ class TokenDispatcher(Protocol):
         """The handle of one tile. Nothing is sent yet."""
         ...
 
+    def of_replicated(self) -> TokenDispatcher:
+        """The dispatcher of tokens that every process of the sequence has alike: each goes to its experts once."""
+        ...
+
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these [N, …] of every process that shares the sequence, this process's among them. Collective."""
         ...
@@ -167,6 +171,10 @@ class LocalDispatcher:
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
         """A handle that leaves tokens where they are."""
         return LocalHandle(experts_nk)
+
+    def of_replicated(self) -> TokenDispatcher:
+        """This one: all experts are here."""
+        return self
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """The values themselves."""

@@ -60,9 +60,10 @@ class Experts(nn.Module):
         assert run.dispatcher.local_experts == self.local_experts
         if recompute_cache is not None or not self._is_trained(x_NM, gates_Nk):
             run = replace(run, recompute="all")  # nothing is saved but what was given
-        call = ExpertsCall(self.activation, run, recompute_cache)
-        is_plain = recompute_cache is None and not run.dispatcher.is_distributed and not torch.compiler.is_compiling()
-        if is_plain and not torch.is_grad_enabled():
+        is_eager = recompute_cache is None and not torch.compiler.is_compiling()
+        without_backward = is_eager and not torch.is_grad_enabled()
+        call = ExpertsCall(self.activation, run, recompute_cache, without_backward=without_backward)
+        if without_backward and not run.dispatcher.is_distributed:
             weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         apply = _Experts.apply

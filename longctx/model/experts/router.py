@@ -48,8 +48,11 @@ def route(
     experts_Nk = replay_Nk
     if experts_Nk is None:
         experts_Nk = _choose(scores_NE.detach(), config, bias_E)
-    # masked also where every id is an expert: recomputation, which replays, must save the same tensors
-    gates_Nk = scores_NE.gather(-1, experts_Nk.clamp(min=0)).masked_fill(experts_Nk < 0, 0)
+    # with a gradient masked also where every id is an expert: recomputation, which replays, must save the same tensors
+    if replay_Nk is None and not torch.is_grad_enabled():
+        gates_Nk = scores_NE.gather(-1, experts_Nk)
+    else:
+        gates_Nk = scores_NE.gather(-1, experts_Nk.clamp(min=0)).masked_fill(experts_Nk < 0, 0)
     if config.normalize_gates:
         gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True).clamp(min=1e-20)
     if config.routed_scale != 1:

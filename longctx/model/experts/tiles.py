@@ -20,10 +20,13 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
-from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks
+from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks, forward_few
 from longctx.model.experts.compute_grouped import backward_grouped, forward_grouped
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, tiles_of
 from longctx.model.experts.gradient_sum import WeightGradients
+
+_DECODED_TOKENS = 32
+"""Most tokens whose experts are computed in grouped products on a CPU, where no backward pass follows."""
 
 
 class Routed(NamedTuple):
@@ -50,6 +53,8 @@ def forward_tiles(
     dispatcher, compute = call.run.dispatcher, forward_grouped
     if computes_in_blocks(x_NM):
         compute = forward_blocks
+        if _is_decoding(experts_Nk, call):
+            compute = forward_few
     tiles = tiles_of(len(x_NM), call.run.tile_tokens)
     sizes = dispatcher.plan(experts_Nk, tiles)
 
@@ -121,6 +126,12 @@ def backward_tiles(
     if needs.x:
         dx_NM = dx.all()
     return [dx_NM, dgates.all(), *gradients.results()]
+
+
+def _is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
+    """Whether these are the new tokens of several sequences: too few for the calls of a block for each expert."""
+    # A single token has a way of its own, in the function for blocks.
+    return call.without_backward and 1 < len(experts_Nk) <= _DECODED_TOKENS
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:

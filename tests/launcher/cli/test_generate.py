@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -51,7 +52,21 @@ def test_sampling_follows_its_seed(capsys, run):
     assert call(capsys, *words(run, temperature=0))[1] == greedy
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top-p": 2}, {"temperature": 0, "top-k": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"top-p": 2},
+        {"temperature": 0, "top-k": 3},
+        {"min-p": 1.5},
+        {"repetition-penalty": 0},
+        {"beams": 1},
+        {"beams": 2, "seed": 1},
+        {"length-penalty": 2},
+        {"stop": ""},
+        {"max-sequences": 2},
+    ],
+)
 def test_sampling_options_out_of_range_are_wrong_usage(capsys, run, options):
     code, out, _ = call(capsys, *words(run, **options))
     assert (code, out) == (2, "")
@@ -119,3 +134,63 @@ def test_text_comes_token_by_token(capsys, run, monkeypatch):
     monkeypatch.setattr(generation, "stream", watched)
     assert call(capsys, *words(run))[0] == 0
     assert len(written) == 8
+
+
+def test_the_other_ways_to_choose(capsys, run):
+    from longctx.generation import Beams, Penalties, generate, load_model
+    from longctx.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run / "checkpoints/step_000100/tokenizer.model")
+    ids = [tokenizer.document_begin, *tokenizer.encode("def main").tolist()]
+    model = load_model(run)
+    ends = {"stop_ids": tokenizer.special.stops}
+
+    beams = generate(model, ids, 8, Beams(num_beams=3, length_penalty=2.0), **ends)
+    found = call(capsys, *words(run, beams=3, **{"length-penalty": 2.0}))[1]
+    assert found == tokenizer.decode(beams) + "\n"
+
+    penalties = Penalties(repetition=1.5, presence=0.5, frequency=0.25)
+    given = {"repetition-penalty": 1.5, "presence-penalty": 0.5, "frequency-penalty": 0.25}
+    penalised = generate(model, ids, 8, penalties=penalties, **ends)
+    assert call(capsys, *words(run, **given))[1] == tokenizer.decode(penalised) + "\n"
+
+
+def test_the_text_ends_before_a_stop_string(capsys, run):
+    whole = reference(run, "def main", 8)
+    for start in (1, len(whole) // 2):
+        stop = whole[start : start + 3]
+        code, out, _ = call(capsys, *words(run), "--stop=never there", f"--stop={stop}")
+        assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
+    assert call(capsys, *words(run), "--stop=never there")[1] == whole + "\n"
+
+
+def test_many_prompts_come_from_a_file(capsys, run, tmp_path):
+    prompts = ["def main", "  ä 🙂\n", "import os\n", "x"]
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt, "name": f"p{n}"}, ensure_ascii=False) for n, prompt in enumerate(prompts)]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    asked = ["generate", f"--checkpoint={run}", f"--prompts-file={path}", "--max-new-tokens=8", "--max-sequences=2"]
+    code, out, err = call(capsys, *asked)
+    assert (code, "4 prompts" in err) == (0, True)
+    results = {result["index"]: result for result in map(json.loads, out.splitlines())}
+    assert sorted(results) == [0, 1, 2, 3]
+    for index, prompt in enumerate(prompts):
+        result = results[index]
+        assert (result["prompt"], result["name"]) == (prompt, f"p{index}")
+        assert result["continuation"] == reference(run, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no prompt"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2"),
+        ("{", "line 1 is no JSON"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(capsys, run, tmp_path, content, said):
+    (tmp_path / "prompts.jsonl").write_text(content)
+    asked = ["generate", f"--checkpoint={run}", f"--prompts-file={tmp_path}/prompts.jsonl", "--max-new-tokens=8"]
+    code, out, err = call(capsys, *asked)
+    assert (code, out, said in err) == (1, "", True), err

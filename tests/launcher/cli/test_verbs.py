@@ -50,7 +50,7 @@ class TestHelp:
         assert code == 0
         assert listed_in(out) == set(VERBS)
         examples = examples_in(out)
-        assert len(examples) == 5
+        assert len(examples) == 6
         for words in examples:
             assert callable(parse(words))
 

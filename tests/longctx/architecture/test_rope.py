@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longctx.architecture.rope import ROPE_KINDS, Rope
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model.rotary import apply_rotary, rotary_table
+from longctx.model.rotary import RotaryTable, apply_rotary, apply_rotary_to_both, rotary_table
 
 FP32 = 3e-6
 """Relative. transformers forms frequencies in float32: a power and a few products, in YaRN a sum of two terms."""
@@ -221,6 +221,19 @@ def test_turns_are_products_with_complex_numbers(kind):
     # half-split is the same turn of channels in another order
     order = [0, 2, 4, 1, 3, 5, 6, 7, 8]
     assert torch.equal(apply_rotary(x[..., order], *table), out[..., order])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 4000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_rotated_as_each_alone(tokens, dtype):
+    g = torch.Generator().manual_seed(0)
+    for size, interleaved in ((16, False), (16, True), (8, False)):
+        q, k = (torch.randn(1, tokens, heads, 16, generator=g).to(dtype) for heads in (4, 2))
+        table = rotary_table(torch.randint(100_000, (1, tokens), generator=g), Rope(), size, dtype)
+        with torch.no_grad():
+            both = apply_rotary_to_both(q, k, RotaryTable.of(*table, 16), interleaved=interleaved)
+        alone = (apply_rotary(x, *table, interleaved=interleaved) for x in (q, k))
+        assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.conversion import save_hf
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.generation.sampling import Greedy, Sample
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.decoder import Decoder
-from tests.longctx.samples import dense_config, randomize, tiny_config
-
-PROMPT = [5, 17, 3, 96, 41, 0, 8]
-CONFIGS = {"moe": tiny_config(tie_embeddings=False), "dense": dense_config(qkv_bias=False, tie_embeddings=False)}
+from tests.longctx.generation.models import CONFIGS, PROMPT, in_transformers, random_model, theirs
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request) -> Decoder:
-    model = Decoder(CONFIGS[request.param], seed=None)
-    randomize(model, std=0.3, seed=2)
-    return model
+    return random_model(request.param)
 
 
 @pytest.fixture(scope="module")
 def reference(model, tmp_path_factory):
-    transformers = pytest.importorskip("transformers")
-    folder: Path = save_hf(model.config, model.state_dict(), tmp_path_factory.mktemp("generation") / "hf")
-    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
-
-
-def theirs(reference, prompt: list[int], num_tokens: int, **options) -> list[int]:
-    torch.manual_seed(11)
-    ids = torch.tensor([prompt])
-    # min_new_tokens would stop early tokens from being the end id; these models have none
-    out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options)
-    return out[0, len(prompt) :].tolist()
+    return in_transformers(model, tmp_path_factory.mktemp("generation") / "hf")
 
 
 def test_greedy_is_transformers_greedy(model, reference):
@@ -63,6 +45,8 @@ def test_greedy_is_transformers_greedy(model, reference):
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
         {"top_p": 1e-9},
         {"top_k": 10_000},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "top_k": 40, "top_p": 0.97, "min_p": 0.05},
     ],
 )
 def test_sampling_is_transformers_sampling_token_for_token(model, reference, options):
@@ -121,17 +105,18 @@ def test_stopping(model):
     temperature=st.floats(0.05, 5),
     top_k=st.integers(0, 40),
     top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
 )
-def test_the_sampled_distribution(logits, temperature, top_k, top_p):
+def test_the_sampled_distribution(logits, temperature, top_k, top_p, min_p):
     scores = torch.tensor(logits)
-    found = Sample(temperature=temperature, top_k=top_k, top_p=top_p).probabilities(scores)
+    found = Sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).probabilities(scores)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
     full = (scores / temperature).softmax(0)
     kept = found > 0
     assert kept[full.argmax()] or full[kept].max() == full.max()
     if kept.any() and (~kept).any():  # whatever is kept is at least as likely as whatever is not
         assert full[kept].min() >= full[~kept].max() - 1e-6
-    if top_k == 0 and top_p == 1:
+    if top_k == 0 and top_p == 1 and min_p == 0:
         assert torch.allclose(found, full)
 
 
@@ -148,6 +133,8 @@ def test_the_sampled_distribution(logits, temperature, top_k, top_p):
         (lambda m: Sample(top_p=0), "top_p=0"),
         (lambda m: Sample(top_p=1.1), "top_p=1.1"),
         (lambda m: Sample(top_k=-1), "top_k=-1"),
+        (lambda m: Sample(min_p=1.5), "min_p=1.5"),
+        (lambda m: Sample(min_p=-0.1), "min_p=-0.1"),
     ],
 )
 def test_refusals(model, request_, said):

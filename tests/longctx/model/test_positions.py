@@ -119,7 +119,7 @@ def test_packed_documents_equal_documents_alone(name):
     decoder, batch = build(name), packed_batch([[5, 11, 1], [16, 1]], vocab_size=31)
     whole = decoder(batch.tokens, batch.positions, batch.cu_seqlens).flatten(0, 1)
     if decoder.config.rope.depends_on_length:  # documents of a batch are stretched by the longest of them
-        with patch("longctx.model.decoder._rope_length", lambda *_: 16):
+        with patch("longctx.model.decoder._longest_document", lambda *_: 16):
             alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
     else:
         alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
@@ -285,12 +285,12 @@ def test_documents_beyond_a_learned_table_are_refused():
 def test_every_rank_refuses_a_document_that_one_of_them_cannot_place():
     mine = torch.tensor([[0, 1]])  # this rank's tokens would fit, another's would not: all must fail, or one waits
     with pytest.raises(ConfigError, match="a document of 20 tokens"):
-        check_learned(mine, 20, 19, wait=False)
-    check_learned(mine[:, :0], 19, 19, wait=False)  # a rank without tokens
+        check_learned(mine, 20, 19)
+    check_learned(mine[:, :0], 19, 19)  # a rank without tokens
 
 
 def test_looking_at_positions_does_not_wait_for_another_device():
-    check_learned(torch.zeros(1, 4, dtype=torch.long, device="meta"), 19, 19, wait=False)  # meta has no values to read
+    check_learned(torch.zeros(1, 4, dtype=torch.long, device="meta"), 19, 19)  # meta has no values to read
 
 
 def test_an_unused_table_row_gets_a_gradient_of_zero():

@@ -265,10 +265,10 @@ def test_striped_layouts_do_not_serve_linear_layers():
     check_run(from_values({**flags, "parallel": {"context": 2, "layout": "zigzag"}}), 2)
 
 
-def test_a_cache_is_refused():
+def test_another_cache_is_refused():
     mesh = Mesh(rank=0, world_size=2, context=2)
     decoder = build_parallel_model(MODEL, mesh, layout="zigzag").decoder
     q = torch.zeros(1, 2, 2, 4)
     for core in (decoder.core, decoder.linear_core):
-        with pytest.raises(ConfigError, match="generate in one process"):
+        with pytest.raises(ConfigError, match="none of these 2 ranks' own"):
             attend_once(core, q, q, q, AttentionMask((0, 4)), cache=LocalKVCache())

@@ -1,0 +1,165 @@
+"""A long prompt and a short answer on two ranks beside one process: memory, CPU seconds, and how both grow.
+
+    python -m benchmarks.long_prompt [--quick]
+
+A dense model of 2 layers and grouped-query heads in float32, one thread a process, gloo between ranks. Each process
+reads a prompt of 65,536 tokens in chunks of 2,048, then adds 64 tokens. Memory is the resident peak over what was
+resident with the model loaded; CPU seconds are each process's own. Then two ranks read prompts of 16,384 to 131,072
+tokens of a narrower model, and add 32: the peak beside the cache must stay, and a new token may cost at most as many
+times more as there are keys. With windows alone, whose keys are freed, it may cost no more at all. Saved in
+``benchmarks/results/KIND/long_prompt.json``; exit code 1 when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.ranks import run_ranks, with_resident_rise
+from longctx.config import ModelConfig
+
+NEW_TOKENS, CHUNK_TOKENS = 64, 2048
+LATER_TOKENS = 32
+"""New tokens behind the longer and longer prompts, after their memory is measured."""
+MEMORY_BOUND, CPU_BOUND, GROWTH_BOUND, FLAT_BOUND = 0.6, 1.1, 1.15, 1.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one prompt."""
+
+    prompt_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    num_layers: int = 2
+    window: int = 0
+    """Keys that a query of every layer sees; 0 for all."""
+
+    def config(self) -> ModelConfig:
+        """The model; its head size is 64."""
+        layers = ("full",)
+        if self.window:
+            layers = ("window",)
+        return ModelConfig(
+            layers=layers,
+            window=self.window,
+            vocab_size=1024,
+            hidden_size=64 * self.num_heads,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=64,
+            ffn_size=128 * self.num_heads,
+            max_positions=1 << 20,
+        )
+
+    @property
+    def cache_mib(self) -> float:
+        """Keys and values of the prompt on all ranks, in float32."""
+        rows = self.prompt_tokens
+        if self.window:
+            rows = min(rows, self.window)
+        return 4 * 2 * 64 * self.num_kv_heads * self.num_layers * rows / 2**20
+
+
+def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
+    """On one rank: the tokens, CPU seconds of the prompt and of the new tokens, and MiB by which memory peaked.
+
+    Of the later tokens only the CPU seconds are measured, of one of them.
+    """
+    from longctx.generation import stream
+    from parallel.mesh import Mesh
+    from parallel.parallelize import build_parallel_model
+
+    mesh = Mesh.build(context=dist.get_world_size())
+    decoder = build_parallel_model(case.config(), mesh, layout="zigzag").decoder.eval()
+    prompt = torch.randint(1024, (case.prompt_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    list(stream(decoder, prompt[:64], 2, chunk_tokens=CHUNK_TOKENS))  # the first use of anything is not counted
+
+    tokens = stream(decoder, prompt, new_tokens + later_tokens, chunk_tokens=CHUNK_TOKENS)
+
+    def answer() -> dict[str, Any]:
+        dist.barrier()
+        start = time.process_time()
+        ids = [next(tokens)]
+        read = time.process_time() - start
+        ids += islice(tokens, new_tokens - 1)
+        return {"ids": ids, "prompt_cpu_seconds": read, "cpu_seconds": time.process_time() - start}
+
+    found, rise = with_resident_rise(answer)
+    start = time.process_time()
+    later = len(list(tokens))
+    each = (time.process_time() - start) / max(1, later)
+    return {**found, "rise_mib": rise, "cpu_ms_a_later_token": 1000 * each}
+
+
+def row_of(case: Case, degree: int, new_tokens: int, later_tokens: int = 0) -> dict[str, Any]:
+    """The figures of the worst rank."""
+    preload = ("parallel.parallelize", "longctx.generation")
+    found = run_ranks(measure, degree, case, new_tokens, later_tokens, preload=preload)
+    worst = {name: round(max(rank[name] for rank in found), 3) for name in found[0] if name != "ids"}
+    beside = worst["rise_mib"] - case.cache_mib / degree
+    return {
+        **{"tokens": case.prompt_tokens, "window": case.window, "ranks": degree, "new_tokens": new_tokens, **worst},
+        **{"cache_mib": case.cache_mib / degree, "beside_cache_mib": round(beside, 1), "ids": found[0]["ids"]},
+    }
+
+
+def bounds(pair: list[dict[str, Any]], growth: list[dict[str, Any]], windows: list[dict[str, Any]]) -> Iterator[Bound]:
+    """What the rows may be."""
+    one, two = pair
+    yield Bound("memory rise over one process's", two["rise_mib"] / one["rise_mib"], MEMORY_BOUND)
+    yield Bound("CPU seconds over half of one process's", 2 * two["cpu_seconds"] / one["cpu_seconds"], CPU_BOUND)
+    same = sum(a == b for a, b in zip(one["ids"], two["ids"], strict=True))
+    yield Bound("new ids that are one process's", same, len(one["ids"]), at_least=True)
+    if growth:
+        first, last = growth[0], growth[-1]
+        ends = f"at {last['tokens']:,} tokens over {first['tokens']:,}"
+        grown = last["beside_cache_mib"] / first["beside_cache_mib"]
+        yield Bound(f"memory beside the cache {ends}", grown, GROWTH_BOUND)
+        keys = last["tokens"] / first["tokens"]
+        yield Bound(f"CPU seconds of a new token {ends}", _new_token(last) / _new_token(first), keys * GROWTH_BOUND)
+        flat = _new_token(windows[-1]) / _new_token(windows[0])
+        yield Bound(f"CPU seconds of a new token with windows {ends}", flat, FLAT_BOUND)
+
+
+def _new_token(row: dict[str, Any]) -> float:
+    return row["cpu_ms_a_later_token"]
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """A row, for people."""
+    print(*(f"{key}={value}" for key, value in row.items() if key != "ids"), flush=True)
+
+
+def main() -> int:
+    """Print the tables, save them, and fail when a figure is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, quick="a prompt of 8,192 tokens, and no growth")
+    length, lengths = 65_536, (16_384, 32_768, 65_536, 131_072)
+    if options.quick:
+        length, lengths = 8192, ()
+    pair, growth, windows = [], [], []
+    for degree in (1, 2):
+        pair.append(row_of(Case(length, num_heads=4, num_kv_heads=2), degree, NEW_TOKENS))
+        print_row(pair[-1])
+    for tokens in lengths:
+        growth.append(row_of(Case(tokens, num_heads=1, num_kv_heads=1), 2, 1, LATER_TOKENS))
+        print_row(growth[-1])
+        windows.append(row_of(Case(tokens, num_heads=1, num_kv_heads=1, window=1024), 2, 1, LATER_TOKENS))
+        print_row(windows[-1])
+    content = {"chunk_tokens": CHUNK_TOKENS, "pair": pair, "growth": growth, "windows": windows}
+    return conclude("long_prompt", content, list(bounds(pair, growth, windows)), options, whole=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Documents as text again: of a shard folder by its own tokenizer, or of whatever ``data build`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.shards.manifest import MANIFEST_FILE
+from data_pipeline.shards.reader import ShardSet
+
+
+def read_texts(folder: str | Path) -> Iterator[str]:
+    """Yield the text of each document, in the folder's order, as a haystack of evaluation takes it.
+
+    A run's held-out documents are its ``data.validation`` folder.
+    """
+    if (Path(folder) / MANIFEST_FILE).is_file():
+        # Its own tokenizer: the model under test may have another one, which did not write these ids.
+        shards = ShardSet.open(folder)
+        tokenizer = shards.tokenizer()
+        for number in range(shards.num_documents):
+            yield tokenizer.decode(shards.document(number))
+        return
+    for document in open_source(str(folder)):
+        yield document.text

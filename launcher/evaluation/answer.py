@@ -1,0 +1,106 @@
+"""What a model writes after a prompt: generated greedily, or read with the right answer in one pass.
+
+Axes: B rows, n tokens of the right answer, M model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from launcher.evaluation.options import Options
+from longctx.evaluation import Sample, Task
+from longctx.evaluation.fitted import FittedTask
+from longctx.evaluation.scorers import begins_with
+from longctx.generation.batch import generate_batch
+from longctx.generation.reading import read
+from longctx.generation.text import TextStream
+from longctx.model.decoder import Decoder
+from longctx.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A sample as ids: what every rank that shares the prompt is given."""
+
+    ids: list[int]
+    max_new_tokens: int
+    target_ids: list[int] | None = None
+    """The right answer, where it is read rather than generated."""
+
+
+def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options) -> Prompt:
+    """The prompt of a sample, with its target from ``options.teacher_forced_from`` tokens on."""
+    ids = tokenizer.encode_prompt(sample.prompt)
+    target_ids = None
+    if sample.length >= options.teacher_forced_from and is_same_event(task):
+        whole = tokenizer.encode_prompt(sample.prompt + sample.target)
+        # Where the answer's first characters join the prompt's last token, the model never meets the prompt's own ids.
+        if whole[: len(ids)] == ids:
+            target_ids = whole[len(ids) :]
+    return Prompt(ids=ids, max_new_tokens=sample.answer_tokens, target_ids=target_ids)
+
+
+def is_same_event(task: Task) -> bool:
+    """Whether the score asks for an output that begins with the target, token by token the likeliest.
+
+    Other rules give a part of the score for other outputs, which have to be generated.
+    """
+    return isinstance(task, FittedTask) and task.rule is begins_with
+
+
+def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
+    """The text after each prompt. Ranks that share the prompts call this alike, and get the same.
+
+    Those that are generated are under way together.
+    """
+    ids: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt.target_ids is None:
+            generated.setdefault(prompt.max_new_tokens, []).append(index)
+        else:
+            ids[index] = forced(model, prompt.ids, prompt.target_ids, chunk_tokens)
+    for max_new_tokens, indices in generated.items():
+        batch = generate_batch(
+            model,
+            [prompts[index].ids for index in indices],
+            max_new_tokens,
+            stop_ids=tokenizer.special.stops,
+            max_sequences=len(indices),
+            chunk_tokens=chunk_tokens,
+        )
+        ids.update((indices[at], new_ids) for at, new_ids in batch)
+    return [_text_after(prompt, ids[index], tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _text_after(prompt: Prompt, ids: list[int], tokenizer: Tokenizer) -> str:
+    text = TextStream(tokenizer.decode, prompt.ids)
+    # A model's vocabulary may be padded beyond its tokenizer's.
+    parts = [text.add(token) for token in ids if token < tokenizer.vocab_size]
+    return "".join(parts) + text.finish()
+
+
+@torch.no_grad()
+def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_tokens: int) -> list[int]:
+    """The tokens that greedy decoding begins with, as far as they are those of the target, and the one after them.
+
+    The prompt is read as ever; then the target is read at once, in place of one token a step.
+    """
+    cache = model.new_cache()
+    cache.expect(len(target_ids))
+    last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
+    # Given whole to every rank, as generated tokens are.
+    chunk = cache.chunk(len(target_ids))
+    device = last_BtM.device
+    tokens_Bn = torch.tensor([target_ids], device=device)
+    hidden_BnM = model(tokens_Bn, chunk.indices[None].to(device), cache=cache, chunk=chunk)
+    logits_BnV = model.logits(torch.cat((last_BtM, hidden_BnM), dim=1))
+    likeliest = logits_BnV[0].float().argmax(-1).tolist()
+    for right, (wanted, token) in enumerate(zip(target_ids, likeliest, strict=False)):
+        # From here on greedy decoding would read another token than the target's.
+        if token != wanted:
+            return likeliest[: right + 1]
+    return likeliest

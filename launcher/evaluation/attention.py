@@ -1,0 +1,181 @@
+"""What one head of a layer attends to in a text: the share of each block of keys in the attention of blocks of queries.
+
+Axes: T tokens, N blocks of queries, G blocks of keys; blocks of both have the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_pipeline.texts import read_texts
+from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+from launcher.evaluation.subject import checkpoint_name, open_reader
+from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
+from launcher.report.evaluation.tables import write_csv
+from launcher.report.figures import standalone
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError, DataError
+from longctx.files import write_atomically
+from longctx.generation.load import find_model, load_model
+from longctx.generation.text import TextStream
+from longctx.model.attention.observed import ObservedAttention
+from longctx.tokenizer import Tokenizer
+
+PAGE_TOKENS = 512
+"""Tokens of the longest text that gets a page on which each token shows what it attends to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """One call of ``attention``."""
+
+    checkpoint: Path
+    text: Path
+    layer: int
+    head: int
+    output: Path
+    length: int | None = None
+    blocks: int = 96
+    tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks < 2:
+            raise ConfigError(f"--blocks {self.blocks}: a picture has at least 2 blocks on a side. The default is 96.")
+        if self.length is not None and self.length < 2:
+            raise ConfigError(f"--length {self.length}: attention needs at least 2 tokens.")
+
+
+def draw_attention(options: AttentionOptions) -> list[Path]:
+    """Write the picture and its CSV, and for a short text the page; returns their paths."""
+    folder = find_model(options.checkpoint)
+    _, model, _ = open_reader(folder)
+    call = softmax_call(model, options.layer, options.head)
+    tokenizer = tokenizer_of(folder, options.tokenizer)
+    check_vocabulary(tokenizer, model)
+    documents = read_packed(options.text, tokenizer, options.length)
+    _check_positions(model, documents)
+    num_tokens = sum(map(len, documents))
+    caption = (
+        f"{checkpoint_name(folder)} · layer {options.layer}, head {options.head} · length {num_tokens:,} · "
+        f"{datetime.now(UTC):%Y-%m-%d} · n = {num_tokens:,} queries"
+    )
+    # Rounded up: the picture never has more blocks than were asked for.
+    block_tokens = -(-num_tokens // options.blocks)
+    found = observe(folder, documents, call=call, head=options.head, block_tokens=block_tokens)
+    name = f"attention_layer{options.layer}_head{options.head}"
+    paths = _write_picture(options.output / name, found, caption)
+    if num_tokens <= PAGE_TOKENS:
+        by_token = observe(folder, documents, call=call, head=options.head, block_tokens=1)
+        page = token_page(by_token, [spelt(tokenizer, ids) for ids in documents], caption)
+        paths.append(options.output / f"{name}.html")
+        write_atomically(paths[-1], page.encode())
+    return paths
+
+
+def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
+    """The layer's number among those of softmax attention; ConfigError for one that the model does not have."""
+    if not 0 <= layer < model.num_layers:
+        raise ConfigError(f"--layer {layer}: the model has layers 0 to {model.num_layers - 1}.")
+    if not 0 <= head < model.num_heads:
+        raise ConfigError(f"--head {head}: the model has heads 0 to {model.num_heads - 1}.")
+    softmax = [number for number in range(model.num_layers) if model.layer_kind(number) != "linear"]
+    if layer not in softmax:
+        raise ConfigError(
+            f"--layer {layer} is linear attention, which has a state and no weights of keys. "
+            f"Layers of softmax attention: {softmax}."
+        )
+    return softmax.index(layer)
+
+
+def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[list[int]]:
+    """A file as one document, or a folder's documents, packed into one row of ``length`` tokens."""
+    if path.is_file():
+        try:
+            documents = [tokenizer.encode_prompt(path.read_text(encoding="utf-8"))]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--text {path} cannot be read as UTF-8 text ({error}).") from error
+        found = list(_cut(documents, length or len(documents[0])))
+    elif not path.exists():
+        raise ConfigError(f"--text {path} does not exist. Name a file of text, or a folder of text or of shards.")
+    elif length is None:
+        raise ConfigError(f"--text {path} is a folder: say how many tokens of it to pack into a row, --length N.")
+    else:
+        found = list(_cut((tokenizer.encode_document(text).tolist() for text in read_texts(path)), length))
+    num_tokens = sum(map(len, found))
+    if num_tokens < max(2, length or 2):
+        raise DataError(f"--text {path} has {num_tokens:,} tokens, and {max(2, length or 2):,} are asked for.")
+    return found
+
+
+def _cut(documents: Iterator[list[int]] | Sequence[list[int]], length: int) -> Iterator[list[int]]:
+    """Yield documents up to so many tokens together, the last one cut."""
+    for ids in documents:
+        if length <= 0:
+            return
+        if ids:
+            yield ids[:length]
+        length -= len(ids)
+
+
+def _check_positions(model: ModelConfig, documents: list[list[int]]) -> None:
+    longest = max(map(len, documents))
+    if longest > model.max_positions:
+        raise ConfigError(
+            f"a document has {longest:,} tokens, and the model is meant for {model.max_positions:,} positions "
+            f"(model.max_positions). Ask for --length {model.max_positions} or less."
+        )
+
+
+@torch.no_grad()
+def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, block_tokens: int) -> AttentionMap:
+    """Read the documents in one row, as in training, and average what the head's queries attend to."""
+    ids = [token for document in documents for token in document]
+    core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
+    model = load_model(folder, core=core)
+    # Positions restart in each document, as in training.
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    bounds = np.cumsum([0, *map(len, documents)]).tolist()
+    model(torch.tensor([ids]), positions[None], bounds)
+    assert core.weights_TG is not None, "the layer was not met"
+    assert core.is_seen_TG is not None, "the layer was not met"
+    return AttentionMap(
+        share_NG=_by_block(core.weights_TG, block_tokens, "mean"),
+        is_seen_NG=_by_block(core.is_seen_TG.float(), block_tokens, "amax") > 0,
+        block_tokens=block_tokens,
+        bounds=bounds,
+    )
+
+
+def _by_block(values_TG: torch.Tensor, block_tokens: int, how: str) -> np.ndarray:
+    """The mean or the maximum over the queries of each block, [N, G]."""
+    num_tokens, num_blocks = values_TG.shape
+    block_T = (torch.arange(num_tokens) // block_tokens)[:, None].expand(-1, num_blocks)
+    result_NG = values_TG.new_zeros(num_blocks, num_blocks)
+    return result_NG.scatter_reduce(0, block_T, values_TG, how, include_self=False).numpy()
+
+
+def spelt(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text of each token; a character of several tokens stands at its last one."""
+    stream = TextStream(tokenizer.decode, ids[:1])
+    parts = [tokenizer.decode(ids[:1]) or tokenizer.piece(ids[0])]
+    return parts + [stream.add(token) or _silent(tokenizer, token) for token in ids[1:]]
+
+
+def _silent(tokenizer: Tokenizer, token: int) -> str:
+    """What stands for a token without text: a control id's own name, or a dot for a part of a character."""
+    if tokenizer.decode([token]):
+        return "·"
+    return tokenizer.piece(token)
+
+
+def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
+    """The picture, and the rows that it was drawn from."""
+    picture = path.with_suffix(".svg")
+    write_atomically(picture, standalone(map_figure(found, caption, path.name)).encode())
+    return [picture, write_csv(path.with_suffix(".csv"), csv_rows(found))]

@@ -1,0 +1,203 @@
+# pyright: reportMissingImports=false
+"""``LongctxLM``: a model of ours as lm-eval asks for one. The only file that imports lm-eval.
+
+``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 knows no models of other packages until they are imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from tqdm import tqdm
+
+from launcher.evaluation.harness.batches import by_context, compact, portions
+from launcher.evaluation.harness.ranks import Ranks
+from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
+from launcher.evaluation.harness.settings import Settings, device_wish
+from longctx.architecture.size import count_parameters
+from longctx.errors import ConfigError
+from longctx.generation.batch import MAX_SEQUENCES
+from longctx.generation.scoring import Pair, Score
+from parallel.runtime.device import choose_device
+
+NAME = "longctx"
+"""What ``--model`` calls it."""
+PORTION_TOKENS = 1 << 18
+"""Tokens that each data rank is asked for at once: after them progress is told, and answers reach ``--use_cache``."""
+
+Answer = TypeVar("Answer")
+_RANKS: list[Ranks] = []
+"""The ranks that a launcher started; empty in one process."""
+
+
+def share_ranks(ranks: Ranks) -> None:
+    """Make the models of this process work on these ranks."""
+    _RANKS[:] = [ranks]
+
+
+@register_model(NAME)
+class LongctxLM(LM):
+    """A checkpoint, a run's newest one, or a Hugging Face folder, on the ranks that were started."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        """``arguments`` are those of ``--model_args`` (``Settings``), the others lm-eval's own options."""
+        super().__init__()
+        self._settings = Settings.of(arguments)
+        self._num_sequences = _sequences(batch_size, max_batch_size)
+        # lm-eval makes the model itself, so ranks cannot be an argument.
+        self._ranks = (_RANKS or [Ranks(choose_device(device_wish(device), "--device"))])[0]
+        self._subject = self._ranks.load(self._settings)
+        self._limit = self._settings.limit(self._subject.model)
+        self._encoder = Encoder(self._subject.tokenizer)
+        self._num_sampled = 0
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a text may have."""
+        return self._limit
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells one tokenizer from another."""
+        return self._subject.tokenizer.fingerprint
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results."""
+        return {
+            "model_name": self._subject.name,
+            "model_weights": self._subject.fingerprint,
+            "model_num_parameters": sum(count_parameters(self._subject.model).values()),
+            "model_dtype": self._settings.dtype,
+            "max_length": self._limit,
+        }
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        texts = [request.args for request in requests]
+        pairs = [_compact(self._encoder.pair(context, continuation)) for context, continuation in texts]
+        self._check([pair.num_read for pair in pairs], "the longest takes")
+        scores = self._score(pairs, [("loglikelihood", text) for text in texts], disable_tqdm)
+        return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in windows of ``max_length`` tokens."""
+        texts = [request.args[0] for request in requests]
+        # Each window is a text of its own, which begins at position 0.
+        windows = [[_compact(pair) for pair in self._encoder.windows(text, self._limit)] for text in texts]
+        scores = iter(self._score([pair for parts in windows for pair in parts], None, disable_tqdm))
+        sums = []
+        for text, parts in zip(texts, windows, strict=True):
+            sums.append(sum(next(scores).log_likelihood for _ in parts))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text after each context."""
+        special = self._subject.tokenizer.special
+        end = None
+        if special.end is not None:
+            end = self._subject.tokenizer.piece(special.end)
+        prompts = [compact(self._encoder.text(request.args[0]) or [self._encoder.prefix]) for request in requests]
+        wanted = [generation_of(request.args[1], end=end) for request in requests]
+        self._check(
+            [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],
+            "prompt and max_gen_toks take together up to",
+        )
+        # Requests of one task have the same options; of several, those of one kind are continued together.
+        kinds: dict[Generation, list[int]] = {}
+        for index, how in enumerate(wanted):
+            kinds.setdefault(how, []).append(index)
+        answers: dict[int, str] = {}
+        # lm-eval's own bar, so that its option to hide bars hides this one.
+        with tqdm(total=len(requests), desc="longctx: generate_until", disable=disable_tqdm) as bar:
+            for how, indices in kinds.items():
+                costs = [len(prompts[index]) + how.max_new_tokens for index in indices]
+                for part in portions(costs, PORTION_TOKENS * self._ranks.data_degree):
+                    asked = [indices[at] for at in part]
+                    # Seeds follow these numbers, whatever the portions are.
+                    numbered = [(self._num_sampled + n, prompts[index]) for n, index in enumerate(asked)]
+                    self._num_sampled += len(asked)
+                    texts = self._ranks.generate(numbered, how, self._num_sequences)
+                    for index, text in zip(asked, texts, strict=True):
+                        answers[index] = text
+                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                    bar.update(len(asked))
+        return [answers[index] for index in range(len(requests))]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
+        """ConfigError: prompts are plain text."""
+        raise ConfigError(
+            "longctx applies no chat template: a model continues plain text. Leave --apply_chat_template out, or "
+            "export the model (`convert --to hf`) and take --model hf."
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """None where no template is asked for; ConfigError otherwise."""
+        if chat_template:
+            self.apply_chat_template([])
+        return None
+
+    def _check(self, needed: Sequence[int], what: str) -> None:
+        advice = (
+            "Take a task with shorter texts, fewer examples (--num_fewshot), fewer new tokens (--gen_kwargs "
+            "max_gen_toks=N), or a longer limit: --model_args max_length=N,beyond_positions=true"
+        )
+        check_lengths(needed, self._limit, what, advice)
+
+    def _score(
+        self, pairs: list[Pair], cached: list[tuple[str, tuple[str, ...]]] | None, disable_tqdm: bool
+    ) -> list[Score]:
+        """The score of each pair, portion by portion; ``cached`` is what each answers in lm-eval's cache."""
+        # Those of one context stay together, and what takes most memory comes first.
+        order = [index for group in by_context(pairs) for index in group]
+        scores: dict[int, Score] = {}
+        with tqdm(total=len(pairs), desc="longctx: loglikelihood", disable=disable_tqdm) as bar:
+            costs = [pairs[index].num_read for index in order]
+            for part in portions(costs, PORTION_TOKENS * self._ranks.data_degree):
+                asked = [order[at] for at in part]
+                found = self._ranks.score([pairs[index] for index in asked])
+                for index, score in zip(asked, found, strict=True):
+                    scores[index] = score
+                    if cached is not None:
+                        name, text = cached[index]
+                        self.cache_hook.add_partial(name, text, (score.log_likelihood, score.is_greedy))
+                bar.update(len(asked))
+        return [scores[index] for index in range(len(pairs))]
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """lm-eval's own command line, with our model unless another is named."""
+    from lm_eval.__main__ import cli_evaluate
+
+    words = list(arguments)
+    names_model = any(word in ("--model", "-M") or word.startswith("--model=") for word in words)
+    if words and words[0] not in ("ls", "validate") and not names_model:
+        words += ["--model", NAME]
+    # lm-eval reads the process's command line.
+    sys.argv = ["lm_eval", *words]
+    cli_evaluate()
+
+
+def _compact(pair: Pair) -> Pair:
+    return Pair(compact(pair.context), compact(pair.continuation))
+
+
+def _sequences(batch_size: int | str | None, max_batch_size: int | None) -> int:
+    """Texts that are generated together, by lm-eval's ``--batch_size``."""
+    if batch_size is None or str(batch_size).startswith("auto"):
+        return max_batch_size or MAX_SEQUENCES
+    if not str(batch_size).isdigit() or int(batch_size) < 1:
+        raise ConfigError(f"--batch_size {batch_size}: give a number of at least 1, or auto.")
+    return int(batch_size)

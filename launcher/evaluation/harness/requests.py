@@ -1,0 +1,170 @@
+"""lm-eval's requests as token ids, by the rules of its own class for Hugging Face models (``--model hf``).
+
+Texts begin as that class begins them, so that log-likelihoods compare. Nothing is ever cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from longctx.errors import ConfigError
+from longctx.generation.beams import Beams
+from longctx.generation.penalties import Penalties
+from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.scoring import Pair
+from longctx.tokenizer import Tokenizer
+
+MAX_NEW_TOKENS = 256
+"""Tokens that are generated where a task names no number, as lm-eval has it."""
+_MAX_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of one option; of several the first counts."""
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+_SEARCHED = ("length_penalty", "early_stopping")
+_PENALTIES = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How prompts are continued."""
+
+    max_new_tokens: int
+    until: tuple[str, ...]
+    """A text ends before the first of these."""
+    strategy: Greedy | Sample | Beams
+    penalties: Penalties
+
+
+class Encoder:
+    """Texts as ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """ConfigError for a tokenizer that names neither a begin nor an end token."""
+        self._tokenizer = tokenizer
+        special = tokenizer.special
+        prefix = special.bos
+        if prefix is None:
+            prefix = special.end
+        if prefix is None:
+            raise ConfigError(f"{tokenizer.path} names no begin and no end token: lm-eval begins texts with one.")
+        self.prefix: int = prefix
+        """What a text without a context follows, and the first token of a perplexity."""
+        self._spelt = tokenizer.piece(prefix)
+
+    def text(self, text: str) -> list[int]:
+        """The ids of a text, with the one that begins a document where the tokenizer puts one there."""
+        if self._begins(text):
+            return self._without_begin(text)
+        return self._tokenizer.encode_prompt(text)
+
+    def pair(self, context: str, continuation: str) -> Pair:
+        """The ids of both. Spaces at the end of the context belong to the continuation.
+
+        ConfigError where no id is the continuation's own.
+        """
+        if not context:
+            ids = self._without_begin(continuation)
+            if ids[:1] == [self.prefix]:
+                return self._checked(ids[:1], ids[1:], context, continuation)
+            return self._checked([self.prefix], ids, context, continuation)
+        # The two are encoded as one text: a token may span the spaces between them.
+        stripped = context.rstrip()
+        whole = self.text(context + continuation)
+        start = self.text(stripped)
+        # A context of spaces alone, and a tokenizer that puts nothing before a text.
+        return self._checked(start or [self.prefix], whole[len(start) :], context, continuation)
+
+    def windows(self, text: str, max_length: int) -> list[Pair]:
+        """A text in parts for its perplexity: each of its ids is the continuation of one part.
+
+        As lm-eval cuts it: parts have ``max_length`` ids, and the last one the context that it would have by itself.
+        """
+        ids = self.text(text)
+        pairs = []
+        for start in range(0, len(ids), max_length):
+            stop = min(start + max_length, len(ids))
+            # One id more than the model reads: the last one is only predicted.
+            context = ids[max(0, stop - max_length - 1) : start]
+            pairs.append(Pair(context or [self.prefix], ids[start:stop]))
+        return pairs
+
+    def _begins(self, text: str) -> bool:
+        """Whether the text itself spells the token that would begin it."""
+        return bool(self._spelt) and text.startswith(self._spelt)
+
+    def _without_begin(self, text: str) -> list[int]:
+        """The ids of a text alone. Where it spells its first token, that is the token: a prompt may come with it."""
+        if not self._begins(text):
+            return self._tokenizer.encode(text).tolist()
+        return [self.prefix, *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]
+
+    def _checked(self, context_ids: list[int], continuation_ids: list[int], context: str, continuation: str) -> Pair:
+        if not continuation_ids:
+            raise ConfigError(
+                f"the continuation {continuation[:80]!r} after {context[-80:]!r} has no token of its own with "
+                f"tokenizer {self._tokenizer.path}, so it has no likelihood: it is empty, or joins the context's last "
+                "token. Let the task's continuations begin with a space and a letter."
+            )
+        return Pair(context_ids, continuation_ids)
+
+
+def check_lengths(needed: Sequence[int], limit: int, what: str, advice: str) -> None:
+    """ConfigError where a text needs more tokens than ``limit``: it would have to be cut."""
+    too_long = [tokens for tokens in needed if tokens > limit]
+    if too_long:
+        raise ConfigError(
+            f"{len(too_long)} of {len(needed)} requests do not fit: {what} {max(too_long):,} tokens, and texts may "
+            f"have {limit:,} (the model's positions, or max_length). Nothing is cut, because the score would be of "
+            f"another text.\n{advice}"
+        )
+
+
+def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Generation:
+    """A task's ``generation_kwargs``; ConfigError for an option that is unknown or would do nothing.
+
+    ``end`` is how the end token is spelt: a text ends before it too.
+    """
+    # lm-eval writes None for what a task leaves open.
+    given = {name: value for name, value in options.items() if value is not None}
+    until = given.pop("until", ())
+    if isinstance(until, str):
+        until = (until,)
+    until = tuple(until)
+    if end:
+        until += (end,)
+    counts = [given.pop(name) for name in _MAX_NAMES if name in given]
+    penalties = {ours: float(given.pop(name)) for name, ours in _PENALTIES.items() if name in given}
+    return Generation(
+        max_new_tokens=int(next(iter(counts), MAX_NEW_TOKENS)),
+        until=tuple(dict.fromkeys(until)),
+        strategy=_strategy(given),
+        penalties=Penalties(**penalties),
+    )
+
+
+def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
+    """Greedy unless a temperature or beams are asked for; ``given`` is what is left of the options."""
+    num_beams = int(given.pop("num_beams", 1))
+    temperature = float(given.pop("temperature", 0.0))
+    samples = given.pop("do_sample", temperature > 0)
+    # lm-eval's tasks say temperature: 0 and do_sample: false, either or both.
+    if samples and not temperature:
+        raise ConfigError("do_sample=true wants a temperature above 0: --gen_kwargs do_sample=true,temperature=1")
+    sampled = {name: given.pop(name) for name in _SAMPLED if name in given}
+    searched = {name: given.pop(name) for name in _SEARCHED if name in given}
+    if given:
+        raise ConfigError(f"generation option {', '.join(given)} is unknown to longctx. There are: {_known()}.")
+    if num_beams > 1:
+        if samples:
+            raise ConfigError(f"num_beams={num_beams} searches and does not sample. Leave temperature out.")
+        return Beams(num_beams=num_beams, **searched)
+    # Greedy decoding has no use for the options of sampling: tasks give them all the same, and transformers warns.
+    if not samples:
+        return Greedy()
+    return Sample(temperature=temperature, **sampled)
+
+
+def _known() -> str:
+    return ", ".join(chain(("until", "do_sample", "num_beams"), _MAX_NAMES, _SAMPLED, _SEARCHED, _PENALTIES))

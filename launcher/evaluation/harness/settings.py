@@ -1,0 +1,110 @@
+"""What ``--model_args`` says of a model of ours, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
+
+_KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool}
+"""What lm-eval makes of the text after ``name=``, by the field's type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The model, and how it is run. Every rank has the same."""
+
+    checkpoint: Path
+    """Checkpoint, run folder (its newest checkpoint), or Hugging Face folder."""
+    tokenizer: Path | None = None
+    """For a folder that has none of its own."""
+    dtype: str = "float32"
+    """Of the weights and of the computation: float32 or bfloat16."""
+    context: int = 0
+    """Ranks that share a text; 0 for all."""
+    expert: int = 1
+    """Ranks that share the experts."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens that are read at a time; short texts are read together up to so many."""
+    max_length: int = 0
+    """Tokens that a text may have; 0 for the model's positions."""
+    beyond_positions: bool = False
+    """Allow a ``max_length`` beyond the model's positions."""
+    seed: int = 1234
+    """Of what is sampled: the n-th sampled text is drawn from seed + n."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={self.dtype}: take float32 or bfloat16.")
+        if self.max_length < 0:
+            raise ConfigError(f"max_length={self.max_length} must not be negative; 0 is the model's positions.")
+        check_chunk_tokens(self.chunk_tokens)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """The settings of ``--model_args``; ConfigError for an unknown name, or a value of another kind."""
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name not in known:
+                raise ConfigError(_explain_unknown(name, list(known)))
+            if value is None:
+                continue
+            wanted = _KINDS[str(known[name].type)]
+            # A folder may be called 2024, and lm-eval makes a number of it.
+            if wanted is str and isinstance(value, (int, float, Path)) and not isinstance(value, bool):
+                value = str(value)
+            if type(value) is not wanted:
+                raise ConfigError(f"--model_args {name}={value}: give {_described(wanted)}.")
+            values[name] = value
+            if "Path" in str(known[name].type):
+                values[name] = Path(str(value))
+        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        if missing:
+            raise ConfigError("--model_args names no checkpoint. Write --model_args checkpoint=RUN_OR_HF_FOLDER")
+        return cls(**values)
+
+    def limit(self, model: ModelConfig) -> int:
+        """Tokens that a text may have; ConfigError where the model has fewer positions than were asked for."""
+        if self.max_length <= model.max_positions:
+            return self.max_length or model.max_positions
+        advice = f"Ask for max_length={model.max_positions} or less"
+        # A learned table has no row for them: there is nothing to try.
+        if model.position == "learned":
+            raise ConfigError(f"max_length={self.max_length}: the model has {model.max_positions} positions. {advice}.")
+        if not self.beyond_positions:
+            raise ConfigError(
+                f"max_length={self.max_length}: the model is meant for {model.max_positions} positions.\n"
+                f"{advice}, or add beyond_positions=true to see what it does there all the same."
+            )
+        return self.max_length
+
+
+def device_wish(device: str | None) -> str:
+    """lm-eval's ``--device`` as ours; ConfigError for one that longctx does not compute on."""
+    # Each rank takes the GPU of its own number.
+    kind = (device or "auto").partition(":")[0]
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device}: longctx computes on cpu or cuda. Leave it out to take what is there.")
+    return kind
+
+
+def _explain_unknown(name: str, known: list[str]) -> str:
+    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    advice = f"There are: {', '.join(known)}."
+    if nearest:
+        advice = f"Did you mean {nearest[0]}? {advice}"
+    # What somebody writes who comes from --model hf.
+    if name == "pretrained":
+        advice = "Write checkpoint=RUN_OR_HF_FOLDER."
+    return f"--model_args {name}= is unknown to longctx. {advice}"
+
+
+def _described(kind: type) -> str:
+    return {str: "a name or path", int: "a whole number", bool: "true or false"}[kind]

@@ -1,0 +1,154 @@
+"""What a user asks of ``evaluate``, as values; checked by themselves, before any file is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar
+
+from longctx.errors import ConfigError
+from longctx.evaluation.table import GROUPS, TASKS, find_tasks, task_lines
+from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task
+
+Number = TypeVar("Number", int, float)
+
+SAMPLES = 22
+"""Samples of each task and length: two for each of the eleven depths."""
+TEACHER_FORCED_FROM = 262_144
+"""Tokens from which on an answer is not generated where one pass over the right answer measures the same."""
+MEASURES = {
+    "ppl": "loss of whole documents by position and by distance; perplexity; no score",
+    "longppl": "perplexity of the tokens that need far context (LongPPL's rule, the model is its own judge); no score",
+}
+"""Tasks of their own kind, which read text and score no answer."""
+_NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
+"""RULER's tasks whose file a user supplies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongPPL:
+    """Which tokens of a text need far context."""
+
+    truncation: int = 4096
+    """Tokens of near context that a token always has."""
+    window: int = 1024
+    """Tokens that are read with one near context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One call of ``evaluate``."""
+
+    checkpoint: Path
+    output: Path
+    tasks: tuple[str, ...]
+    """Names as given: tasks, groups, measures."""
+    lengths: tuple[int, ...]
+    """Ascending, each once."""
+    samples: int = SAMPLES
+    haystack: Path | None = None
+    tokenizer: Path | None = None
+    seed: int = SEED
+    depths: tuple[float, ...] = DEPTHS
+    answer_tokens: int | None = None
+    teacher_forced_from: int = TEACHER_FORCED_FROM
+    beyond_positions: bool = False
+    ruler: RulerFiles = field(default_factory=RulerFiles)
+    longppl: LongPPL = field(default_factory=LongPPL)
+    chunk_tokens: int = 4096
+    dtype: str = "float32"
+    device: str = "auto"
+    context: int = 0
+    """Ranks that share a prompt; 0 for all."""
+    expert: int = 1
+    hostfile: str = "launcher"
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"--chunk-tokens {self.chunk_tokens} must be at least 1. The default is 4096.")
+        # The names, so that a wrong one costs nothing.
+        self.chosen()
+        if not self.lengths or min(self.lengths) < 2:
+            raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
+        if self.samples < 1:
+            raise ConfigError(f"--samples {self.samples}: there is no score without a sample. Take 1 or more.")
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"--timeout-seconds {self.timeout_seconds} must be above 0. The default is 1800.")
+        if self.teacher_forced_from < 0:
+            raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
+        if self.longppl.truncation < 1 or self.longppl.window < 1:
+            raise ConfigError(f"LongPPL wants a truncation and a window of at least 1 token, not {self.longppl}.")
+        # Every token of a short text has its whole context: there is nothing to compare.
+        if "longppl" in self.tasks and max(self.lengths) <= self.longppl.truncation:
+            raise ConfigError(
+                f"longppl compares with a context of {self.longppl.truncation} tokens, and --lengths "
+                f"{_joined(self.lengths)} are no longer. Ask for a longer one, or a smaller --longppl-truncation."
+            )
+
+    def chosen(self) -> tuple[list[Task], list[str], list[str]]:
+        """The tasks with a score, the measures, and the tasks of a group that lack the user's file."""
+        names = [name for name in self.tasks if name not in MEASURES]
+        measures = [name for name in MEASURES if name in self.tasks]
+        if not names and measures:
+            return [], measures, []
+        _check_names(names)
+        tasks, left_out = [], []
+        for task in find_tasks(names):
+            # A group is asked for as far as it can be had; a task by its own name is meant.
+            if self._lacks_file(task.name) and task.name not in names:
+                left_out.append(task.name)
+            else:
+                tasks.append(task)
+        return tasks, measures, left_out
+
+    def _lacks_file(self, task: str) -> bool:
+        return task in _NEEDS_FILE and getattr(self.ruler, _NEEDS_FILE[task]) is None
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """``niah,ruler`` as names, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def split_lengths(text: str) -> tuple[int, ...]:
+    """``4096,8192`` as ascending lengths, each once; ConfigError for what is no whole number."""
+    return tuple(sorted(set(_numbers(text, int, "--lengths", "whole numbers of tokens: --lengths 4096,8192"))))
+
+
+def split_depths(text: str) -> tuple[float, ...]:
+    """``0,0.5,1`` as depths; ConfigError for what is no number."""
+    return tuple(_numbers(text, float, "--depths", "fractions from 0 to 1: --depths 0,0.5,1"))
+
+
+def lines_of_tasks() -> list[str]:
+    """A line for each task, measure and group."""
+    width = max(len(name) for name in TASKS | GROUPS)
+    lines = list(task_lines())
+    lines += [f"{name:{width}}  {measures}" for name, measures in MEASURES.items()]
+    lines += [f"{name:{width}}  all of: {', '.join(members)}" for name, members in GROUPS.items()]
+    return lines
+
+
+def _numbers(text: str, kind: Callable[[str], Number], flag: str, wanted: str) -> list[Number]:
+    try:
+        # 131_072 is how configs write it.
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: give {wanted}.") from error
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """ConfigError for an unknown name that looks like a measure; ``find_tasks`` knows the others."""
+    for name in names:
+        if name in TASKS or name in GROUPS:
+            continue
+        nearest = get_close_matches(name, TASKS | GROUPS | MEASURES, n=1, cutoff=0.5)
+        if nearest and nearest[0] in MEASURES:
+            raise ConfigError(f"task {name!r} is unknown. Did you mean {nearest[0]}? `evaluate --list` names all.")
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(str(number) for number in numbers) or "''"

@@ -1,0 +1,84 @@
+"""Write what an evaluation found: JSON, CSV, pictures, and a page or a part of the run's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launcher.metrics.record import METRICS_FILE
+from launcher.report.evaluation.folder import SUMMARY_FILE, Evaluation, load_evaluation
+from launcher.report.evaluation.sections import Picture, evaluation_sections, pictures
+from launcher.report.evaluation.tables import (
+    area_rows,
+    loss_rows,
+    sample_rows,
+    score_rows,
+    summary_of,
+    write_csv,
+)
+from launcher.report.figures import standalone
+from launcher.report.head import Figure
+from launcher.report.page import REPORT_FILE, write_page, write_report
+from launcher.report.template import fill_template
+from launcher.run_folder import CONFIG_FILE
+from longctx.files import write_atomically
+
+TABLES = {
+    "samples": sample_rows,
+    "scores": score_rows,
+    "areas": area_rows,
+    "losses": loss_rows,
+}
+"""CSV files by name, beside those of the pictures."""
+
+
+def write_results(folder: Path) -> Path:
+    """Write every table and picture from the rows of the folder; returns the page that shows them."""
+    evaluation = load_evaluation(folder)
+    summary = json.dumps(summary_of(evaluation), indent=1, ensure_ascii=False)
+    write_atomically(folder / SUMMARY_FILE, f"{summary}\n".encode())
+    for name, make in TABLES.items():
+        rows = make(evaluation)
+        if rows:
+            write_csv(folder / f"{name}.csv", rows)
+    drawn = pictures(evaluation)
+    for picture in drawn:
+        _write_picture(folder, picture)
+    run = run_above(folder)
+    if run is not None:
+        return write_report(run)
+    return write_page(lambda: _page(evaluation, drawn), folder / REPORT_FILE, REPORT_FILE)
+
+
+def run_above(folder: Path) -> Path | None:
+    """The run folder that an evaluation is in, one or two levels up, where its report shows it; else None."""
+    for parent in list(folder.resolve().parents)[:2]:
+        if (parent / CONFIG_FILE).is_file() and (parent / METRICS_FILE).is_file():
+            return parent
+    return None
+
+
+def _write_picture(folder: Path, picture: Picture) -> None:
+    """The picture, and beside it what it was drawn from."""
+    write_atomically(folder / f"{picture.name}.svg", standalone(picture.svg).encode())
+    write_csv(folder / f"{picture.name}.csv", picture.rows)
+    for name, rows in picture.more:
+        if rows:
+            write_csv(folder / f"{name}.csv", rows)
+
+
+def _page(evaluation: Evaluation, drawn: list[Picture]) -> str:
+    """A page of the evaluation alone."""
+    figures = [
+        Figure(label=row["task"], value=f"{row['mean']:.3f}", note=f"area, {row['low']:.3f} to {row['high']:.3f}")
+        for row in area_rows(evaluation)[-1:]
+    ]
+    return fill_template(
+        name=evaluation.settings["model"],
+        state=f"evaluated {evaluation.settings['date']}",
+        progress=None,
+        figures=figures,
+        remarks=[],
+        sections=evaluation_sections(evaluation, drawn),
+        source="the files of the evaluation's folder",
+    )

@@ -1,0 +1,310 @@
+"""``evaluate``: check everything, load the model, measure sample after sample, write tables and pictures.
+
+The ranks of a context group work on one sample together; each data rank has samples of its own. The first rank of a
+group makes its samples and tells the others; rank 0 writes every row before the next samples begin. Short samples are
+measured several at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from launcher.cluster.hostfile import check_hostfile
+from launcher.evaluation.answer import Prompt, prompt_of, write_answers
+from launcher.evaluation.memory import fitting_together
+from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.options import Options
+from launcher.evaluation.results import write_results
+from launcher.evaluation.store import Store, locked, settings_of, text_settings
+from launcher.evaluation.subject import Subject, open_subject
+from launcher.evaluation.texts import Text, Texts, read_documents
+from launcher.report.evaluation.folder import Key
+from longctx.errors import CheckpointError, LongCtxError
+from longctx.evaluation import Sample, ScoreRow, Task
+from longctx.evaluation.fitted import FittedTask
+from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
+from longctx.generation.batch import MAX_SEQUENCES
+from longctx.generation.reading import token_nll
+from longctx.model.decoder import Decoder
+from parallel.mesh import Mesh
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import (
+    agree_or_raise,
+    environment_rank,
+    gather_objects,
+    on_every_rank,
+    on_rank_0,
+    start_process_group,
+    stop_process_group,
+)
+
+Update = Callable[..., None]
+Progress = Callable[..., AbstractContextManager[Update]]
+"""From what is done, and the tokens to read if they are known, to something that is told how many are done."""
+Value = TypeVar("Value")
+TOGETHER_TOKENS = 131_072
+"""Most tokens of the samples that are measured together: a command that is stopped loses them."""
+_MOST_PROBLEMS = 8
+"""Tasks whose problems stand on one screen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The samples of one task and length that are missing."""
+
+    name: str
+    length: int
+    indices: tuple[int, ...]
+    task: Task | None
+    """None for losses of texts."""
+
+
+def evaluate(options: Options, progress: Progress) -> Path:
+    """Evaluate on the ranks that a launcher started, or in this process; returns the page with the results."""
+    _, world_size = environment_rank()
+    check_hostfile(options.hostfile, world_size)
+    device = choose_device(options.device, "--device")
+    # Ranks of a test have their group already; one process needs none.
+    starts = world_size > 1 and not dist.is_initialized()
+    if starts:
+        start_process_group(timeout_seconds=options.timeout_seconds, device=device)
+    try:
+        return run(options, device, progress)
+    finally:
+        if starts:
+            stop_process_group()
+
+
+def run(options: Options, device: torch.device, progress: Progress) -> Path:
+    """``evaluate`` on the process group that is there, if any. Collective."""
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank != 0:
+        progress = _no_progress
+    # From cheap to expensive, and all of it before anything is allocated.
+    with progress("reading text, trying each task"):
+        subject = on_every_rank(lambda: open_subject(options))
+        check_mesh(options, subject.model, world_size)
+        mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+        texts = on_rank_0(lambda: _read_and_check(options, subject))
+    stores: list[Store] = []
+    with ExitStack() as stack:
+        done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
+        jobs = missing_jobs(options, texts, done)
+        if jobs:
+            with progress(f"loading {subject.folder}"):
+                decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+            with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
+                _Evaluator(options, subject, mesh, decoder, device, texts, stores).measure(jobs, update)
+        with progress("drawing"):
+            return on_rank_0(lambda: write_results(options.output))
+
+
+def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
+    """What is left to measure: short lengths first, so that what goes wrong does so early."""
+    tasks, measures, _ = options.chosen()
+    jobs = []
+    for length in options.lengths:
+        wanted: list[tuple[str, Task | None, int]] = [(task.name, task, options.samples) for task in tasks]
+        for measure in measures:
+            # Every token of a shorter text has its whole context in LongPPL's near one.
+            if measure == "ppl" or length > options.longppl.truncation:
+                wanted.append((measure, None, len(texts[length])))
+        for name, task, count in wanted:
+            indices = tuple(index for index in range(count) if (name, length, index) not in done)
+            if indices:
+                jobs.append(Job(name=name, length=length, indices=indices, task=task))
+    return jobs
+
+
+def deal(indices: Sequence[int], degree: int) -> list[tuple[int, ...]]:
+    """Neighbouring indices for each of ``degree`` ranks, as even as can be."""
+    bounds = [len(indices) * rank // degree for rank in range(degree + 1)]
+    return [tuple(indices[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def consecutive(indices: Sequence[int]) -> Iterator[range]:
+    """Yield the indices as ranges: some tasks draw all earlier samples for each call."""
+    start = 0
+    for at in range(1, len(indices) + 1):
+        if at == len(indices) or indices[at] != indices[at - 1] + 1:
+            yield range(indices[start], indices[at - 1] + 1)
+            start = at
+
+
+class _Evaluator:
+    """Measures jobs on a mesh; rank 0 has the store."""
+
+    def __init__(
+        self,
+        options: Options,
+        subject: Subject,
+        mesh: Mesh,
+        decoder: Decoder,
+        device: torch.device,
+        texts: Texts,
+        stores: list[Store],
+    ) -> None:
+        self._options, self._subject, self._mesh = options, subject, mesh
+        self._decoder, self._device = decoder, device
+        self._texts, self._stores = texts, stores
+
+    def measure(self, jobs: Sequence[Job], update: Update) -> None:
+        """Measure and store every sample of the jobs. Collective."""
+        done = 0
+        update(0)
+        for job in jobs:
+            blocks = deal(job.indices, self._mesh.data)
+            mine = blocks[self._mesh.data_rank]
+            samples, together = self._samples(job, mine), self._together(job)
+            for at in range(0, max(len(block) for block in blocks), together):
+                rows = self._measure_some(job, mine[at : at + together], samples)
+                on_every_rank(lambda rows=rows: self._store(rows))
+                done += job.length * len(rows)
+                update(done, note=f"{job.name} at {job.length:,}")
+
+    def _together(self, job: Job) -> int:
+        """Samples of the job that each context group measures together. Collective."""
+        if job.task is None:
+            return 1
+        return fitting_together(
+            self._subject.model,
+            self._mesh,
+            self._device,
+            job.length,
+            dtype=getattr(torch, self._options.dtype),
+            chunk_tokens=self._options.chunk_tokens,
+            most=min(MAX_SEQUENCES, TOGETHER_TOKENS // job.length),
+        )
+
+    def _measure_some(
+        self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]
+    ) -> list[ScoreRow | LossRow]:
+        """The rows of all data ranks, each of its own samples, of which a rank may have none left. Collective."""
+        rows: Sequence[ScoreRow | LossRow]
+        if job.task is not None:
+            rows = self._scores(job.task, len(indices), samples)
+        else:
+            rows = on_every_rank(lambda: [self._loss(job, index) for index in indices])
+        # All ranks of a context group have the rows; one of them speaks.
+        if self._mesh.context_rank != 0:
+            rows = []
+        return [row for of_rank in gather_objects(rows) for row in of_rank]
+
+    def _scores(self, task: Task, count: int, samples: Iterator[tuple[Sample, Prompt]]) -> list[ScoreRow]:
+        """The rows of the next ``count`` samples."""
+        problem, made = None, None
+        try:
+            if self._mesh.context_rank == 0:
+                made = list(islice(samples, count))
+        except LongCtxError as error:
+            # Told to all: the others would wait for the prompts.
+            problem = error
+        agree_or_raise(problem)
+        if not count:
+            return []
+        given = share(self._mesh, made)
+        prompts = [prompt for _, prompt in given]
+        outputs = write_answers(self._decoder, prompts, self._subject.tokenizer, self._options.chunk_tokens)
+        return [ScoreRow.of(task, sample, output) for (sample, _), output in zip(given, outputs, strict=True)]
+
+    def _loss(self, job: Job, index: int) -> LossRow:
+        text = self._texts[job.length][index]
+        ids = text.ids.tolist()
+        nll = self._nll(text, ids)
+        if job.name == "ppl":
+            return text_row(job.name, job.length, index, text.name, ids, nll.numpy())
+        rule = self._options.longppl
+        near = []
+        for start, stop in near_windows(len(ids), truncation=rule.truncation, window=rule.window):
+            # A token's loss stands one before its index: the first token has none.
+            near.append(self._nll(text, ids[start:stop])[rule.truncation - 1 :])
+        near_nll = torch.cat(near)
+        return key_row(job.name, job.length, index, text.name, nll[-len(near_nll) :].numpy(), near_nll.numpy())
+
+    def _nll(self, text: Text, ids: list[int]) -> torch.Tensor:
+        nll = token_nll(self._decoder, ids, chunk_tokens=self._options.chunk_tokens).cpu()
+        # One such number would make every mean that it is part of another one, or none.
+        if not nll.isfinite().all():
+            raise CheckpointError(
+                f"{self._subject.folder}: the loss of {text.name!r} is not finite from token "
+                f"{int((~nll.isfinite()).nonzero()[0]) + 1} on: the weights are broken, or too large for "
+                f"--dtype {self._options.dtype}. Try an earlier checkpoint, or --dtype float32."
+            )
+        return nll
+
+    def _samples(self, job: Job, indices: Sequence[int]) -> Iterator[tuple[Sample, Prompt]]:
+        """Yield this rank's samples, and their ids, as they are asked for."""
+        if job.task is None:
+            return
+        setting = self._subject.setting
+        for part in consecutive(indices):
+            for sample in job.task.samples(setting, job.length, part.stop, start=part.start):
+                yield sample, prompt_of(job.task, sample, self._subject.tokenizer, self._options)
+
+    def _store(self, rows: list[ScoreRow | LossRow]) -> None:
+        for store in self._stores:
+            store.add(rows)
+
+
+def share(mesh: Mesh, value: Value | None) -> Value:
+    """The value of the context group's first rank, on all of its ranks. Collective."""
+    holder: list[Any] = [value]
+    if mesh.control_group is not None:
+        dist.broadcast_object_list(holder, src=mesh.context_peer(0), group=mesh.control_group)
+    return holder[0]
+
+
+def _read_and_check(options: Options, subject: Subject) -> Texts:
+    """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
+    tasks, measures, _ = options.chosen()
+    problems: dict[str, LongCtxError] = {}
+    for task in tasks:
+        # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
+        lengths = {options.lengths[0]}
+        if task.needs_haystack or not isinstance(task, FittedTask):
+            lengths.add(options.lengths[-1])
+        try:
+            for length in sorted(lengths):
+                next(iter(task.samples(subject.setting, length, 1)))
+        except LongCtxError as error:
+            problems[task.name] = error
+    if problems:
+        raise _all_of(problems)
+    if not measures:
+        return {}
+    return read_documents(options, subject)
+
+
+def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
+    """The errors of several tasks as one: a user who mends them one by one would start again and again."""
+    first, *others = problems.values()
+    if not others:
+        return first
+    lines = [str(problem).partition("\n")[0] for problem in problems.values()][:_MOST_PROBLEMS]
+    if len(problems) > len(lines):
+        lines.append(f"and {len(problems) - len(lines)} more")
+    return type(first)("\n".join([*lines, f"Or leave these tasks out: {', '.join(problems)}"]))
+
+
+def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store], stack: ExitStack) -> set[Key]:
+    """Open the output folder on rank 0, locked until the stack is left; the samples that it holds already."""
+    stack.enter_context(locked(options.output))
+    store = Store(options.output, settings_of(options, subject), text_settings(subject))
+    store.check_texts(texts)
+    stores.append(store)
+    return store.done
+
+
+def _no_progress(*_: Any) -> AbstractContextManager[Update]:
+    """What ranks other than the first show."""
+    return nullcontext(lambda *_, **__: None)

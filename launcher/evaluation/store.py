@@ -1,0 +1,171 @@
+"""An evaluation's output folder: what is measured with which settings, and every row as soon as it is known."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from launcher.evaluation.options import Options
+from launcher.evaluation.subject import Subject
+from launcher.evaluation.texts import Texts
+from launcher.report.evaluation.folder import (
+    RESULTS_FILE,
+    SETTINGS_FILE,
+    Key,
+    line_of,
+    read_rows,
+    read_settings,
+    whole_bytes,
+)
+from longctx import __version__
+from longctx.errors import ConfigError, DataError
+from longctx.evaluation import ScoreRow
+from longctx.evaluation.losses import LossRow
+from longctx.files import explained_writes, write_atomically
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = ".evaluation.lock"
+_MAY_DIFFER = ("date", "version", "model", "checkpoint")
+"""Settings that a second call in the same folder need not share: a checkpoint that was moved has the same weights."""
+
+
+def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
+    """All that a row depends on beside its task, length and index. Degrees and device are none of it."""
+    return {
+        "model": subject.name,
+        "checkpoint": str(subject.folder.resolve()),
+        "weights": subject.fingerprint,
+        "tokenizer": subject.tokenizer.fingerprint,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "depths": list(options.depths),
+        "answer_tokens": options.answer_tokens,
+        "teacher_forced_from": options.teacher_forced_from,
+        "longppl": asdict(options.longppl),
+        "ruler": {name: path and str(path.resolve()) for name, path in asdict(options.ruler).items()},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "version": __version__,
+    }
+
+
+def text_settings(subject: Subject) -> dict[str, Any]:
+    """What the rows that read text depend on besides."""
+    haystack = None
+    if subject.setting.haystack is not None:
+        digest = xxhash.xxh3_128()
+        for sentence in subject.setting.haystack.sentences:
+            digest.update(sentence.encode())
+        haystack = digest.hexdigest()
+    return {"haystack": haystack, "text_folder": subject.text_folder and str(subject.text_folder.resolve())}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it for this process; ConfigError where another evaluation writes into it.
+
+    The system frees the lock when the process ends, however it ends.
+    """
+    with explained_writes(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--output {folder}: another evaluation is writing there now. Wait for it, or choose another --output."
+            ) from error
+        except OSError as error:
+            log.warning(
+                "%s cannot be locked (%s): start one evaluation there at a time.", folder, error.strerror or error
+            )
+        yield
+
+
+class Store:
+    """The folder, opened to write; a second evaluation in it goes on where the first one stopped."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], texts: dict[str, Any]) -> None:
+        """Settle the folder's settings. ConfigError names those that differ from the ones of the rows in it."""
+        self.folder = folder
+        if (folder / SETTINGS_FILE).is_file():
+            before = read_settings(folder)
+            _check_same(folder, before, settings | texts)
+            # What tasks without text left open is settled by the first that reads some.
+            merged = before | {name: value for name, value in texts.items() if value is not None}
+        else:
+            _check_free(folder)
+            merged = settings | texts
+        write_atomically(folder / SETTINGS_FILE, f"{json.dumps(merged, indent=1, ensure_ascii=False)}\n".encode())
+        self._rows = read_rows(folder)
+        self._drop_cut_line()
+
+    @property
+    def done(self) -> set[Key]:
+        """The samples whose rows are there."""
+        return set(self._rows)
+
+    def check_texts(self, texts: Texts) -> None:
+        """DataError for a loss that is of another text than the one that has its number now."""
+        for (task, length, index), row in self._rows.items():
+            known = texts.get(length, [])[index : index + 1]
+            if isinstance(row, LossRow) and known and row.document != known[0].name:
+                raise DataError(
+                    f"{self.folder} holds the loss of text {row.document!r} as number {index} of {task} at {length:,} "
+                    f"tokens, and now that is {known[0].name!r}: the folder of texts has changed. Choose another "
+                    "--output."
+                )
+
+    def add(self, rows: list[ScoreRow | LossRow]) -> None:
+        """Append rows, and wait until the disk has them."""
+        lines = "".join(line_of(row) for row in rows)
+        with explained_writes(self.folder / RESULTS_FILE), (self.folder / RESULTS_FILE).open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows.update({(row.task, row.length, row.index): row for row in rows})
+
+    def _drop_cut_line(self) -> None:
+        """Remove what a killed process had begun to write."""
+        path = self.folder / RESULTS_FILE
+        if path.is_file() and path.stat().st_size > whole_bytes(path):
+            with explained_writes(path):
+                os.truncate(path, whole_bytes(path))
+
+
+def _check_free(folder: Path) -> None:
+    """DataError for rows whose settings are not known."""
+    if (folder / RESULTS_FILE).exists():
+        raise DataError(
+            f"{folder} holds a {RESULTS_FILE} without its {SETTINGS_FILE}: nobody knows what its rows are of. "
+            "Choose another --output."
+        )
+
+
+def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """ConfigError, a line for each setting that differs."""
+    lines = []
+    for name, value in now.items():
+        if name in _MAY_DIFFER or before.get(name) == value:
+            continue
+        # A task that reads no text does not care which one the others read.
+        if name in ("haystack", "text_folder") and None in (value, before.get(name)):
+            continue
+        lines.append(f"  {name}: there {before.get(name)!r}, now {value!r}")
+    if lines:
+        raise ConfigError(
+            f"--output {folder} holds an evaluation with other settings:\n"
+            + "\n".join(lines)
+            + "\nTake the same settings to go on with it, or another --output. Tasks, lengths and samples may differ."
+        )

@@ -1,0 +1,76 @@
+"""lm-eval with a model of ours, over ranks: ``deepspeed --hostfile hostfile launcher/lm_eval.py --model_args …``.
+
+Options are those of ``lm_eval run``. ``python -m launcher.lm_eval`` is the same in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+# The script's own folder would shadow lm-eval itself; the repository is what we import from.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from longctx_train import end_if_names_clash
+
+# Before any package of ours: another's of the same name would end in an ImportError.
+end_if_names_clash()
+
+from launcher.cluster.exit import run_to_exit_code
+from launcher.cluster.hostfile import check_hostfile
+from launcher.cluster.scheduler import check_tasks
+from launcher.config.flags import take_flag
+from launcher.evaluation.harness.settings import device_wish
+from longctx.errors import ConfigError
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import environment_rank, start_process_group, stop_process_group
+
+INTERRUPTED = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
+TIMEOUT_SECONDS = 1800.0
+"""How long ranks that work on one text wait for one another."""
+
+
+def main(argv: list[str]) -> int | None:
+    """Run lm-eval on rank 0, with the model on all ranks."""
+    rank, world_size = environment_rank()
+    # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
+    arguments = [argument for argument in argv if not argument.startswith("--local_rank")]
+    arguments, hostfile = take_flag(arguments, "--run.hostfile")
+    check_tasks(hostfile or "launcher", arguments, script="launcher/lm_eval.py")
+    check_hostfile(hostfile or "launcher", world_size)
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
+    # One process needs no group, and lm-eval makes the model.
+    if world_size == 1:
+        return _run(arguments)
+    _, wish = take_flag(arguments, "--device")
+    device = choose_device(device_wish(wish), "--device")
+    start_process_group(timeout_seconds=TIMEOUT_SECONDS, device=device)
+    try:
+        # DeepSpeed decides on a device when it is imported.
+        from launcher.evaluation.harness.ranks import Ranks
+
+        ranks = Ranks(device)
+        if rank != 0:
+            return ranks.serve()
+        try:
+            from launcher.evaluation.harness.model import share_ranks
+
+            share_ranks(ranks)
+            return _run(arguments)
+        finally:
+            ranks.end()
+    finally:
+        stop_process_group()
+
+
+def _run(arguments: list[str]) -> None:
+    """lm-eval's own command line, with our model unless another is named."""
+    from launcher.evaluation.harness.model import run_command
+
+    run_command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED))

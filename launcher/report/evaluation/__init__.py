@@ -1,0 +1,1 @@
+"""An evaluation as tables, pictures and parts of a page, from the files of its folder alone."""

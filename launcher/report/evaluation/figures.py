@@ -1,0 +1,169 @@
+"""The pictures of an evaluation. Each is drawn from rows that ``tables.py`` made, and carries its caption.
+
+``name`` sets the ids of one picture apart from those of others on a page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from launcher.report.evaluation.tables import Rows
+from launcher.report.figures import BLUE, GREEN, GREY, ORANGE, RED, binary_number, new_figure, styled, to_svg
+
+_COLOURS = (BLUE, ORANGE, GREEN, RED, "#8e6bbf", "#7f6a4d", "#c45fa0", GREY, "#9aa832", "#2f9fb0")
+_MOST_BANDS = 4
+"""Curves whose intervals can be told apart when they are drawn as bands."""
+
+
+@styled
+def needle_figure(rows: Rows, caption: str, name: str) -> str:
+    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank."""
+    lengths = sorted({row["length"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
+    grid = np.full((len(depths), len(lengths)), np.nan)
+    figure, (axes,) = new_figure(1, height=1.6 + 0.36 * len(depths))
+    colours = matplotlib.colormaps["viridis"]
+    for row in rows:
+        x, y = lengths.index(row["length"]), depths.index(row["depth"])
+        if row["mean"] is None:
+            continue
+        grid[y, x] = row["mean"]
+        label = f"{row['mean']:.2f}  n={row['n']}"
+        axes.text(x, y, label, ha="center", va="center", fontsize=7.5, color=_ink(row["mean"]))
+    edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
+    # Fixed: pictures of two models are compared side by side.
+    image = axes.pcolormesh(
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
+    )
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("length (tokens)")
+    axes.set_ylabel("depth of the answer")
+    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
+    bar.set_label("score")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+@styled
+def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
+    """Score over the length on a log axis, a curve a task, the area of each in the legend."""
+    named = {row["task"]: row for row in areas}
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, (axes,) = new_figure(1, height=3.4 + 0.11 * len(tasks))
+    for number, task in enumerate(tasks):
+        own = [row for row in rows if row["task"] == task]
+        lengths, means = [row["length"] for row in own], [row["mean"] for row in own]
+        colour = _COLOURS[number % len(_COLOURS)]
+        label = f"{task}, area {_with_interval(named[task])}"
+        style = ("-", "--", ":")[number // len(_COLOURS) % 3]
+        axes.plot(lengths, means, f"o{style}", color=colour, markersize=3.5, label=label)
+        if len(tasks) <= _MOST_BANDS:
+            low, high = [row["low"] for row in own], [row["high"] for row in own]
+            axes.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
+        # The area itself, where one curve has it to itself.
+        if len(tasks) == 1:
+            axes.fill_between(lengths, 0, means, color=colour, alpha=0.08, linewidth=0)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_ylabel("score")
+    _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
+    axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
+    figure.legend(loc="outside right upper", fontsize=7.5, handlelength=3.2)
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+@styled
+def ruler_figure(rows: Rows, caption: str, name: str) -> str:
+    """RULER's scores in per cent as a table: a row a task, last their average; a column a length."""
+    columns = [column for column in rows[0] if column != "task"]
+    grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
+    figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
+    edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(rows))]
+    colours = matplotlib.colormaps["viridis"]
+    image = axes.pcolormesh(
+        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
+    )
+    for y, x in np.argwhere(np.isfinite(grid)):
+        axes.text(x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(grid[y, x] / 100))
+    # The average stands apart from what it is of.
+    axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.set_xticks(range(len(columns)), [f"{int(column):,}" for column in columns])
+    axes.set_yticks(range(len(rows)), [row["task"] for row in rows])
+    axes.set_xlabel("length (tokens)")
+    bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], pad=0.015, fraction=0.03)
+    bar.set_label("score (per cent)")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+@styled
+def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -> str:
+    """Loss by position in the text, and by how far back a pair of tokens last stood; a curve a length."""
+    figure, (left, right) = new_figure(2, height=3.4)
+    # From 1, because a log axis has no 0.
+    _loss_curves(left, by_position, first=1)
+    left.set_title("By position")
+    left.set_xlabel("position in the text, counted from 1 (tokens, log scale)")
+    left.set_ylabel("loss (nats a token)")
+    # Bins that begin at 0 hold pairs that stood nowhere before: they have no distance.
+    _loss_curves(right, [row for row in by_distance if row["start"] > 0], first=0)
+    right.set_title("By distance to the same pair of tokens before")
+    right.set_xlabel("distance (tokens, log scale)")
+    left.legend(loc="best")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
+    """A curve a length, with its interval as a band; ``first`` is what the first token of a text is counted as."""
+    for number, length in enumerate(sorted({row["length"] for row in rows})):
+        own = [row for row in rows if row["length"] == length]
+        # The middle of a bin on a log axis.
+        spots = [math.sqrt((row["start"] + first) * (row["stop"] - 1 + first)) for row in own]
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.plot(spots, [row["loss"] for row in own], "o-", color=colour, markersize=3, label=f"{length:,} tokens")
+        banded = [(spot, row) for spot, row in zip(spots, own, strict=True) if row["low"] is not None]
+        # A single text has no interval.
+        if banded:
+            low, high = [row["low"] for _, row in banded], [row["high"] for _, row in banded]
+            axes.fill_between([spot for spot, _ in banded], low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_number(value)))
+
+
+def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
+    """A log axis with a tick at each length that was measured."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel(label)
+
+
+def write_caption(figure: Figure, caption: str) -> None:
+    """Model, lengths, date and n below the picture: it may be seen without its page."""
+    figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
+
+
+def _ink(score: float) -> str:
+    """The colour of text in a cell: light in dark cells."""
+    if score < 0.6:
+        return "#ffffff"
+    return "#111111"
+
+
+def _with_interval(row: dict[str, Any]) -> str:
+    return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

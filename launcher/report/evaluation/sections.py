@@ -1,0 +1,172 @@
+"""An evaluation as parts of a page, and the pictures and tables that are files as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure, ruler_figure
+from launcher.report.evaluation.folder import Evaluation
+from launcher.report.evaluation.tables import (
+    Rows,
+    area_rows,
+    bin_rows,
+    depth_rows,
+    loss_rows,
+    ruler_rows,
+    score_rows,
+    tasks_with_depth,
+)
+from launcher.report.section import Section, Table
+from launcher.wording import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An SVG, the rows that it was drawn from, and where both stand on a page."""
+
+    name: str
+    """Of its files, without the ending."""
+    title: str
+    caption: str
+    svg: str
+    rows: Rows
+    """What the CSV file beside it holds."""
+    more: tuple[tuple[str, Rows], ...] = ()
+    """Further CSV files, by name."""
+
+
+def pictures(evaluation: Evaluation) -> list[Picture]:
+    """Every picture that the evaluation has figures for."""
+    # Heat maps first: they say where in a text a model finds what it is asked for.
+    found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
+    scores, areas = score_rows(evaluation), area_rows(evaluation)
+    if scores:
+        caption = _caption(evaluation, scores, plural(sum(row["n"] for row in scores), "sample"))
+        found.append(
+            Picture(
+                name="score_over_length",
+                title="score over length",
+                caption="Area is that under the score over the logarithm of the length, divided by the range.",
+                svg=length_figure(scores, areas, caption, _name(evaluation, "length")),
+                rows=scores,
+                more=(("areas", areas),),
+            )
+        )
+    ruler = ruler_rows(evaluation)
+    if ruler:
+        found.append(_ruler_picture(evaluation, ruler))
+    texts = [row for row in bin_rows(evaluation, "by_position") if row["task"] == "ppl"]
+    if texts:
+        distances = bin_rows(evaluation, "by_distance")
+        read = sum(row["tokens_read"] for row in loss_rows(evaluation) if row["task"] == "ppl")
+        caption = _caption(evaluation, texts, f"{read:,} tokens")
+        found.append(
+            Picture(
+                name="loss_by_position",
+                title="loss by position and distance",
+                caption="Token-weighted; the bands are intervals of 95 % over texts.",
+                svg=loss_figure(texts, distances, caption, _name(evaluation, "loss")),
+                rows=texts,
+                more=(("loss_by_distance", distances),),
+            )
+        )
+    return found
+
+
+def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None = None) -> list[Section]:
+    """The parts of a page: tables first, then pictures. ``drawn`` are its pictures, where they are drawn already."""
+    if drawn is None:
+        drawn = pictures(evaluation)
+    # A run's page may show several evaluations.
+    name = evaluation.folder.resolve().name
+    title = f"Evaluation {name}"
+    scores = score_rows(evaluation)
+    if not scores and not evaluation.losses:
+        return [Section(title=title, caption="No sample has been measured yet.")]
+    parts = []
+    if scores:
+        caption = f"{evaluation.caption}. Mean score, its interval of 95 % and the number of samples."
+        parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
+    losses = loss_rows(evaluation)
+    if losses:
+        caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
+        parts.append(Section(title=f"{name}: perplexity", caption=caption, table=_loss_table(losses)))
+    return parts + [
+        Section(title=f"{name}: {picture.title}", caption=picture.caption, picture=Markup(picture.svg))
+        for picture in drawn
+    ]
+
+
+def _ruler_picture(evaluation: Evaluation, rows: Rows) -> Picture:
+    scores = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
+    counts = sorted({row["n"] for row in scores})
+    n = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    caption = _caption(evaluation, scores, f"{n} samples a task and length")
+    return Picture(
+        name="ruler",
+        title="RULER by length",
+        caption="NVIDIA's prompts and scores, in per cent; NVIDIA takes 500 samples, and other essays as text.",
+        svg=ruler_figure(rows, caption, _name(evaluation, "ruler")),
+        rows=rows,
+    )
+
+
+def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
+    rows = depth_rows(evaluation, task)
+    caption = _caption(evaluation, rows, plural(sum(row["n"] for row in rows), "sample"))
+    return Picture(
+        name=f"depth_{task}",
+        title=f"{task} by length and depth",
+        caption="The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank.",
+        svg=needle_figure(rows, f"{task}: {caption}", _name(evaluation, task)),
+        rows=rows,
+    )
+
+
+def _name(evaluation: Evaluation, picture: str) -> str:
+    """A name for the ids of a picture: a run's page may show several evaluations."""
+    return re.sub(r"[^A-Za-z0-9]", "-", "-".join((*evaluation.folder.resolve().parts[-2:], picture)))
+
+
+def _caption(evaluation: Evaluation, rows: Rows, count: str) -> str:
+    """Model, lengths, date and n."""
+    lengths = sorted({row["length"] for row in rows})
+    span = f"length {lengths[0]:,}"
+    if len(lengths) > 1:
+        span = f"lengths {lengths[0]:,} to {lengths[-1]:,}"
+    return f"{evaluation.settings['model']} · {span} · {evaluation.settings['date']} · n = {count}"
+
+
+def _score_table(scores: Rows, areas: Rows) -> Table:
+    """A row a task, a column a length, the area last."""
+    lengths = sorted({row["length"] for row in scores})
+    cells = {(row["task"], row["length"]): f"{_interval(row)}, n={row['n']}" for row in scores}
+    rows = []
+    for area in areas:
+        row = [cells.get((area["task"], length), "") for length in lengths]
+        rows.append([area["task"], *row, _interval(area)])
+    headings = [f"{length:,}" for length in lengths]
+    return Table(headings=["Task", *headings, "Area over lengths"], rows=rows)
+
+
+def _loss_table(losses: Rows) -> Table:
+    rows = []
+    for row in losses:
+        perplexity, loss = "–", "–"
+        if row["loss"] is not None:
+            perplexity, loss = f"{row['perplexity']:.4g}", f"{row['loss']:.4f}"
+        # Of one text how much texts differ is not known.
+        if row["low"] is not None:
+            loss += f" ({row['low']:.4f} to {row['high']:.4f})"
+        counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
+        rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
+    return Table(headings=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

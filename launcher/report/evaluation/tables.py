@@ -1,0 +1,156 @@
+"""The figures of an evaluation as rows of plain values, of which summary.json, CSV files and pictures are made."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from launcher.report.evaluation.folder import Evaluation
+from longctx.evaluation import areas, by_depth, by_length, overall
+from longctx.evaluation.intervals import Estimate
+from longctx.evaluation.losses import LossEstimate, LossRow, loss_by_bin, loss_over_texts
+from longctx.files import write_atomically
+
+Rows = list[dict[str, Any]]
+
+RULER_TASKS = 13
+"""Tasks that NVIDIA's average is over."""
+
+
+def score_rows(evaluation: Evaluation) -> Rows:
+    """Task, length, mean score, interval and number of samples."""
+    cells = by_length(evaluation.scores)
+    return [{"task": cell.task, "length": cell.length, **_score(cell.score)} for cell in cells]
+
+
+def depth_rows(evaluation: Evaluation, task: str) -> Rows:
+    """A row for each length and depth of a task's grid; what was not tested has no score, and n = 0."""
+    cells = {(cell.length, cell.depth): cell for cell in by_depth(evaluation.scores) if cell.task == task}
+    lengths = sorted({length for length, _ in cells})
+    depths = sorted({depth for _, depth in cells if depth is not None} | set(evaluation.settings.get("depths", [])))
+    rows: Rows = []
+    for length in lengths:
+        for depth in depths:
+            score: dict[str, Any] = {"mean": None, "low": None, "high": None, "n": 0}
+            if (length, depth) in cells:
+                score = _score(cells[length, depth].score)
+            rows.append({"task": task, "length": length, "depth": depth, **score})
+    return rows
+
+
+def tasks_with_depth(evaluation: Evaluation) -> list[str]:
+    """The tasks that have a heat map."""
+    return list(dict.fromkeys(row.task for row in evaluation.scores if row.depth is not None))
+
+
+def area_rows(evaluation: Evaluation) -> Rows:
+    """The area of each task under its score over the logarithm of the length, and last that of all tasks."""
+    if not evaluation.scores:
+        return []
+    found = areas(evaluation.scores) | {"all tasks": overall(evaluation.scores)}
+    return [{"task": task, **_score(area)} for task, area in found.items()]
+
+
+def ruler_rows(evaluation: Evaluation) -> Rows:
+    """RULER's scores in per cent: a row a task, a column a length, and the average that the tasks here have."""
+    cells = [cell for cell in by_length(evaluation.scores) if cell.task.startswith("ruler_")]
+    lengths = sorted({cell.length for cell in cells})
+    percent = {(cell.task, cell.length): 100 * cell.score.mean for cell in cells}
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    if not tasks:
+        return []
+    rows: Rows = [
+        {"task": task, **{str(length): _rounded(percent.get((task, length))) for length in lengths}} for task in tasks
+    ]
+    average: dict[str, Any] = {"task": f"average of {len(tasks)} of {RULER_TASKS} tasks"}
+    for length in lengths:
+        found = [percent.get((task, length)) for task in tasks]
+        known = [value for value in found if value is not None]
+        # An average over fewer tasks would compare with that of no other length.
+        average[str(length)] = None
+        if len(known) == len(tasks):
+            average[str(length)] = _rounded(fmean(known))
+    rows.append(average)
+    return rows
+
+
+def loss_rows(evaluation: Evaluation) -> Rows:
+    """The loss of each measure and length over all texts, token by token."""
+    rows: Rows = []
+    for (task, length), group in _groups(evaluation.losses).items():
+        estimate = loss_over_texts([(row.nll, row.count) for row in group])
+        rows.append({"task": task, "length": length, **_loss(estimate, sum(row.num_tokens for row in group))})
+    return rows
+
+
+def bin_rows(evaluation: Evaluation, kind: str) -> Rows:
+    """The loss by ``by_position`` or ``by_distance`` for each length."""
+    rows: Rows = []
+    for (task, length), group in _groups(evaluation.losses).items():
+        for start, stop, estimate in loss_by_bin(group, kind):
+            found = _loss(estimate, estimate.num_tokens)
+            rows.append({"task": task, "length": length, "start": start, "stop": stop, **found})
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows as CSV, with the columns of the first one; what is not known is an empty cell."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
+    return path
+
+
+def sample_rows(evaluation: Evaluation) -> Rows:
+    """Every sample's score, as a line; the answers are joined by a bar."""
+    return [{**row.cells(), "answers": " | ".join(row.answers)} for row in evaluation.scores]
+
+
+def summary_of(evaluation: Evaluation) -> dict[str, Any]:
+    """All figures as one value."""
+    return {
+        "settings": evaluation.settings,
+        "scores": score_rows(evaluation),
+        "by_depth": {task: depth_rows(evaluation, task) for task in tasks_with_depth(evaluation)},
+        "areas": area_rows(evaluation),
+        "ruler": ruler_rows(evaluation),
+        "losses": loss_rows(evaluation),
+        "loss_by_position": bin_rows(evaluation, "by_position"),
+        "loss_by_distance": bin_rows(evaluation, "by_distance"),
+    }
+
+
+def _groups(rows: Sequence[LossRow]) -> dict[tuple[str, int], list[LossRow]]:
+    groups: dict[tuple[str, int], list[LossRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.task, row.length, row.index)):
+        groups.setdefault((row.task, row.length), []).append(row)
+    return groups
+
+
+def _score(estimate: Estimate) -> dict[str, Any]:
+    found = asdict(estimate)
+    return {"mean": found["mean"], "low": found["low"], "high": found["high"], "n": found["count"]}
+
+
+def _loss(estimate: LossEstimate | None, num_read: int) -> dict[str, Any]:
+    """Loss and perplexity; None where no token counts, as where LongPPL finds no key token."""
+    found: dict[str, Any] = dict.fromkeys(("loss", "low", "high", "perplexity"))
+    found |= {"tokens": 0, "tokens_read": num_read, "texts": 0}
+    if estimate is not None:
+        found |= {"loss": estimate.loss, "low": estimate.low, "high": estimate.high}
+        found |= {"perplexity": estimate.perplexity, "tokens": estimate.num_tokens, "texts": estimate.num_texts}
+    return found
+
+
+def _rounded(percent: float | None) -> float | None:
+    """NVIDIA's two digits."""
+    if percent is None:
+        return None
+    return round(percent, 2)

@@ -1,0 +1,164 @@
+"""Our own tasks: each builds a prompt from a random generator and a number of filler units, and is fitted to a length.
+
+RULER's tasks are fitted as NVIDIA's scripts do it: ``longctx/evaluation/ruler/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from longctx.errors import DataError
+from longctx.evaluation.fit import largest_fitting
+from longctx.evaluation.haystack import Haystack
+from longctx.evaluation.task import (
+    Sample,
+    Score,
+    Setting,
+    check_target,
+    required_haystack,
+    tokens_for_answer,
+    too_short,
+)
+from longctx.tokenizer import Tokenizer
+
+ATTEMPTS = 20
+"""Draws of a sample before it is given up that an answer stands once in its prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A prompt with so much filler, and what is right after it."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    target: str
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a builder is given; the same request with more units gives the same prompt with more filler."""
+
+    random: Random
+    """Fresh for each draft: drawn from in the same order, whatever the number of units."""
+    units: int
+    depth: float
+    haystack: Haystack | None
+
+    @property
+    def text(self) -> Haystack:
+        """The haystack of a task that needs one."""
+        assert self.haystack is not None
+        return self.haystack
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedTask:
+    """A task whose samples are independent of one another."""
+
+    name: str
+    measures: str
+    prompt_budget: str
+    answer_tokens: int
+    build: Callable[[Request], Draft]
+    rule: Score
+    smallest: int = 1
+    """Units of the shortest prompt."""
+    has_depth: bool = True
+    needs_haystack: bool = False
+
+    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
+        """Yield samples ``start`` to ``count``. A prompt with one more unit of filler would not fit."""
+        for index in range(start, count):
+            yield self.sample(setting, length, index)
+
+    def sample(self, setting: Setting, length: int, index: int) -> Sample:
+        """One sample; DataError where the shortest prompt does not fit, or the haystack is too short."""
+        for attempt in range(ATTEMPTS):
+            # Each attempt draws from its own seed. Nearly every sample ends with the first.
+            fitting = _Fitting(self, setting, length, index, attempt)
+            sample = fitting.sample()
+            if all(sample.prompt.count(sample.prompt[start:stop]) == 1 for start, stop in sample.spans):
+                # A score that can never be 1 would look like a weak model.
+                check_target(sample, setting.tokenizer)
+                return sample
+        raise DataError(
+            f"task {self.name} at length={length}: in {ATTEMPTS} draws the answer stood in the haystack by chance too. "
+            "Give another haystack."
+        )
+
+    def score(self, output: str, sample: Sample) -> float:
+        """The score of an output by the task's rule."""
+        return self.rule(output, sample.answers)
+
+
+class _Fitting:
+    """One sample's search for the amount of filler."""
+
+    def __init__(self, task: FittedTask, setting: Setting, length: int, index: int, attempt: int) -> None:
+        self._task, self._length, self._index = task, length, index
+        self._tokenizer: Tokenizer = setting.tokenizer
+        self._haystack: Haystack | None = None
+        if task.needs_haystack:
+            self._haystack = required_haystack(task, setting)
+        # All that a sample depends on is in its seed, so samples can be made in any order and made again.
+        self._seed = f"{setting.seed}/{task.name}/{length}/{index}/{attempt}"
+        self._depth = setting.depths[index % len(setting.depths)]
+        self._answer_tokens = tokens_for_answer(task, setting)
+        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
+        self._counted: dict[int, int] = {}
+
+    def sample(self) -> Sample:
+        """The sample with as much filler as fits."""
+        units = self._fit()
+        draft = self._draft(units)
+        depth = None
+        if self._task.has_depth:
+            depth = self._depth
+        return Sample(
+            task=self._task.name,
+            length=self._length,
+            index=self._index,
+            prompt=draft.prompt,
+            prompt_tokens=self._tokens(units),
+            answer_tokens=self._answer_tokens,
+            answers=draft.answers,
+            target=draft.target,
+            depth=depth,
+            spans=draft.spans,
+        )
+
+    def _fit(self) -> int:
+        """The number of units that fills the length."""
+        budget = self._length - self._answer_tokens
+        smallest = self._task.smallest
+        if self._haystack is not None and self._haystack.num_words < smallest:
+            raise DataError(
+                f"task {self._task.name} takes at least {smallest} words of text, and haystack {self._haystack.source} "
+                f"has {self._haystack.num_words}. Give a longer haystack."
+            )
+        needed = self._tokens(smallest)
+        if needed > budget:
+            raise too_short(self._task.name, self._length, prompt=needed, answer=self._answer_tokens)
+        most = None
+        if self._haystack is not None:
+            most = self._haystack.num_words
+        units = largest_fitting(self._tokens, smallest=smallest, most=most, budget=budget)
+        # A text that is used up but fills the length serves: nothing was missing.
+        filled = self._tokens(units) + self._answer_tokens
+        if self._haystack is not None and units == most and filled < self._length:
+            raise self._haystack.too_short(self._task.name, self._length, filled=filled)
+        return units
+
+    def _draft(self, units: int) -> Draft:
+        # A fresh generator each time: a draft with more filler has the same needles.
+        request = Request(random=Random(self._seed), units=units, depth=self._depth, haystack=self._haystack)
+        return self._task.build(request)
+
+    def _tokens(self, units: int) -> int:
+        """Tokens of the prompt with so many units, each counted once."""
+        if units not in self._counted:
+            self._counted[units] = len(self._tokenizer.encode_prompt(self._draft(units).prompt))
+        return self._counted[units]

@@ -1,0 +1,187 @@
+"""Losses of whole texts: sums and token counts by position and by distance, and the tokens that need far context.
+
+A loss is a sum and a count until the very end, so texts and bins of any size weigh as many tokens as they have.
+
+Axes: T tokens of a text; the first has no loss, so losses are [T − 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from longctx.evaluation.intervals import RESAMPLES
+
+KEY_GAIN, KEY_LOSS = 2.0, 2.0
+"""LongPPL's thresholds in nats (arXiv 2410.23771, github.com/PKU-ML/LongPPL): α = 2 and β = −2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBin:
+    """The losses of some tokens of a text."""
+
+    start: int
+    stop: int
+    nll: float
+    """Sum of negative log-likelihoods, nats."""
+    count: int
+    """Tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRow:
+    """The loss of one text. ``cells`` writes it as plain values, ``of_cells`` reads it again."""
+
+    task: str
+    length: int
+    index: int
+    document: str
+    num_tokens: int
+    """Tokens that have a loss."""
+    nll: float
+    """Sum over the tokens that count: all of them, or LongPPL's key tokens."""
+    count: int
+    by_position: tuple[LossBin, ...] = ()
+    by_distance: tuple[LossBin, ...] = ()
+
+    def cells(self) -> dict[str, Any]:
+        """Column by column."""
+        return asdict(self)
+
+    @classmethod
+    def of_cells(cls, cells: dict[str, Any]) -> LossRow:
+        """The row that was written so."""
+        bins = {name: tuple(LossBin(**part) for part in cells[name]) for name in ("by_position", "by_distance")}
+        return cls(**{**cells, **bins})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossEstimate:
+    """A mean loss over the tokens of several texts, with an interval of 95 %."""
+
+    loss: float
+    low: float | None
+    """None of a single text: how much texts differ is not known then."""
+    high: float | None
+    num_tokens: int
+    num_texts: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        if self.loss > 700:
+            return math.inf
+        return math.exp(self.loss)
+
+
+def text_row(task: str, length: int, index: int, document: str, ids: Sequence[int], nll: np.ndarray) -> LossRow:
+    """The row of a text: every token counts."""
+    return LossRow(
+        task=task,
+        length=length,
+        index=index,
+        document=document,
+        num_tokens=len(nll),
+        nll=float(nll.sum(dtype=np.float64)),
+        count=len(nll),
+        by_position=_binned(np.arange(len(nll)), nll),
+        by_distance=_binned(pair_distances(ids), nll),
+    )
+
+
+def key_row(task: str, length: int, index: int, document: str, nll_full: np.ndarray, nll_near: np.ndarray) -> LossRow:
+    """LongPPL's row of a text: the key tokens count. Both losses are those of the same tokens."""
+    is_key = key_tokens(nll_full, nll_near)
+    return LossRow(
+        task=task,
+        length=length,
+        index=index,
+        document=document,
+        num_tokens=len(nll_full),
+        nll=float(nll_full[is_key].sum(dtype=np.float64)),
+        count=int(is_key.sum()),
+    )
+
+
+def key_tokens(nll_full: np.ndarray, nll_near: np.ndarray) -> np.ndarray:
+    """LongPPL's rule: far context gains more than 2 nats, and with it the loss is below 2. Both are strict."""
+    return (nll_near - nll_full > KEY_GAIN) & (nll_full < KEY_LOSS)
+
+
+def near_windows(num_tokens: int, *, truncation: int, window: int) -> list[tuple[int, int]]:
+    """(start, stop) of each read with near context; its tokens from ``start + truncation`` on are compared.
+
+    As LongPPL cuts them: the last window is as long as the text allows.
+    """
+    starts = range(0, num_tokens - truncation, window)
+    return [(start, min(start + truncation + window, num_tokens)) for start in starts]
+
+
+def pair_distances(ids: Sequence[int]) -> np.ndarray:
+    """For each token after the first, how far back it last followed the same token; 0 where it never did."""
+    last: dict[tuple[int, int], int] = {}
+    distances = np.zeros(max(0, len(ids) - 1), dtype=np.int64)
+    for at in range(1, len(ids)):
+        pair = ids[at - 1], ids[at]
+        if pair in last:
+            distances[at - 1] = at - last[pair]
+        last[pair] = at
+    return distances
+
+
+def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
+    """The token-weighted loss of (sum, count) of each text; None where no token counts.
+
+    The interval is a bootstrap's over texts: tokens of one text are no independent samples.
+    """
+    sums = np.array([nll for nll, _ in parts], dtype=np.float64)
+    counts = np.array([count for _, count in parts], dtype=np.float64)
+    if not counts.sum():
+        return None
+    loss = float(sums.sum() / counts.sum())
+    low = high = None
+    if (counts > 0).sum() > 1:
+        drawn = np.random.default_rng(0).multinomial(len(parts), np.full(len(parts), 1 / len(parts)), size=RESAMPLES)
+        totals = drawn @ counts
+        # A resample may hold none of the texts that have such tokens.
+        means = (drawn @ sums)[totals > 0] / totals[totals > 0]
+        low, high = (float(value) for value in np.percentile(means, [2.5, 97.5]))
+        low, high = min(low, loss), max(high, loss)
+    return LossEstimate(loss=loss, low=low, high=high, num_tokens=int(counts.sum()), num_texts=int((counts > 0).sum()))
+
+
+def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, LossEstimate]]:
+    """(start, stop, loss) of each bin of ``by_position`` or ``by_distance`` over all rows, ascending."""
+    parts: dict[int, list[tuple[float, int]]] = {}
+    stops: dict[int, int] = {}
+    for row in rows:
+        for part in getattr(row, kind):
+            parts.setdefault(part.start, []).append((part.nll, part.count))
+            # Of texts of several lengths the last bin reaches as far as the longest.
+            stops[part.start] = max(part.stop, stops.get(part.start, 0))
+    found = []
+    for start in sorted(parts):
+        estimate = loss_over_texts(parts[start])
+        if estimate is not None:
+            found.append((start, stops[start], estimate))
+    return found
+
+
+def _binned(values: np.ndarray, nll: np.ndarray) -> tuple[LossBin, ...]:
+    """Sums and counts in bins that begin at 0, 1, 2, 4, 8, …; bins without tokens are left out."""
+    if not len(values):
+        return ()
+    edges = np.array([0] + [2**n for n in range(int(values.max()).bit_length())])
+    bins = np.searchsorted(edges, values, side="right") - 1
+    sums = np.bincount(bins, weights=nll.astype(np.float64), minlength=len(edges))
+    counts = np.bincount(bins, minlength=len(edges))
+    stops = np.append(edges[1:], int(values.max()) + 1)
+    return tuple(
+        LossBin(start=int(edges[n]), stop=int(stops[n]), nll=float(sums[n]), count=int(counts[n]))
+        for n in range(len(edges))
+        if counts[n]
+    )

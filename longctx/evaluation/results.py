@@ -1,0 +1,140 @@
+"""Scores as rows, one a sample, and what is said of many: means by length and depth, and one number over lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from longctx.errors import DataError
+from longctx.evaluation.intervals import Estimate, estimate, weighted_sum
+from longctx.evaluation.task import Sample, Task
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRow:
+    """One sample's score. ``columns`` and ``cells`` write it as a line of a table."""
+
+    task: str
+    length: int
+    """Tokens that were asked for."""
+    depth: float | None
+    """Where the answer stands; None for tasks without depth."""
+    index: int
+    score: float
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    output: str
+    """What the model wrote."""
+
+    @classmethod
+    def of(cls, task: Task, sample: Sample, output: str) -> ScoreRow:
+        """The row of an output."""
+        return cls(
+            task=sample.task,
+            length=sample.length,
+            depth=sample.depth,
+            index=sample.index,
+            score=task.score(output, sample),
+            prompt_tokens=sample.prompt_tokens,
+            answers=sample.answers,
+            output=output,
+        )
+
+    @classmethod
+    def columns(cls) -> list[str]:
+        """Names of the columns."""
+        return [column.name for column in fields(cls)]
+
+    def cells(self) -> dict[str, Any]:
+        """Column by column; the answers are a list, as JSON has it."""
+        return {**asdict(self), "answers": list(self.answers)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The mean of all scores with the same task, length and, in a heat map, depth."""
+
+    task: str
+    length: int
+    depth: float | None
+    score: Estimate
+
+
+def by_length(rows: Iterable[ScoreRow]) -> list[Cell]:
+    """A cell for each task and length, in this order of the rows' tasks and of ascending lengths."""
+    groups = _grouped(rows, lambda row: (row.task, row.length))
+    order = _order(task for task, _ in groups)
+    return [
+        Cell(task=task, length=length, depth=None, score=estimate([row.score for row in group]))
+        for (task, length), group in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def by_depth(rows: Iterable[ScoreRow]) -> list[Cell]:
+    """A cell for each task, length and depth; rows of tasks without depth are left out."""
+    # A task without depth has no cell in a heat map, not one at depth 0.
+    groups = _grouped((row for row in rows if row.depth is not None), lambda row: (row.task, row.length, row.depth))
+    order = _order(task for task, _, _ in groups)
+    return [
+        Cell(task=task, length=length, depth=depth, score=estimate([row.score for row in group]))
+        for (task, length, depth), group in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1:]))
+    ]
+
+
+def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
+    """One number for a task: the area under its score over the logarithm of the length, divided by the range.
+
+    Scores between two lengths lie on a straight line over the logarithm, so that each doubling counts the same. Of one
+    length it is the score itself.
+    """
+    lengths = [cell.length for cell in cells]
+    if not cells or len({cell.task for cell in cells}) != 1 or lengths != sorted(set(lengths)):
+        raise DataError(
+            f"lengths {lengths} of {len({cell.task for cell in cells})} tasks have no area. "
+            "Give the cells of one task, each length once, in ascending order, as by_length does."
+        )
+    if len(cells) == 1:
+        return weighted_sum([(1.0, cells[0].score)])
+    weights = [0.0] * len(cells)
+    for at, (shorter, longer) in enumerate(pairwise(lengths)):
+        # The trapezoid's area is half the width at each of its ends.
+        half = math.log(longer / shorter) / math.log(lengths[-1] / lengths[0]) / 2
+        weights[at] += half
+        weights[at + 1] += half
+    return weighted_sum([(weight, cell.score) for weight, cell in zip(weights, cells, strict=True)])
+
+
+def areas(rows: Iterable[ScoreRow]) -> dict[str, Estimate]:
+    """The area of each task."""
+    groups = _grouped(by_length(rows), lambda cell: cell.task)
+    return {task: area_over_lengths(cells) for task, cells in groups.items()}
+
+
+def overall(rows: Iterable[ScoreRow]) -> Estimate:
+    """One number for a model: the mean of its tasks' areas, each task counting the same."""
+    of_tasks = areas(rows)
+    if not of_tasks:
+        raise DataError("No sample was scored, so there is no number for the model.")
+    # By task and not by sample: a task with more samples says no more about the model.
+    return weighted_sum([(1 / len(of_tasks), area) for area in of_tasks.values()])
+
+
+def _order(names: Iterable[str]) -> dict[str, int]:
+    """Each name's number in order of appearance."""
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+Item = TypeVar("Item")
+
+
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items of each key, in their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

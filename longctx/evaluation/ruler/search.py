@@ -1,0 +1,119 @@
+"""How RULER's scripts fit a prompt to a length: a bisection, then fewer units for each sample that is too long.
+
+The order of all draws is theirs, since each draw moves the random numbers on. Theirs never end where the shortest
+prompt does not fit; these raise an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from longctx.errors import ConfigError
+from longctx.evaluation.task import too_short
+from longctx.tokenizer import Tokenizer
+
+DRAWS = 100
+"""Draws of the smallest size before a prompt is said not to fit."""
+
+
+class RedrawError(Exception):
+    """A draw that NVIDIA's scripts throw away, and draw again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A prompt and its answers."""
+
+    prompt: str
+    answers: list[str]
+
+
+Draw = Callable[[int], Text]
+"""From a number of units to a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Tokens of a prompt and its answer, as the scripts count them."""
+
+    task: str
+    tokenizer: Tokenizer
+    length: int
+    """Their ``--max_seq_length``."""
+    answer_tokens: int
+    """Their ``--tokens_to_generate``."""
+
+    @property
+    def reserved(self) -> int:
+        """Ids before every prompt, which they do not count. Their ``--model_template_token``."""
+        return len(self.tokenizer.begins_with)
+
+    @property
+    def total(self) -> int:
+        """What prompt and answer may take."""
+        return self.length - self.reserved
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the scripts take their smaller steps and lists."""
+        return self.length < 4096
+
+    def tokens(self, text: str) -> int:
+        """Tokens of a text without the id that begins a document."""
+        return len(self.tokenizer.encode(text))
+
+    def too_small(self, tokens: int) -> ConfigError:
+        """The error of a shortest prompt with so many tokens."""
+        return too_short(self.task, self.length, prompt=tokens + self.reserved, answer=self.answer_tokens)
+
+
+def bisect_units(draw: Draw, budget: Budget, *, step: int, most: int, extra_tokens: int = 0) -> int:
+    """The number of units that NVIDIA's bisection between ``step`` and ``most`` finds; ``step`` where none fits."""
+    low, high = step, max(most, 2 * step)
+    found = step
+    while low <= high:
+        middle = (low + high) // 2
+        if budget.tokens(_drawn(draw, middle).prompt) + extra_tokens + budget.answer_tokens <= budget.total:
+            found = middle
+            low = middle + 1
+        else:
+            high = middle - 1
+    return found
+
+
+def units_by_estimate(draw: Draw, budget: Budget, *, step: int, extra_tokens: int = 0) -> int:
+    """The bisection up to three times the size that one draw of ``step`` units lets expect."""
+    tokens_per_unit = budget.tokens(_drawn(draw, step).prompt) / step
+    most = int((budget.total / tokens_per_unit) * 3)
+    return bisect_units(draw, budget, step=step, most=most, extra_tokens=extra_tokens)
+
+
+def draw_fitting(draw: Draw, budget: Budget, *, units: int, step: int) -> Text:
+    """The next draw that fits: ``units`` at first, ``step`` fewer after each that does not."""
+    shortest: int | None = None
+    left = DRAWS
+    while left:
+        # Above the smallest size each draw is smaller than the one before: that ends by itself.
+        if units <= step:
+            left -= 1
+        try:
+            text = draw(units)
+        except RedrawError:
+            pass
+        else:
+            tokens = budget.tokens(text.prompt)
+            if tokens + budget.answer_tokens <= budget.total:
+                return text
+            shortest = min(shortest or tokens, tokens)
+        if units > step:
+            units -= step
+    raise budget.too_small(shortest or budget.length)
+
+
+def _drawn(draw: Draw, units: int) -> Text:
+    """The next draw that is not thrown away. NVIDIA's scripts end with an error at one that is."""
+    while True:
+        with contextlib.suppress(RedrawError):
+            return draw(units)

@@ -1,0 +1,110 @@
+"""Variable tracking, as ``variable_tracking.py`` of NVIDIA's scripts makes it: one chain of five, in noise."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+
+from longctx.errors import ConfigError
+from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
+from longctx.evaluation.ruler.templates import NOISE, VARIABLE_TRACKING
+
+HOPS = 4
+"""Assignments after the first one."""
+EXAMPLE_LENGTH = 500
+"""Tokens of the worked example at most."""
+_EXAMPLE_VALUE = "12345"
+
+
+def texts(budget: Budget, seed: int) -> Iterator[Text]:
+    """Yield prompt after prompt: a worked example with fresh names, then the text."""
+    random = _Numbers(seed)
+    example = _worked_example(budget, random)
+    step = 10
+    if budget.is_short:
+        step = 5
+
+    def draw_question(units: int) -> Text:
+        return _draw(random, units, names_of=5)
+
+    def draw(units: int) -> Text:
+        text = draw_question(units)
+        return replace(text, prompt=f"{_renamed(example, random)}\n{text.prompt}")
+
+    units = units_by_estimate(draw_question, budget, step=step, extra_tokens=budget.tokens(example))
+    while True:
+        yield draw_fitting(draw, budget, units=units, step=step)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The two generators of the script: names are drawn from the one, values from the other."""
+
+    seed: int
+    names: Random = field(init=False)
+    values: np.random.RandomState = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", Random(self.seed))
+        object.__setattr__(self, "values", np.random.RandomState(self.seed))
+
+    def name(self, letters: int) -> str:
+        return "".join(self.names.choices(string.ascii_uppercase, k=letters))
+
+    def value(self) -> str:
+        return str(self.values.randint(10000, 99999))
+
+
+def _worked_example(budget: Budget, random: _Numbers) -> str:
+    """The prompt and answer of a text with short names, as long as fits into ``EXAMPLE_LENGTH``."""
+
+    def draw(units: int) -> Text:
+        return _draw(random, units, names_of=3)
+
+    # The script fits its example as a prompt that leaves nothing for an answer.
+    small = replace(budget, length=EXAMPLE_LENGTH, answer_tokens=0)
+    units = units_by_estimate(draw, small, step=5)
+    try:
+        text = draw_fitting(draw, small, units=units, step=5)
+    except ConfigError as error:
+        # No length of the prompt helps here: the example's length is fixed in the script.
+        raise ConfigError(
+            f"task {budget.task}: RULER's worked example has {EXAMPLE_LENGTH} tokens at most, and with tokenizer "
+            f"{budget.tokenizer.path} the shortest one has more. Its pieces are too small: leave the task out."
+        ) from error
+    return f"{text.prompt} {' '.join(text.answers)}\n"
+
+
+def _draw(random: _Numbers, units: int, *, names_of: int) -> Text:
+    """A chain of assignments among ``units`` lines of noise. The worked example has names of three letters."""
+    names = [random.name(names_of) for _ in range(HOPS + 1)]
+    while len(set(names)) < HOPS + 1:
+        names.append(random.name(names_of))
+    value = _EXAMPLE_VALUE
+    if names_of == 5:
+        # The script draws a value for each chain that it begins, also for one that it cannot end.
+        values = [random.value() for _ in range(0, len(names), HOPS + 1)]
+        value = values[0]
+    if len(names) > HOPS + 1 or units < HOPS + 1:
+        raise RedrawError
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {later} = VAR {earlier} " for earlier, later in pairwise(names)]
+    lines = [NOISE] * units
+    for number, at in enumerate(sorted(random.names.sample(range(units), len(chain)))):
+        # Each insertion moves later ones by a line.
+        lines.insert(at + number, chain[number])
+    context = "\n".join(lines).replace(". \n", ".\n")
+    prompt = VARIABLE_TRACKING.text.format(context=context, query=value, num_v=HOPS + 1)
+    return Text(prompt=prompt, answers=names)
+
+
+def _renamed(example: str, random: _Numbers) -> str:
+    """The worked example with other names and another value."""
+    for name in example.strip().split()[-HOPS - 1 :]:
+        example = example.replace(name, random.name(len(name)))
+    return example.replace(_EXAMPLE_VALUE, random.value())

@@ -1,0 +1,99 @@
+"""RULER's words: those of the package wonderwords, and adjective-noun pairs of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from itertools import accumulate
+from typing import overload
+
+from longctx.errors import ConfigError
+
+VERSION = "3.0.1"
+"""Another version has other words, and with them every prompt would be another."""
+
+
+def read_words(name: str) -> list[str]:
+    """The lines of one of the package's lists, such as ``nounlist.txt``; ConfigError without the package."""
+    try:
+        installed = version("wonderwords")
+    except PackageNotFoundError:
+        installed = "none"
+    # With other words every score would be another measure under the same name.
+    if installed != VERSION:
+        raise ConfigError(
+            f"RULER's words are those of wonderwords {VERSION}; installed is {installed}. "
+            f"Install it: pip install wonderwords=={VERSION} (or the extra: pip install '.[eval]')."
+        )
+    text = (files("wonderwords") / "assets" / name).read_text(encoding="utf-8")
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@cache
+def adjective_nouns() -> JoinedWords:
+    """Every adjective with every noun: six million keys of needles."""
+    return JoinedWords(read_words("adjectivelist.txt"), read_words("nounlist.txt"))
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """All nouns, adjectives and verbs, each once, sorted."""
+    return tuple(sorted({*read_words("nounlist.txt"), *read_words("adjectivelist.txt"), *read_words("verblist.txt")}))
+
+
+class JoinedWords(Sequence[str]):
+    """``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds.
+
+    First words sort by themselves unless one, with its hyphen, begins another (``well`` and ``well-known``): the pairs
+    of such a group are listed and sorted.
+    """
+
+    def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
+        self._seconds = sorted(set(seconds))
+        self._groups: list[str | list[str]] = []
+        """A first word that stands alone, or the sorted pairs of several that begin one another."""
+        for group in _grouped_by_beginning(sorted(f"{first}-" for first in set(firsts))):
+            if len(group) == 1:
+                # Its pairs lie side by side in the order of the second words.
+                self._groups.append(group[0])
+            else:
+                self._groups.append(sorted({first + second for first in group for second in self._seconds}))
+        self._starts = list(accumulate(map(self._size, self._groups), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._starts, index) - 1
+        group = self._groups[number]
+        within = index - self._starts[number]
+        if isinstance(group, str):
+            return group + self._seconds[within]
+        return group[within]
+
+    def _size(self, group: str | list[str]) -> int:
+        if isinstance(group, str):
+            return len(self._seconds)
+        return len(group)
+
+
+def _grouped_by_beginning(beginnings: list[str]) -> list[list[str]]:
+    """The sorted texts in groups, of which the first text begins all others."""
+    groups: list[list[str]] = []
+    for text in beginnings:
+        if groups and text.startswith(groups[-1][0]):
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups

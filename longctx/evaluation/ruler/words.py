@@ -1,0 +1,157 @@
+"""Common and frequent words, as ``common_words_extraction.py`` and ``freq_words_extraction.py`` make them."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from longctx.errors import ConfigError, DataError
+from longctx.evaluation.ruler.search import Budget, Text, bisect_units, draw_fitting
+from longctx.evaluation.ruler.templates import COMMON_WORDS, FREQUENT_WORDS
+from longctx.evaluation.ruler.word_lists import all_words
+
+NUM_COMMON = 10
+_STEP = 10
+_ESTIMATED_WORDS = 4096
+_ALPHA = 2.0
+_ZETA = math.pi**2 / 6
+"""Riemann's zeta function of ``_ALPHA``."""
+_LETTERS = 6
+_NOISE = "..."
+
+
+def common_words(budget: Budget, seed: int, english_words: Path | None) -> Iterator[Text]:
+    """Yield prompt after prompt: a worked example, then a list in which ten words stand more often than the others."""
+    lists = _WordLists(seed, english_words, budget)
+    random = Random(seed)
+
+    def draw(units: int) -> Text:
+        small, large = (40, 10, 3), (units, 30, 3)
+        if budget.is_short:
+            small, large = (20, 3, 1), (units, 6, 1)
+        shown, shown_common = lists.numbered(random, small)
+        context, common = lists.numbered(random, large)
+        example = f"{_common_prompt(shown)} {' '.join(numbered(shown_common))}"
+        return Text(prompt=f"{example}\n{_common_prompt(context)}", answers=common)
+
+    per_word = budget.tokens(draw(_ESTIMATED_WORDS).prompt) / _ESTIMATED_WORDS
+    units = bisect_units(draw, budget, step=_STEP, most=int(budget.total // per_word) * 2)
+    while True:
+        yield draw_fitting(draw, budget, units=units, step=_STEP)
+
+
+def frequent_words(budget: Budget, seed: int) -> Iterator[Text]:
+    """Yield prompt after prompt: coded words whose frequencies fall with the square of their rank."""
+    most = budget.total - budget.answer_tokens
+    step = most // 32
+    random = Random(seed)
+    fixed = budget.tokens(FREQUENT_WORDS.text.format(context=""))
+    # Below that the script would take words away for ever.
+    if fixed > most or step < 1:
+        raise budget.too_small(max(fixed, 32))
+    words = most // _LETTERS
+    text_of, _ = _coded_text(random, most // 50, seed, budget)
+    while budget.tokens(text_of(words)) < most:
+        words += step
+    # The last number that was tried is the first that is too long.
+    words -= step
+    while True:
+        text_of, answers = _coded_text(random, most // 50, seed, budget)
+        fitting = words
+        while budget.tokens(text_of(fitting)) > most:
+            fitting -= step
+        yield Text(prompt=text_of(fitting), answers=answers)
+
+
+def numbered(words: Sequence[str]) -> list[str]:
+    """The words with their numbers, from 1."""
+    return [f"{number}. {word}" for number, word in enumerate(words, start=1)]
+
+
+def _common_prompt(context: str) -> str:
+    return COMMON_WORDS.text.format(context=context)
+
+
+@dataclass(frozen=True)
+class _WordLists:
+    """The words that lists are drawn from."""
+
+    seed: int
+    english_words: Path | None
+    budget: Budget
+
+    @cached_property
+    def _shuffled(self) -> list[str]:
+        """The words of wonderwords in the order that the seed gives them."""
+        words = list(all_words())
+        Random(self.seed).shuffle(words)
+        return words
+
+    def numbered(self, random: Random, sizes: tuple[int, int, int]) -> tuple[str, list[str]]:
+        """A list of so many words, the first ten so often and the others so often; and the ten."""
+        count, often, seldom = sizes
+        # The first ten of a random sample are as random as any ten.
+        chosen = random.sample(self._source(count), count)
+        common, others = chosen[:NUM_COMMON], chosen[NUM_COMMON:]
+        listed = common * often + others * seldom
+        Random(self.seed).shuffle(listed)
+        return " ".join(numbered(listed)), common
+
+    def _source(self, count: int) -> Sequence[str]:
+        """The words of wonderwords, or NVIDIA's larger list where those are too few."""
+        words = self._shuffled
+        if count <= len(words):
+            return words
+        if self.english_words is None:
+            raise ConfigError(
+                f"task {self.budget.task} at length={self.budget.length} draws {count:,} different words, and "
+                f"wonderwords has {len(words):,}. Give english_words.json of NVIDIA's RULER (a file of 8 MB in its "
+                "scripts/data/synthetic/json), or ask for a shorter length."
+            )
+        return _read_english_words(self.english_words, count)
+
+
+def _read_english_words(path: Path, count: int) -> list[str]:
+    """The words of NVIDIA's file: the values of a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not NVIDIA's english_words.json: {error}. Copy the file itself.") from error
+    if not isinstance(content, dict) or len(content) < count:
+        raise DataError(f"{path} holds fewer than {count:,} words. Copy NVIDIA's english_words.json itself.")
+    return list(content.values())
+
+
+def _coded_text(
+    random: Random, vocabulary_size: int, seed: int, budget: Budget
+) -> tuple[Callable[[int], str], list[str]]:
+    """A function from a number of words to the prompt, and the three most frequent words but the noise."""
+    drawn: dict[str, None] = {}
+    count = 0
+    while count < vocabulary_size or len(drawn) < vocabulary_size:
+        drawn["".join(random.choices(string.ascii_lowercase, k=_LETTERS))] = None
+        count += 1
+    vocabulary = sorted(drawn)
+    Random(seed).shuffle(vocabulary)
+    if len(vocabulary) < 4:
+        raise budget.too_small(200)
+    # The most frequent word is noise that the question says to ignore.
+    vocabulary[0] = _NOISE
+    ranks = np.arange(1, len(vocabulary) + 1)
+
+    def text_of(num_words: int) -> str:
+        counts = (num_words * (ranks**-_ALPHA) / _ZETA).astype(int)
+        # Rare words round to none: the text may hold fewer kinds than the vocabulary.
+        words = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
+        Random(seed).shuffle(words)
+        return FREQUENT_WORDS.text.format(context=" ".join(words))
+
+    return text_of, vocabulary[1:4]

@@ -1,0 +1,215 @@
+"""Every task by its name, and the groups that ``--tasks`` knows besides. A new task is a new entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
+
+from longctx.errors import ConfigError
+from longctx.evaluation.fitted import FittedTask
+from longctx.evaluation.ruler.tasks import RULER_TASKS
+from longctx.evaluation.scorers import begins_with, contains_all, repeated_after_code, set_f1
+from longctx.evaluation.task import Task
+from longctx.evaluation.tasks import copying, graphwalks, requests
+from longctx.evaluation.tasks.niah import Needles
+from longctx.evaluation.tasks.pairs import PairList
+from longctx.evaluation.tasks.passkey import build_passkey
+from longctx.evaluation.values import name, nonsense, telephone, uuid4
+
+SMALLEST_TEXT = 16
+"""Words of the shortest haystack."""
+_ON_TEXT = partial(FittedTask, prompt_budget="words of the haystack", smallest=SMALLEST_TEXT, needs_haystack=True)
+
+_JSON_PAIRS = PairList(
+    key=uuid4,
+    value=uuid4,
+    opening="This JSON object maps keys to values.\n\n{",
+    line='"{key}": "{value}"',
+    separator=",\n ",
+    question='}}\n\nThe value of the key "{key}" is',
+    target=' "{value}"',
+)
+_PHONEBOOK = PairList(
+    key=name,
+    value=telephone,
+    opening="This is a phonebook.\n\n",
+    line="{key}: {value}",
+    separator="\n",
+    question="\n\nThe telephone number of {key} is",
+)
+_RECALL = PairList(
+    key=partial(nonsense, syllables=3),
+    value=partial(nonsense, syllables=3),
+    opening="",
+    line="{key} {value}",
+    separator=", ",
+    question="\n\n{key}",
+)
+
+_OWN: tuple[Task, ...] = (
+    _ON_TEXT(
+        name="niah",
+        measures="one number in a text, by depth",
+        answer_tokens=16,
+        build=Needles().build,
+        rule=begins_with,
+    ),
+    _ON_TEXT(
+        name="niah_word",
+        measures="one pair of words in a text, by depth",
+        answer_tokens=24,
+        build=Needles(kind="word").build,
+        rule=begins_with,
+    ),
+    _ON_TEXT(
+        name="niah_uuid",
+        measures="one UUID in a text, by depth",
+        answer_tokens=48,
+        build=Needles(kind="uuid").build,
+        rule=begins_with,
+    ),
+    _ON_TEXT(
+        name="niah_multikey",
+        measures="one of four numbers in a text, by depth",
+        answer_tokens=16,
+        build=Needles(num_keys=4).build,
+        rule=begins_with,
+    ),
+    _ON_TEXT(
+        name="niah_multivalue",
+        measures="all four numbers of one key in a text",
+        answer_tokens=64,
+        build=Needles(num_values=4).build,
+        rule=contains_all,
+        has_depth=False,
+    ),
+    _ON_TEXT(
+        name="niah_multiquery",
+        measures="the numbers of three keys in a text, of four",
+        answer_tokens=64,
+        build=Needles(num_keys=4, num_queries=3).build,
+        rule=contains_all,
+        has_depth=False,
+    ),
+    FittedTask(
+        name="passkey",
+        measures="five digits among repeated sentences, by depth",
+        prompt_budget="repeated sentences",
+        answer_tokens=16,
+        build=build_passkey,
+        rule=begins_with,
+    ),
+    FittedTask(
+        name="kv_retrieval",
+        measures="the value of one UUID among many pairs, by depth",
+        prompt_budget="pairs of UUIDs",
+        answer_tokens=48,
+        build=_JSON_PAIRS.build,
+        rule=begins_with,
+    ),
+    FittedTask(
+        name="phonebook",
+        measures="the number of one name in a phonebook, by depth",
+        prompt_budget="names and numbers",
+        answer_tokens=24,
+        build=_PHONEBOOK.build,
+        rule=begins_with,
+    ),
+    FittedTask(
+        name="graphwalks_bfs",
+        measures="nodes three steps from a node: breadth-first search over random edges",
+        prompt_budget="edges",
+        answer_tokens=96,
+        build=graphwalks.build_bfs,
+        rule=set_f1,
+        smallest=graphwalks.SMALLEST,
+        has_depth=False,
+    ),
+    FittedTask(
+        name="graphwalks_parents",
+        measures="nodes with an edge to a node, over random edges",
+        prompt_budget="edges",
+        answer_tokens=96,
+        build=graphwalks.build_parents,
+        rule=set_f1,
+        smallest=graphwalks.SMALLEST,
+        has_depth=False,
+    ),
+    FittedTask(
+        name="numbered_requests",
+        measures="the n-th of four texts that were written for one request, word for word (MRCR's form, our texts)",
+        prompt_budget="turns of a conversation",
+        answer_tokens=256,
+        build=requests.build_requests,
+        rule=repeated_after_code,
+        smallest=requests.SMALLEST,
+        has_depth=False,
+    ),
+    FittedTask(
+        name="copy",
+        measures="eight nonsense words after four of a sequence, by depth",
+        prompt_budget="nonsense words",
+        answer_tokens=96,
+        build=copying.build_copy,
+        rule=begins_with,
+        smallest=copying.SMALLEST,
+    ),
+    FittedTask(
+        name="associative_recall",
+        measures="the word that followed another one in a list of pairs, by depth",
+        prompt_budget="pairs of nonsense words",
+        answer_tokens=16,
+        build=_RECALL.build,
+        rule=begins_with,
+    ),
+)
+
+TASKS: dict[str, Task] = {task.name: task for task in (*_OWN, *RULER_TASKS)}
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "niah_all": tuple(task.name for task in _OWN if task.name.startswith("niah")),
+    "graphwalks": ("graphwalks_bfs", "graphwalks_parents"),
+    "probes": ("copy", "associative_recall"),
+    "ruler": tuple(task.name for task in RULER_TASKS),
+    "ruler_synthetic": (
+        "ruler_niah_single_1",
+        "ruler_niah_multikey_2",
+        "ruler_niah_multikey_3",
+        "ruler_vt",
+        "ruler_cwe",
+        "ruler_fwe",
+    ),
+}
+"""Names for several tasks at once. ``ruler_synthetic`` needs neither a haystack nor files."""
+
+
+def find_tasks(names: Sequence[str]) -> list[Task]:
+    """The tasks of names and groups, each once; ConfigError for a name that is neither, with the nearest one."""
+    found: dict[str, Task] = {}
+    for asked in names:
+        # Before any prompt is made: a wrong name at the end of a list costs nothing.
+        if asked not in TASKS and asked not in GROUPS:
+            raise ConfigError(_explain_unknown(asked))
+        for task in GROUPS.get(asked, (asked,)):
+            # A task that is named twice, or by two groups, is run once.
+            found[task] = TASKS[task]
+    if not found:
+        raise ConfigError(f"No task is named. There are: {', '.join(TASKS | GROUPS)}.")
+    return list(found.values())
+
+
+def task_lines() -> Iterator[str]:
+    """A line for each task: name, what it measures, what fills its prompt, tokens of its answer."""
+    width = max(map(len, TASKS))
+    for task in TASKS.values():
+        budget = f"filled with {task.prompt_budget}, {task.answer_tokens} tokens for the answer"
+        yield f"{task.name:{width}}  {task.measures}; {budget}"
+
+
+def _explain_unknown(asked: str) -> str:
+    nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
+    advice = ""
+    if nearest:
+        advice = f"Did you mean {nearest[0]}? "
+    return f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."

@@ -1,0 +1,162 @@
+"""What a task of evaluation is: samples that are made from a seed, and a score for a model's output.
+
+Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Task.score`` reads what a model wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from longctx.errors import ConfigError, DataError
+from longctx.evaluation.haystack import Haystack
+from longctx.tokenizer import Tokenizer
+
+DEPTHS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+SEED = 42
+"""The seed that NVIDIA's RULER takes when none is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerFiles:
+    """Files of RULER that no package carries; the user supplies them."""
+
+    squad: Path | None = None
+    """``squad.json`` for ``ruler_qa_1``: SQuAD 2.0's development set."""
+    hotpotqa: Path | None = None
+    """``hotpotqa.json`` for ``ruler_qa_2``: HotpotQA's development set, distractor setting."""
+    english_words: Path | None = None
+    """NVIDIA's ``english_words.json`` for ``ruler_cwe`` beyond the words of wonderwords."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What samples depend on beside the task, the length and their index."""
+
+    tokenizer: Tokenizer
+    seed: int = SEED
+    haystack: Haystack | None = None
+    """Text in which needles are hidden; only tasks with ``needs_haystack`` read it."""
+    depths: Sequence[float] = DEPTHS
+    """Sample ``i`` takes depth ``i`` modulo their number: 0 is the prompt's beginning, 1 its end."""
+    answer_tokens: int | None = None
+    """Tokens that are left for the answer, instead of the task's own number."""
+    ruler: RulerFiles = field(default_factory=RulerFiles)
+
+    def __post_init__(self) -> None:
+        wrong = [depth for depth in self.depths if not 0 <= depth <= 1]
+        if wrong or not self.depths:
+            raise ConfigError(f"depths={list(self.depths)}: depths are fractions from 0 to 1, at least one.")
+        if self.answer_tokens is not None and self.answer_tokens < 1:
+            raise ConfigError(f"answer_tokens={self.answer_tokens} leaves nothing for an answer. Take 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt, and what a right model writes after it."""
+
+    task: str
+    length: int
+    """Tokens of prompt and answer together are at most so many."""
+    index: int
+    prompt: str
+    prompt_tokens: int
+    """Ids of ``tokenizer.encode_prompt(prompt)``: the one that begins a document is counted."""
+    answer_tokens: int
+    """Tokens that the model may write."""
+    answers: tuple[str, ...]
+    """The references of the score."""
+    target: str
+    """A right continuation of the prompt, for teacher-forced scoring. It begins with the space after the prompt."""
+    depth: float | None = None
+    """Where the answer was asked to stand, as a fraction of the text; None for tasks without depth."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where answers stand in the prompt, in characters, and nowhere else; empty for answers that are no quotations."""
+
+
+class Task(Protocol):
+    """A named measure: it makes samples and scores outputs."""
+
+    @property
+    def name(self) -> str:
+        """What ``--tasks`` and tables call it."""
+        ...
+
+    @property
+    def measures(self) -> str:
+        """What it measures, in a line."""
+        ...
+
+    @property
+    def prompt_budget(self) -> str:
+        """What fills the prompt up to the length, in a few words."""
+        ...
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that are left for the answer."""
+        ...
+
+    @property
+    def needs_haystack(self) -> bool:
+        """Whether ``Setting.haystack`` must be given."""
+        ...
+
+    @property
+    def has_depth(self) -> bool:
+        """Whether samples have a depth."""
+        ...
+
+    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
+        """Yield samples ``start`` to ``count``; each depends on setting, task, length and index alone."""
+        ...
+
+    def score(self, output: str, sample: Sample) -> float:
+        """The score of what a model wrote, 0 to 1."""
+        ...
+
+
+Score = Callable[[str, Sequence[str]], float]
+"""From a model's output and the references to a score from 0 to 1."""
+
+
+def tokens_for_answer(task: Task, setting: Setting) -> int:
+    """Tokens that a prompt leaves for the answer."""
+    # RULER's numbers suit its tokenizers; one with small pieces needs more for the same answer.
+    if setting.answer_tokens is not None:
+        return setting.answer_tokens
+    return task.answer_tokens
+
+
+def required_haystack(task: Task, setting: Setting) -> Haystack:
+    """The haystack of a task that needs one; ConfigError where none was given."""
+    if setting.haystack is None:
+        raise ConfigError(
+            f"task {task.name} hides its needles in a text, and no haystack was given. "
+            "Name a folder of text or shards, or take a task that needs none: passkey, kv_retrieval, phonebook."
+        )
+    return setting.haystack
+
+
+def too_short(task: str, length: int, *, prompt: int, answer: int) -> ConfigError:
+    """The error of a length that does not hold the shortest prompt and its answer, of so many tokens."""
+    # Another length draws other names and numbers: a quarter more holds the longest of those.
+    least = (prompt + answer) * 5 // 4
+    return ConfigError(
+        f"length={length}: the shortest prompt of task {task} has {prompt} tokens, and {answer} are left for the "
+        f"answer. Ask for length={least} or more."
+    )
+
+
+def check_target(sample: Sample, tokenizer: Tokenizer) -> None:
+    """DataError where the right answer is longer than what the prompt leaves for it."""
+    # By itself, without the prompt: encoding a million tokens again would not change it by more than one.
+    needed = len(tokenizer.encode(sample.target))
+    if needed > sample.answer_tokens:
+        raise DataError(
+            f"task {sample.task} leaves {sample.answer_tokens} tokens for its answer, which takes {needed} with "
+            f"tokenizer {tokenizer.path}: no model could score 1. Try answer_tokens={needed + needed // 4}."
+        )

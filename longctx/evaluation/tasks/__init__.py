@@ -1,0 +1,1 @@
+"""Our own tasks, a module each: what a prompt says, and what is right after it."""

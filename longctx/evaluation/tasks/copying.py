@@ -1,0 +1,35 @@
+"""The copy probe: a sequence of nonsense words, and the beginning of a part of it that is to be continued."""
+
+from __future__ import annotations
+
+from random import Random
+
+from longctx.evaluation.fitted import Draft, Request
+from longctx.evaluation.values import distinct, nonsense
+
+CUE = 4
+"""Words that say which part is to be copied."""
+COPIED = 8
+"""Words to copy."""
+SMALLEST = CUE + COPIED
+
+
+def build_copy(request: Request) -> Draft:
+    """``units`` words; the part to copy begins at the asked depth. No word stands twice, so the cue is certain."""
+    # Distinct words, or the cue would have two continuations.
+    words = distinct(request.random, _word, request.units)
+    # The cue and what follows it lie within the sequence at any depth.
+    at = round(request.depth * (len(words) - CUE - COPIED))
+    cue = " ".join(words[at : at + CUE])
+    copied = " ".join(words[at + CUE : at + CUE + COPIED])
+    begin = len(" ".join(words[: at + CUE])) + 1
+    return Draft(
+        prompt=f"{' '.join(words)}\n\n{cue}",
+        answers=(copied,),
+        target=f" {copied}",
+        spans=((begin, begin + len(copied)),),
+    )
+
+
+def _word(random: Random) -> str:
+    return nonsense(random, 4)

@@ -1,0 +1,103 @@
+"""GraphWalks' form: questions about a directed graph that is given as a list of edges in random order.
+
+The templates are ours; OpenAI's data set of that name is another one, and numbers of the two do not compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from longctx.evaluation.fitted import Draft, Request
+
+OUT_DEGREE = 2
+WALK = 3
+"""Steps of the breadth-first search."""
+MOST_ANSWERS = 8
+"""Nodes of an answer at most; a walk of three steps reaches at most so many."""
+SMALLEST = 8
+"""Nodes of the smallest graph."""
+
+Graph = dict[str, list[str]]
+
+_EXAMPLE_NODES = ("0a0a0a", "1b1b1b", "2c2c2c", "3d3d3d")
+_INTRODUCTION = (
+    "A directed graph is given by its edges, one a line. Answer with a list of nodes in brackets.\n\n"
+    "Example:\n{edges}\nQuestion: {question}\nAnswer: {answer}\n\n"
+)
+_BFS = "Which nodes can be reached from {node} in exactly {steps} steps and in no fewer?"
+_PARENTS = "Which nodes have an edge that leads to {node}?"
+
+
+def build_bfs(request: Request) -> Draft:
+    """The nodes whose shortest path from a node has ``WALK`` edges. ``units`` is the number of nodes."""
+    graph, edges = _random_graph(request.random, request.units)
+    # The first node in random order is a random node.
+    start = next((node for node in graph if frontier(graph, node, WALK)), None)
+    # A small graph may hold no such path from any node; two steps then lead somewhere, or one does.
+    steps = WALK
+    while start is None:
+        steps -= 1
+        start = next((node for node in graph if frontier(graph, node, steps)), None)
+    a, b, c, d = _EXAMPLE_NODES
+    example = _introduction([(a, b), (b, c), (a, d)], _BFS.format(node=a, steps=2), [c])
+    return _draft(example, edges, _BFS.format(node=start, steps=steps), frontier(graph, start, steps))
+
+
+def build_parents(request: Request) -> Draft:
+    """The nodes with an edge to a node that has at least one, and at most ``MOST_ANSWERS``."""
+    graph, edges = _random_graph(request.random, request.units)
+    wanted = next(node for node in graph if 0 < len(parents(graph, node)) <= MOST_ANSWERS)
+    a, b, c, d = _EXAMPLE_NODES
+    example = _introduction([(a, b), (b, c), (d, c)], _PARENTS.format(node=c), [b, d])
+    return _draft(example, edges, _PARENTS.format(node=wanted), parents(graph, wanted))
+
+
+def frontier(graph: Graph, start: str, steps: int) -> list[str]:
+    """The nodes at a distance of exactly ``steps`` from ``start``, sorted."""
+    seen = {start}
+    current = {start}
+    for _ in range(steps):
+        current = {child for node in current for child in graph[node]} - seen
+        seen |= current
+    return sorted(current)
+
+
+def parents(graph: Graph, node: str) -> list[str]:
+    """The nodes with an edge to ``node``, sorted."""
+    return sorted(parent for parent, children in graph.items() if node in children)
+
+
+def _random_graph(random: Random, num_nodes: int) -> tuple[Graph, list[tuple[str, str]]]:
+    """A graph in which each node has ``OUT_DEGREE`` edges to others, and its edges in random order."""
+    # Six digits name sixteen million nodes, more than any prompt holds.
+    nodes = [f"{number:06x}" for number in random.sample(range(1 << 24), num_nodes)]
+    graph: Graph = {}
+    for at, node in enumerate(nodes):
+        # Counted from the node on, so that none is its own child.
+        others = [(at + 1 + step) % num_nodes for step in random.sample(range(num_nodes - 1), OUT_DEGREE)]
+        graph[node] = [nodes[other] for other in others]
+    edges = [(node, child) for node, children in graph.items() for child in children]
+    # In the order of nodes an answer would stand in one line after the other.
+    random.shuffle(edges)
+    return graph, edges
+
+
+def _introduction(edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> str:
+    return _INTRODUCTION.format(edges=_lines(edges), question=question, answer=_list(answer))
+
+
+def _draft(introduction: str, edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> Draft:
+    return Draft(
+        prompt=f"{introduction}Graph:\n{_lines(edges)}\nQuestion: {question}\nAnswer:",
+        answers=tuple(answer),
+        target=f" {_list(answer)}",
+    )
+
+
+def _lines(edges: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{node} -> {child}" for node, child in edges)
+
+
+def _list(nodes: list[str]) -> str:
+    return f"[{', '.join(nodes)}]"

@@ -1,0 +1,74 @@
+"""Needle in a haystack: short sentences with secret codes are hidden in a long text, and a question asks for some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longctx.evaluation.fitted import Draft, Request
+from longctx.evaluation.haystack import insert_sentences
+from longctx.evaluation.values import KINDS, distinct, word
+
+_INTRODUCTION = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needles:
+    """Which needles are hidden, and which are asked for."""
+
+    kind: str = "number"
+    """What a code is: ``number``, ``word`` or ``uuid``."""
+    num_keys: int = 1
+    """Needles with different keys; those that are not asked for distract."""
+    num_values: int = 1
+    """Codes of each key, each in a needle of its own."""
+    num_queries: int = 1
+    """Keys that the question asks for."""
+
+    @property
+    def num_answers(self) -> int:
+        """Codes that a right answer names."""
+        return self.num_values * self.num_queries
+
+    def build(self, request: Request) -> Draft:
+        """The prompt: ``units`` words of the haystack with the needles, and the question.
+
+        A single answer stands at the asked depth. Needles that distract stand anywhere, and so do several answers.
+        """
+        random = request.random
+        keys = distinct(random, word, self.num_keys)
+        # All that is drawn comes before the window: its length changes no needle.
+        codes = distinct(random, KINDS[self.kind], self.num_keys * self.num_values)
+        pairs = [(key, codes[at * self.num_values + value]) for at, key in enumerate(keys) for value in self._values]
+        depths = [random.random() for _ in pairs]
+        if self.num_answers == 1:
+            # Several answers cannot all stand at one depth, so those have none in a heat map.
+            depths[0] = request.depth
+        # Another window for each sample: a model's luck with one text counts once.
+        window = request.text.window(random.randrange(len(request.text.sentences)), request.units)
+        needles = [f"The secret code of {key} is {code}." for key, code in pairs]
+        context, starts = insert_sentences(window, list(zip(depths, needles, strict=True)))
+        asked = pairs[: self.num_answers]
+        spans: list[tuple[int, int]] = []
+        for (_, code), start, needle in zip(asked, starts, needles, strict=False):
+            # From the right: a key of words may hold the code's letters.
+            begin = len(_INTRODUCTION) + start + needle.rindex(code)
+            spans.append((begin, begin + len(code)))
+        question, opening = self._question(keys[: self.num_queries])
+        answers = tuple(code for _, code in asked)
+        return Draft(
+            prompt=f"{_INTRODUCTION}{context}\n\nQuestion: {question}\nAnswer: {opening}",
+            answers=answers,
+            target=f" {', '.join(answers)}.",
+            spans=tuple(spans),
+        )
+
+    @property
+    def _values(self) -> range:
+        return range(self.num_values)
+
+    def _question(self, keys: list[str]) -> tuple[str, str]:
+        """The question, and the beginning of its answer."""
+        named = ", ".join(keys)
+        if self.num_answers == 1:
+            return f"What is the secret code of {named}?", f"The secret code of {named} is"
+        return f"What are all the secret codes of {named}?", f"The secret codes of {named} are"

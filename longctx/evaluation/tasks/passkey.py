@@ -1,0 +1,31 @@
+"""Passkey retrieval: five digits in a text that says the same few sentences again and again."""
+
+from __future__ import annotations
+
+from longctx.evaluation.fitted import Draft, Request
+from longctx.evaluation.haystack import insert_sentences
+
+_FILLER = (
+    "The river runs past the old mill.",
+    "A boat waits at the bank.",
+    "The wind turns the leaves over.",
+    "Nobody is on the road today.",
+    "Soon the lamps will be lit.",
+)
+_INTRODUCTION = "One sentence of this text holds a pass key. Find it and remember it.\n\n"
+
+
+def build_passkey(request: Request) -> Draft:
+    """The prompt with ``units`` sentences of filler."""
+    key = str(request.random.randint(10_000, 99_999))
+    # Repeated text is easy to tell from the needle: the task is about distance, not about reading.
+    filler = [_FILLER[at % len(_FILLER)] for at in range(request.units)]
+    needle = f"The pass key is {key}."
+    context, (start,) = insert_sentences(filler, [(request.depth, needle)])
+    begin = len(_INTRODUCTION) + start + needle.index(key)
+    return Draft(
+        prompt=f"{_INTRODUCTION}{context}\n\nWhat is the pass key? The pass key is",
+        answers=(key,),
+        target=f" {key}.",
+        spans=((begin, begin + len(key)),),
+    )

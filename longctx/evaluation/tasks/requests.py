@@ -1,0 +1,79 @@
+"""Recall of a numbered request, in the form of MRCR: a long conversation asks for the same thing several times.
+
+At its end the model is to write again what it wrote the n-th time. The templates and texts are ours; OpenAI's data set
+of that name is another one, and numbers of the two do not compare.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from longctx.evaluation.fitted import Draft, Request
+from longctx.evaluation.values import ADJECTIVES, NOUNS, nonsense
+
+COPIES = 4
+"""How often the same request stands in the conversation."""
+SMALLEST = COPIES
+"""Turns of the shortest conversation."""
+
+_KINDS = ("poem", "riddle", "letter", "song", "note", "prayer", "joke", "toast")
+_ORDINALS = ("first", "second", "third", "fourth")
+_VERBS = ("finds", "follows", "guards", "leaves", "loves", "meets", "misses", "paints", "passes", "remembers", "seeks")
+_HOURS = ("at dawn", "at noon", "at dusk", "at night", "in spring", "in summer", "in autumn", "in winter")
+_INTRODUCTION = "This is a conversation. Its last request asks for a text that was written before.\n\n"
+
+
+def build_requests(request: Request) -> Draft:
+    """The conversation with ``units`` turns before the last one."""
+    random = request.random
+    kind, topic = random.choice(_KINDS), random.choice(NOUNS)
+    wanted = random.randrange(COPIES)
+    code = nonsense(random, 4)
+    copies = sorted((random.random(), _text(random)) for _ in range(COPIES))
+    # A generator of its own: more turns leave code, texts and the asked number as they are.
+    turns = _other_turns(Random(random.getrandbits(64)), request.units - COPIES, (kind, topic))
+    spoken = [_turn(asked, about, text) for asked, about, text in turns]
+    begin = 0
+    for number, (where, text) in enumerate(copies):
+        # Copies stand in ascending order, so an earlier one never moves behind a later one.
+        at = number + int(where * (len(turns) + 1))
+        spoken.insert(at, _turn(kind, topic, text))
+        if number == wanted:
+            begin = len(_INTRODUCTION) + sum(map(len, spoken[:at])) + spoken[at].index(text)
+    text = copies[wanted][1]
+    question = (
+        f"User: Write the {_ORDINALS[wanted]} {kind} about the {topic} again, word for word. "
+        f"Write {code} before it.\nAssistant:"
+    )
+    return Draft(
+        prompt=f"{_INTRODUCTION}{''.join(spoken)}{question}",
+        answers=(f"{code} {text}", code),
+        target=f" {code} {text}",
+        spans=((begin, begin + len(text)),),
+    )
+
+
+def _other_turns(random: Random, count: int, asked: tuple[str, str]) -> list[tuple[str, str, str]]:
+    """Kind, topic and text of turns that ask for something else."""
+    turns: list[tuple[str, str, str]] = []
+    while len(turns) < count:
+        kind, topic = random.choice(_KINDS), random.choice(NOUNS)
+        # A fifth text for the same request would make the numbers wrong.
+        if (kind, topic) != asked:
+            turns.append((kind, topic, _text(random)))
+    return turns
+
+
+def _turn(kind: str, topic: str, text: str) -> str:
+    return f"User: Write a {kind} about the {topic}.\nAssistant: {text}\n\n"
+
+
+def _text(random: Random) -> str:
+    """Three sentences."""
+    return " ".join(_sentence(random) for _ in range(3))
+
+
+def _sentence(random: Random) -> str:
+    who = f"{random.choice(ADJECTIVES)} {random.choice(NOUNS)}"
+    whom = f"{random.choice(ADJECTIVES)} {random.choice(NOUNS)}"
+    return f"The {who} {random.choice(_VERBS)} the {whom} {random.choice(_HOURS)}."

@@ -1,0 +1,87 @@
+"""Random values that no text holds by chance: numbers, word pairs, UUIDs, names."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from random import Random
+
+from longctx.errors import DataError
+
+_ADJECTIVES = (
+    "amber ancient brave bright calm careful clever cold copper crimson curious dark eager early emerald fearless "
+    "fierce frozen gentle giant golden grand grey happy hidden hollow humble iron jolly kind large late light lively "
+    "lonely lucky mellow merry mighty misty narrow nimble noble northern orange pale patient plain proud purple quick "
+    "quiet rapid restless round royal rustic scarlet secret silent silver sleepy small smooth solemn southern steady "
+    "stormy strong subtle sunny swift tall tender tiny velvet vivid warm western white wild wise witty yellow young"
+)
+
+_NOUNS = (
+    "acorn anchor anvil apple arrow badger barrel basket beacon bell birch bridge brook button cabin candle canyon "
+    "castle cedar chapel cherry circle cliff clock cloud comet compass coral cradle crane crown desert dolphin dragon "
+    "drum eagle ember falcon feather fern ferry field flute forest fountain fox garden gate glacier glove hammer "
+    "harbor harp hawk hazel heron hill island ivy jacket jungle kettle kite ladder lagoon lantern leaf lemon lion "
+    "lizard magnet maple marble meadow mill mirror moon moth mountain needle oak ocean olive orchard otter owl paper "
+    "pebble pepper piano pigeon planet pond puzzle quarry rabbit raven reef ribbon river rocket saddle sail salmon "
+    "shadow shell ship sparrow spring star stone summit temple thistle tiger tower tunnel valley violin walnut whale "
+    "willow"
+)
+
+ADJECTIVES = _ADJECTIVES.split()
+NOUNS = _NOUNS.split()
+
+_SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+
+
+def number(random: Random) -> str:
+    """Seven digits."""
+    return str(random.randint(1_000_000, 9_999_999))
+
+
+def word(random: Random) -> str:
+    """An adjective and a noun, joined by a hyphen."""
+    return f"{random.choice(ADJECTIVES)}-{random.choice(NOUNS)}"
+
+
+def uuid4(random: Random) -> str:
+    """A UUID of version 4."""
+    return str(uuid.UUID(int=random.getrandbits(128), version=4))
+
+
+def telephone(random: Random) -> str:
+    """Ten digits, written as 555-014-2237."""
+    return f"{random.randint(200, 999)}-{random.randint(200, 999)}-{random.randint(1000, 9999)}"
+
+
+def nonsense(random: Random, syllables: int) -> str:
+    """A word of no language, of syllables such as ``ta`` and ``vo``."""
+    return "".join(random.choices(_SYLLABLES, k=syllables))
+
+
+def name(random: Random) -> str:
+    """A first and a last name of no language."""
+    return f"{nonsense(random, 2).title()} {nonsense(random, 4).title()}"
+
+
+KINDS: dict[str, Callable[[Random], str]] = {"number": number, "word": word, "uuid": uuid4}
+"""What a needle's value may be."""
+
+DRAWS = 50
+"""Draws for each value of ``distinct`` before it is said that there are too few."""
+
+
+def distinct(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:
+    """``count`` different values; of two counts the shorter list begins the longer one."""
+    # A dictionary is an ordered set here: the order of draws is the order of the list.
+    drawn: dict[str, None] = {}
+    # All of n values are drawn after about n ln n draws; of fewer values than asked for never.
+    for _ in range(DRAWS * (count + 1)):
+        if len(drawn) >= count:
+            break
+        drawn[draw(random)] = None
+    if len(drawn) < count:
+        raise DataError(
+            f"{count:,} different values are wanted, and there are only {len(drawn):,}. Ask for a shorter length, or "
+            "another task."
+        )
+    return list(drawn)

@@ -1,0 +1,147 @@
+"""Continue many prompts, several at a time: one that has ended leaves, and the next one enters.
+
+Prompts that enter are read together, chunk by chunk. Then the tokens of all that are under way are read together, one
+of each a step, whatever their lengths: none waits for another to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.generation.beams import Beams
+from longctx.generation.continuation import Continuation, Request
+from longctx.generation.penalties import Penalties
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read_each
+from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.search import search
+from longctx.generation.stop_strings import StopStrings
+from longctx.model.attention.core import KVCache
+from longctx.model.decoder import Decoder
+
+MAX_SEQUENCES = 8
+"""Prompts that are under way together."""
+
+
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    strategy: Greedy | Sample | Beams | None = None,
+    *,
+    penalties: Penalties | None = None,
+    stop_ids: Collection[int] = (),
+    stop_strings: StopStrings | None = None,
+    max_sequences: int = MAX_SEQUENCES,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (index of the prompt, its new tokens), each as soon as it has ended.
+
+    The tokens are those that ``generate`` gives for the prompt alone: each is sampled from the strategy's seed on.
+    ``max_sequences`` are under way at most, each with a cache of its own. Beams search for one prompt after another.
+    Processes that share the model's sequences call this alike. A request that cannot be served fails at the call.
+    """
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        strategy=strategy or Greedy(),
+        penalties=penalties or Penalties(),
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+    )
+    check_chunk_tokens(chunk_tokens)
+    if max_sequences < 1:
+        raise ConfigError(f"max_sequences={max_sequences} must be at least 1. The default is {MAX_SEQUENCES}.")
+    # All of them now: hours later, one bad prompt would lose the others' continuations.
+    for index, prompt_ids in enumerate(prompts):
+        try:
+            request.check(model, prompt_ids)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {index} of {len(prompts)}: {error}") from error
+    if isinstance(request.strategy, Beams):
+        return _searched(model, prompts, request, request.strategy, chunk_tokens)
+    return _continued(model, prompts, request, max_sequences, chunk_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sequence:
+    """A prompt that is under way."""
+
+    index: int
+    continuation: Continuation
+    cache: KVCache
+
+
+@torch.no_grad()
+def _continued(
+    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    new_cache = model.core.new_caches(min(max_sequences, len(prompts)))
+    # A list gives its last element fastest.
+    waiting = list(reversed(range(len(prompts))))
+    under_way: list[_Sequence] = []
+    while waiting or under_way:
+        entering = []
+        while waiting and len(under_way) + len(entering) < max_sequences:
+            index, cache = waiting.pop(), new_cache()
+            cache.expect(request.expected_tokens)
+            entering.append(_Sequence(index, Continuation(request, prompts[index]), cache))
+        _enter(model, request, entering, prompts, chunk_tokens)
+        under_way += entering
+        ended = _ended(under_way)
+        yield from ended
+        # A first token may be the last: then the next prompt enters before the others go on.
+        if under_way and not ended:
+            new_ids = [[sequence.continuation.ids[-1]] for sequence in under_way]
+            _add_tokens(request, under_way, read_each(model, new_ids, [sequence.cache for sequence in under_way]))
+            yield from _ended(under_way)
+
+
+def _enter(
+    model: Decoder,
+    request: Request,
+    sequences: list[_Sequence],
+    prompts: Sequence[Sequence[int]],
+    chunk_tokens: int,
+) -> None:
+    """Read the prompts of these sequences, together, and choose their first tokens."""
+    reading = [sequence for sequence in sequences if not sequence.continuation.has_ended]
+    if reading:
+        ids = [prompts[sequence.index] for sequence in reading]
+        _add_tokens(request, reading, read_each(model, ids, [sequence.cache for sequence in reading], chunk_tokens))
+
+
+def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor) -> None:
+    """Choose the next token of each sequence."""
+    continuations = [sequence.continuation for sequence in sequences]
+
+    def choose() -> list[int]:
+        if request.is_greedy:
+            return logits_NV.argmax(-1).tolist()
+        return [of_one.choose(logits_V) for of_one, logits_V in zip(continuations, logits_NV, strict=True)]
+
+    # One message for all sequences, where processes share them.
+    tokens = sequences[0].cache.once(choose, len(sequences))
+    for of_one, token in zip(continuations, tokens, strict=True):
+        of_one.add(token)
+
+
+def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
+    """Take out the sequences that have ended: index and tokens of each."""
+    ended = [sequence for sequence in under_way if sequence.continuation.has_ended]
+    under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
+    for sequence in ended:
+        sequence.cache.free()
+    return [(sequence.index, sequence.continuation.ids) for sequence in ended]
+
+
+def _searched(
+    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    for index, prompt_ids in enumerate(prompts):
+        cache = model.core.new_caches(request.num_caches)()
+        cache.expect(request.expected_tokens)
+        yield index, list(search(model, list(prompt_ids), request, beams, cache, chunk_tokens))

@@ -1,0 +1,122 @@
+"""Beam search: the continuation with the best score, its log-likelihood over its length to the power of a penalty.
+
+The rules are those of transformers' ``generate``, in float32 and in its order, so that the same beams win.
+
+Axes: N beams, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+
+_NEVER = -1e9
+"""The score of what must not be chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """Search with this many beams."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    """Scores are log-likelihoods over the number of new tokens to this power: above 0 favours long continuations."""
+    early_stopping: bool | Literal["never"] = False
+    """When to end: True as soon as as many continuations have ended as there are beams, False when a better one is
+    unlikely, "never" when it is impossible."""
+
+    def __post_init__(self) -> None:
+        if self.num_beams < 2:
+            raise ConfigError(f"num_beams={self.num_beams} must be at least 2. For one, the likeliest, use Greedy().")
+        if not math.isfinite(self.length_penalty):
+            raise ConfigError(f"length_penalty={self.length_penalty} must be a number; 0 leaves lengths out.")
+
+
+class Beam(NamedTuple):
+    """What a beam is continued by."""
+
+    parent: int
+    """Index of the beam, among those of the step before, that it goes on from."""
+    token: int
+
+
+class BeamSearch:
+    """The state of one search, without the model: log-probabilities in, the next step's beams out."""
+
+    def __init__(
+        self, beams: Beams, max_new_tokens: int, has_ended: Callable[[Sequence[int]], bool], num_stop_ids: int
+    ) -> None:
+        """``has_ended`` says of new tokens whether they are a whole continuation."""
+        N = beams.num_beams
+        self.beams = beams
+        self.running: list[list[int]] = [[] for _ in range(N)]
+        """The new tokens of each beam."""
+        self._max_new_tokens = max_new_tokens
+        self._has_ended = has_ended
+        # Enough candidates that some go on, whatever ends.
+        self._num_candidates = max(2, 1 + num_stop_ids) * N
+        # All beams are the prompt at first: only one of them may be continued.
+        self._scores_N = torch.tensor([0.0] + [_NEVER] * (N - 1))
+        self._ended: list[list[int]] = [[] for _ in range(N)]
+        self._ended_scores_N = torch.full((N,), _NEVER)
+        self._is_ended_N = torch.zeros(N, dtype=torch.bool)
+        self._may_improve = True
+
+    def advance(self, log_probs_NV: Tensor) -> list[Beam]:
+        """The beams of the next step, given what follows each; none when the search is over."""
+        N, V = log_probs_NV.shape
+        totals = (log_probs_NV + self._scores_N[:, None]).flatten()
+        scores_C, indices_C = totals.topk(min(self._num_candidates, len(totals)))
+        beams = [Beam(index // V, index % V) for index in indices_C.tolist()]
+        ids = [[*self.running[beam.parent], beam.token] for beam in beams]
+        ends_C = torch.tensor([self._is_whole(of_one) for of_one in ids])
+        self._add_ended(ids, scores_C, ends_C)
+        # What has ended goes on only where nothing else is left.
+        running_C = scores_C + ends_C.float() * _NEVER
+        chosen = running_C.topk(N).indices
+        self._scores_N = running_C[chosen]
+        self.running = [ids[index] for index in chosen.tolist()]
+        if not self._goes_on(bool(ends_C.all())):
+            return []
+        return [beams[index] for index in chosen.tolist()]
+
+    def best(self) -> list[int]:
+        """The continuation with the best score."""
+        return self._ended[0]
+
+    def _is_whole(self, ids: Sequence[int]) -> bool:
+        return len(ids) >= self._max_new_tokens or self._has_ended(ids)
+
+    def _add_ended(self, ids: list[list[int]], scores_C: Tensor, ends_C: Tensor) -> None:
+        """Rank those of the best N candidates that have ended among the continuations that ended before."""
+        N = self.beams.num_beams
+        ends_C = ends_C.clone()
+        # The other candidates are there only so that enough beams go on.
+        ends_C[N:] = False
+        scores_C = scores_C / len(ids[0]) ** self.beams.length_penalty
+        if self.beams.early_stopping is True and self._is_ended_N.all():
+            scores_C = scores_C + _NEVER
+        scores_C = scores_C + (~ends_C).float() * _NEVER
+        scores, best = torch.cat((self._ended_scores_N, scores_C)).topk(N)
+        everything = self._ended + ids
+        self._ended = [everything[index] for index in best.tolist()]
+        self._ended_scores_N, self._is_ended_N = scores, torch.cat((self._is_ended_N, ends_C))[best]
+
+    def _goes_on(self, all_end: bool) -> bool:
+        """Whether a running beam may still become better than the worst that ended."""
+        beams, length = self.beams, len(self.running[0])
+        if beams.early_stopping == "never" and beams.length_penalty > 0:
+            length = self._max_new_tokens
+        hoped_for = self._scores_N[0] / length**beams.length_penalty
+        # A search with fewer ended continuations than beams always goes on.
+        worst_N = torch.where(self._is_ended_N, self._ended_scores_N.min(), torch.tensor(_NEVER))
+        self._may_improve = self._may_improve and bool((hoped_for > worst_N).any())
+        is_full = beams.early_stopping is True and bool(self._is_ended_N.all())
+        return self._may_improve and not is_full and not all_end

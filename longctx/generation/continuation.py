@@ -1,0 +1,106 @@
+"""Continuation: the tokens that a prompt was continued by so far, how the next is chosen, and when they end.
+
+Axes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.generation.beams import Beams
+from longctx.generation.penalties import Penalties
+from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.stop_strings import StopStrings
+from longctx.model.decoder import Decoder
+
+_MOST_EXPECTED = 256
+"""Most new tokens that memory is made for together with the prompt's; longer answers copy the keys now and then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How prompts are continued."""
+
+    max_new_tokens: int
+    """Tokens to add at most."""
+    strategy: Greedy | Sample | Beams = field(default_factory=Greedy)
+    penalties: Penalties = field(default_factory=Penalties)
+    """Applied before the strategy sees the logits."""
+    stop_ids: Collection[int] = ()
+    """A token of these is the last one."""
+    stop_strings: StopStrings | None = None
+    """The token that completes one of these is the last one."""
+
+    @property
+    def num_caches(self) -> int:
+        """Caches that one prompt needs."""
+        if isinstance(self.strategy, Beams):
+            return self.strategy.num_beams
+        return 1
+
+    @property
+    def expected_tokens(self) -> int:
+        """New tokens that a cache should have space for from the start. The last one is never stored."""
+        return min(max(self.max_new_tokens - 1, 0), _MOST_EXPECTED)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is chosen, whatever came before."""
+        return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
+
+    def check(self, model: Decoder, prompt_ids: Sequence[int]) -> None:
+        """ConfigError for an empty prompt, an id outside the vocabulary, or a negative number of tokens."""
+        if len(prompt_ids) == 0:
+            raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
+        vocab_size = model.config.vocab_size
+        outside = [i for i in prompt_ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+
+    def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
+        """A function from each token of a continuation to whether it is the last one."""
+        # Text knows its past, so each continuation has its own.
+        has_stop_string = None
+        if self.stop_strings is not None:
+            has_stop_string = self.stop_strings.start(prompt_ids)
+
+        def is_last(token: int) -> bool:
+            if token in self.stop_ids:
+                return True
+            return has_stop_string is not None and has_stop_string(token)
+
+        return is_last
+
+
+class Continuation:
+    """One continuation that a strategy chooses token by token."""
+
+    def __init__(self, request: Request, prompt_ids: Sequence[int]) -> None:
+        assert not isinstance(request.strategy, Beams), "beams choose several tokens at once"
+        self.ids: list[int] = []
+        """The tokens so far."""
+        self._choose = request.strategy.start()
+        self._penalise = request.penalties.start(prompt_ids)
+        self._is_last = request.ends(prompt_ids)
+        self._max_new_tokens = request.max_new_tokens
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no token follows."""
+        return self._has_ended or len(self.ids) >= self._max_new_tokens
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next token, given its logits in fp32. Draws: to be asked once a token."""
+        return self._choose(self._penalise(logits_V, self.ids))
+
+    def add(self, token: int) -> None:
+        """Add the token that was chosen."""
+        self.ids.append(token)
+        self._has_ended = self._is_last(token)

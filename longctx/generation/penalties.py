@@ -1,0 +1,59 @@
+"""Penalties for tokens that the text has already.
+
+Axes: V vocabulary, N different tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """How much less likely tokens become that the prompt or the continuation has; each at rest by default."""
+
+    repetition: float = 1.0
+    """Divides logits above 0 and multiplies those below, of tokens in the prompt and in the continuation."""
+    presence: float = 0.0
+    """Subtracted from the logits of tokens in the continuation."""
+    frequency: float = 0.0
+    """Subtracted from the logit of a token once for each time that the continuation has it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.repetition < math.inf:
+            raise ConfigError(f"repetition penalty {self.repetition} must be above 0; 1 changes nothing.")
+        for name in ("presence", "frequency"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} penalty {value} must be a number; 0 changes nothing.")
+
+    def start(self, prompt_ids: Sequence[int]) -> Callable[[Tensor, Sequence[int]], Tensor]:
+        """A function from logits [V] and the tokens so far, without the prompt's, to the logits with the penalties."""
+        if self == Penalties():
+            return lambda logits_V, new_ids: logits_V
+        # A prompt may be long, and is the same at each step.
+        prompt_N = torch.tensor(prompt_ids, dtype=torch.int64).unique()
+
+        def penalise(logits_V: Tensor, new_ids: Sequence[int]) -> Tensor:
+            new_N, counts_N = torch.tensor(new_ids, dtype=torch.int64).unique(return_counts=True)
+            seen_N = torch.cat((prompt_N, new_N)).unique()
+            logits_V = _multiplied(logits_V, seen_N.to(logits_V.device), self.repetition)
+            # After the repetition penalty, and before any temperature, as vLLM and SGLang have it.
+            taken_N = self.frequency * counts_N + self.presence
+            return logits_V.index_add(0, new_N.to(logits_V.device), -taken_N.to(logits_V))
+
+        return penalise
+
+
+def _multiplied(logits_V: Tensor, ids_N: Tensor, penalty: float) -> Tensor:
+    """Logits of which those of these tokens are less likely."""
+    logits_N = logits_V[ids_N]
+    # A logit below 0 is divided by nothing: that would make it likelier.
+    return logits_V.index_copy(0, ids_N, torch.where(logits_N < 0, logits_N * penalty, logits_N / penalty))

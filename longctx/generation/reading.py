@@ -1,0 +1,155 @@
+"""Read tokens into a cache, chunk by chunk: memory beside the cache does not grow with the prompt.
+
+The cache says which tokens of a chunk this process is given, so reading is the same on one process and on many.
+
+Axes: B rows, t tokens of a chunk that this process is given, T all of them, M model width, N
+sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET
+from longctx.errors import ConfigError
+from longctx.model.attention.core import KVCache, TokenChunk
+from longctx.model.attention.sequences import SequencesCache, join, tokens_of
+from longctx.model.decoder import Decoder
+
+CHUNK_TOKENS = 4096
+"""Tokens of a prompt that one forward pass reads, on however many processes."""
+
+
+def check_chunk_tokens(chunk_tokens: int) -> None:
+    """ConfigError unless a chunk has tokens."""
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1. The default is {CHUNK_TOKENS}.")
+
+
+@torch.no_grad()
+def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """Read tokens behind those of the cache; hidden states [1, t, M] of the last few, the last token's at the end."""
+    last_BtM = None
+    for _, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        last_BtM = hidden_BtM
+    assert last_BtM is not None, "no token to read"
+    return last_BtM
+
+
+def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
+    """Logits [B, V], fp32, after the last of these tokens."""
+    # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
+    return model.logits(hidden_BtM[:, -1:])[:, 0].float()
+
+
+@torch.no_grad()
+def read_each(
+    model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """Read tokens of each of N sequences behind those of its cache, together; logits [N, V], fp32, after the last ones.
+
+    A pass reads at most about ``chunk_tokens``, however many sequences they are of.
+    """
+    config = model.config
+    # Frequencies that depend on a sequence's length differ from one sequence to the next.
+    stretches = config.position == "rope" and config.rope.depends_on_length
+    if len(caches) == 1 or stretches:
+        parts = [read(model, of_one, cache, chunk_tokens)[:, -1] for of_one, cache in zip(ids, caches, strict=True)]
+    elif all(len(of_one) == 1 for of_one in ids):
+        parts = [_newest_hidden(model, [of_one[0] for of_one in ids], caches)]
+    else:
+        parts = _last_hidden(model, ids, caches, chunk_tokens)
+    # The head of the last tokens alone: logits of a long prompt would be the largest tensor of all.
+    return model.logits(torch.cat(parts)[None])[0].float()
+
+
+def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) -> Tensor:
+    """Read one token of each sequence; their hidden states [N, M]."""
+    cache, device = SequencesCache(caches), _device_of(model)
+    chunk = cache.chunk(len(ids))
+    tokens_BN, positions_BN = torch.tensor([ids], device=device), chunk.indices[None].to(device)
+    return model(tokens_BN, positions_BN, cache=cache, chunk=chunk)[0]
+
+
+def _last_hidden(
+    model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int
+) -> list[Tensor]:
+    """Read all tokens; the hidden state [1, M] of each sequence's last one."""
+    device, firsts = _device_of(model), [cache.num_tokens for cache in caches]
+    coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
+    waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
+    last: dict[int, Tensor] = {}
+    while waiting:
+        sequences = _next_pass(waiting, chunk_tokens)
+        chunk = join([waiting[n] for n in sequences])
+        tokens_t = torch.cat([given_tokens(waiting[n], ids[n], firsts[n]) for n in sequences])
+        cache = SequencesCache([caches[n] for n in sequences])
+        hidden_BtM = model(tokens_t[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
+        for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
+            last[n] = hidden_BtM[:, tokens.stop - 1]
+            following = next(coming[n], None)
+            del waiting[n]
+            if following is not None:
+                waiting[n] = following
+    return [last[n] for n in range(len(caches))]
+
+
+def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int]:
+    """The sequences whose chunks are read together: all are split over processes or none, and they are not too many."""
+    found: list[int] = []
+    num_tokens = 0
+    is_replicated = next(iter(waiting.values())).is_replicated
+    for number, chunk in waiting.items():
+        if chunk.is_replicated != is_replicated:
+            continue
+        num_tokens += chunk.num_tokens
+        if found and num_tokens > chunk_tokens:
+            break
+        found.append(number)
+    return found
+
+
+@torch.no_grad()
+def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """The negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
+
+    Every process that shares the model's sequences gets all of them.
+    """
+    if len(ids) < 2:
+        raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
+    check_chunk_tokens(chunk_tokens)
+    cache, found = model.new_cache(), []
+    # The last token has no target, but is read like the others: chunks then end where the sequence ends.
+    targets = [*ids[1:], IGNORED_TARGET]
+    for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        # Logits of a chunk are never whole, and each process scores the tokens that it has read.
+        targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device)
+        found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
+    return torch.cat(found)[:-1]
+
+
+def read_chunks(
+    model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int
+) -> Iterator[tuple[TokenChunk, Tensor]]:
+    """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
+    device, first = _device_of(model), cache.num_tokens
+    for chunk in cache.chunks(len(ids), chunk_tokens):
+        tokens_Bt = given_tokens(chunk, ids, first)[None].to(device)
+        # A position is an index in the sequence: the cache holds all of it, from the first token on.
+        positions_Bt = chunk.indices[None].to(device)
+        yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
+
+
+def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
+    """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
+    start = chunk.start - first
+    # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
+    return torch.tensor(ids[start : start + chunk.num_tokens])[chunk.indices - chunk.start]
+
+
+def _device_of(model: Decoder) -> torch.device:
+    # Not the first of its parameters: to ask for these goes through all modules.
+    return model.model.embed_tokens.weight.device

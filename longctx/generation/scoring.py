@@ -1,0 +1,164 @@
+"""Log-likelihoods of continuations: short ones in one packed row, long ones behind one reading of their context.
+
+Axes: B = 1 row, t tokens that this process is given, T all of them, N tokens that are scored, M model width, V
+vocabulary; 2 stands for log-likelihood and whether the token is the likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.generation.reading import CHUNK_TOKENS, given_tokens, last_logits, read, read_chunks
+from longctx.model.attention.core import KVCache
+from longctx.model.decoder import Decoder
+
+HEAD_TOKENS = 256
+"""Tokens whose logits are there at once."""
+
+
+class Pair(NamedTuple):
+    """A context and what stands after it, as ids; neither is empty."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them. A model reads all but the last: what follows that one is not asked."""
+        return list(self.context) + list(self.continuation)
+
+    @property
+    def num_read(self) -> int:
+        """How many ids a model reads."""
+        return len(self.context) + len(self.continuation) - 1
+
+
+class Score(NamedTuple):
+    """What a model says of a continuation."""
+
+    log_likelihood: float
+    is_greedy: bool
+    """Whether greedy decoding writes it: each token is the likeliest after those before it."""
+
+
+def can_share(model: Decoder) -> bool:
+    """Whether texts may be read together, or behind one reading of what they share.
+
+    Not where frequencies depend on the length of the text.
+    """
+    return model.config.position != "rope" or not model.config.rope.depends_on_length
+
+
+@torch.no_grad()
+def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
+    """The score of each pair, all read in one forward pass as documents of one row. For a process that works alone."""
+    for pair in pairs:
+        _check(model, pair)
+    device = next(model.parameters()).device
+    bounds = list(accumulate((pair.num_read for pair in pairs), initial=0))
+    tokens_T = torch.tensor([token for pair in pairs for token in pair.ids[:-1]], device=device)
+    positions_T = torch.cat([torch.arange(pair.num_read) for pair in pairs]).to(device)
+    hidden_BTM = model(tokens_T[None], positions_T[None], bounds)
+    targets_T = torch.cat([torch.tensor(pair.ids[1:]) for pair in pairs])
+    is_scored_T = torch.cat([torch.arange(pair.num_read) >= len(pair.context) - 1 for pair in pairs])
+    found_2T = _token_scores(model, hidden_BTM, targets_T, is_scored_T)
+    parts = found_2T[:, is_scored_T.to(device)].split([len(pair.continuation) for pair in pairs], dim=1)
+    return [_score(part_2N) for part_2N in parts]
+
+
+@torch.no_grad()
+def score_behind(
+    model: Decoder,
+    context: Sequence[int],
+    continuations: Sequence[Sequence[int]],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> list[Score]:
+    """The score of each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
+
+    Processes that share the model's sequences call this alike, and get the same.
+    """
+    pairs = [Pair(context, continuation) for continuation in continuations]
+    for pair in pairs:
+        _check(model, pair)
+    if len(pairs) == 1 or not can_share(model):
+        return [_score_one(model, pair, chunk_tokens) for pair in pairs]
+    cache = model.new_cache()
+    # In the context's buffers, which are copied: else each copy would be copied once more.
+    cache.expect(max(map(len, continuations)) - 1)
+    logits_V = last_logits(model, read(model, context, cache, chunk_tokens))[0]
+    scores = []
+    for continuation in continuations:
+        found = [_of_logits(logits_V[None], torch.tensor(continuation[:1], device=logits_V.device))]
+        if len(continuation) > 1:
+            found.append(_read_and_score(model, continuation[:-1], continuation[1:], 0, cache.copy(), chunk_tokens))
+        scores.append(_score(torch.cat(found, dim=1)))
+    return scores
+
+
+def _check(model: Decoder, pair: Pair) -> None:
+    """ConfigError for an empty part or an id outside the vocabulary."""
+    if not len(pair.context) or not len(pair.continuation):
+        raise ConfigError(
+            f"a context of {len(pair.context)} tokens and a continuation of {len(pair.continuation)}: both need one. "
+            "Begin an empty context with the begin id."
+        )
+    vocab_size = model.config.vocab_size
+    for ids in pair:
+        outside = [i for i in ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ConfigError(f"id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+
+
+def _score_one(model: Decoder, pair: Pair, chunk_tokens: int) -> Score:
+    """The score of one pair."""
+    ids, first = pair.ids, len(pair.context) - 1
+    return _score(_read_and_score(model, ids[:-1], ids[1:], first, model.new_cache(), chunk_tokens))
+
+
+def _read_and_score(
+    model: Decoder, ids: Sequence[int], targets: Sequence[int], first: int, cache: KVCache, chunk_tokens: int
+) -> Tensor:
+    """Read ids behind those of the cache; [2, N] of the targets from ``first`` on, on every process."""
+    start, found = cache.num_tokens, []
+    for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+        at_t = chunk.indices - start
+        # Every process skips the same chunks: collecting takes all of them.
+        if chunk.start - start + chunk.num_tokens > first:
+            targets_t = given_tokens(chunk, targets, start)
+            found_2t = _token_scores(model, hidden_BtM, targets_t, at_t >= first)
+            found.append(cache.collect(found_2t, chunk))
+    return torch.cat(found, dim=1)[:, first - len(ids) :]
+
+
+def _token_scores(model: Decoder, hidden_BtM: Tensor, targets_t: Tensor, is_scored_t: Tensor) -> Tensor:
+    """[2, t] of these tokens' targets, fp32; zeros where a token is not scored."""
+    device = hidden_BtM.device
+    found_2t = torch.zeros(2, len(targets_t), device=device)
+    for at_N in is_scored_t.nonzero()[:, 0].split(HEAD_TOKENS):
+        # A process may have none of the tokens that are scored.
+        if len(at_N):
+            on_device_N = at_N.to(device)
+            # Logits of a whole context would be the largest tensor of all.
+            logits_NV = model.logits(hidden_BtM[:, on_device_N])[0].float()
+            found_2t[:, on_device_N] = _of_logits(logits_NV, targets_t[at_N].to(device))
+    return found_2t
+
+
+def _of_logits(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """[2, N] of targets, fp32."""
+    log_likelihoods_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
+    is_likeliest_N = logits_NV.argmax(-1) == targets_N
+    return torch.stack((log_likelihoods_N, is_likeliest_N.float()))
+
+
+def _score(found_2N: Tensor) -> Score:
+    """The score of a continuation from those of its tokens."""
+    # Summed in float64: a text of a million tokens would lose digits otherwise.
+    return Score(float(found_2N[0].double().sum()), bool(found_2N[1].bool().all()))

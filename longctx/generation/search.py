@@ -1,0 +1,84 @@
+"""Beam search with a decoder: all beams go on in one pass, each with a cache of its own.
+
+Axes: N beams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.generation.beams import Beam, Beams, BeamSearch
+from longctx.generation.continuation import Request
+from longctx.generation.reading import last_logits, read, read_each
+from longctx.model.attention.core import KVCache
+from longctx.model.decoder import Decoder
+
+_NONE = -1
+"""Told in place of a token that there is not."""
+
+
+@torch.no_grad()
+def search(
+    model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache, chunk_tokens: int
+) -> Iterator[int]:
+    """Yield the best continuation when it is found.
+
+    Processes that share the cache follow the search of the first: the state of the others' is never read.
+    """
+    if request.max_new_tokens == 0:
+        return
+    state = BeamSearch(
+        beams, request.max_new_tokens, lambda ids: _has_ended(request, prompt_ids, ids), len(request.stop_ids)
+    )
+    penalise = request.penalties.start(prompt_ids)
+
+    def next_beams(logits_NV: Tensor) -> list[int]:
+        log_probs_NV = logits_NV.cpu().log_softmax(-1)
+        # Penalties see log-probabilities here, as transformers' do.
+        penalised = [penalise(row_V, ids) for row_V, ids in zip(log_probs_NV, state.running, strict=True)]
+        chosen = [number for beam in state.advance(torch.stack(penalised)) for number in beam]
+        return chosen or [_NONE] * (2 * beams.num_beams)
+
+    # Every beam is the prompt, read once: what follows it is the same for all, and only one is continued.
+    logits_NV = last_logits(model, read(model, prompt_ids, cache, chunk_tokens)).expand(beams.num_beams, -1)
+    caches: list[KVCache] = [cache] * beams.num_beams
+    while True:
+        told = cache.once(lambda logits_NV=logits_NV: next_beams(logits_NV), 2 * beams.num_beams)
+        if told[0] == _NONE:
+            break
+        chosen = [Beam(parent, token) for parent, token in zip(told[::2], told[1::2], strict=True)]
+        caches = continued(caches, chosen)
+        logits_NV = read_each(model, [[beam.token] for beam in chosen], caches)
+    # The other processes know no lengths: they are told as many integers as there may be tokens.
+    padding = [_NONE] * request.max_new_tokens
+    best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)
+    yield from (token for token in best if token != _NONE)
+
+
+def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]:
+    """The cache of each beam: that of the beam it goes on from, or a copy where another has taken it."""
+    going_on = {id(caches[beam.parent]) for beam in beams}
+    # Memory of beams that end serves the copies.
+    for cache in {id(cache): cache for cache in caches}.values():
+        if id(cache) not in going_on:
+            cache.free()
+    taken: set[int] = set()
+    found = []
+    for beam in beams:
+        cache = caches[beam.parent]
+        if id(cache) in taken:
+            cache = cache.copy()
+        taken.add(id(cache))
+        found.append(cache)
+    return found
+
+
+def _has_ended(request: Request, prompt_ids: list[int], ids: Sequence[int]) -> bool:
+    if request.stop_strings is None:
+        return ids[-1] in request.stop_ids
+    # Beams change places: the text of each is read from its beginning.
+    is_last = request.ends(prompt_ids)
+    return any(is_last(token) for token in ids)

@@ -1,0 +1,126 @@
+"""ObservedAttention: a core that also says how much the queries of one head attend to each group of keys.
+
+Axes: T tokens of the row, G groups of keys, H query heads, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.local import LocalAttention, LocalPlan
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.recompute import RecomputeCache
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedPlan:
+    """The plan of the layers, and what the observed one is planned by once more."""
+
+    inner: LocalPlan
+    mask: AttentionMask
+    shapes: AttentionShapes
+    in_graph: bool = False
+
+
+class ObservedAttention:
+    """A core of one process. Of one layer's head it sums the softmax weights of each query over groups of keys.
+
+    Weights times values that name the group of a key are those sums. So masks, biases and sinks are the kernel's own,
+    and a matrix of all queries by all keys is never formed. It serves one forward pass of one row, without a cache.
+    """
+
+    def __init__(self, *, call: int, head: int, groups_T: Tensor) -> None:
+        """``call`` is the layer's number among those of softmax attention, ``groups_T`` the group of each key."""
+        self._inner = LocalAttention()
+        # The kernel that takes values of any width.
+        self._observer = LocalAttention("blockwise")
+        self._call, self._head, self._groups_T = call, head, groups_T
+        self._calls = 0
+        self.weights_TG: Tensor | None = None
+        """Each query's weights, summed over the keys of a group; a learned sink has what is missing to 1."""
+        self.is_seen_TG: Tensor | None = None
+        """Whether the mask lets a query see a key of the group."""
+
+    def new_cache(self) -> NoReturn:
+        """Raise: a cache's forward passes are several."""
+        raise NotImplementedError("attention is observed in one forward pass, without a cache")
+
+    def new_caches(self, most: int) -> NoReturn:
+        """Raise, as ``new_cache``."""
+        self.new_cache()
+
+    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> NoReturn:
+        """Raise, as ``new_cache``."""
+        self.new_cache()
+
+    def attend_each(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: Any,
+        caches: Sequence[Any],
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> NoReturn:
+        """Raise, as ``new_cache``."""
+        self.new_cache()
+
+    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> ObservedPlan:
+        """The plan of a core of one process, with its mask."""
+        return ObservedPlan(self._inner.plan(mask, shapes, placement), mask, shapes)
+
+    def __call__(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: ObservedPlan,
+        cache: LayerCache | None = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        recompute_cache: RecomputeCache | None = None,
+    ) -> Tensor:
+        # Layers call in their order, each once in a forward pass.
+        if self._calls == self._call:
+            self._observe(q_BtHD, k_BtKD, plan, scores or Scores(scale=q_BtHD.shape[-1] ** -0.5), sinks_H)
+        self._calls += 1
+        return self._inner(q_BtHD, k_BtKD, v_BtKV, plan=plan.inner, scores=scores, sinks_H=sinks_H)
+
+    def _observe(
+        self, q_BtHD: Tensor, k_BtKD: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None
+    ) -> None:
+        head, heads = self._head, slice(self._head, self._head + 1)
+        key_head = head // (q_BtHD.shape[2] // k_BtKD.shape[2])
+        q, k = q_BtHD[:, :, heads].float(), k_BtKD[:, :, key_head : key_head + 1].float()
+        if sinks_H is not None:
+            sinks_H = sinks_H[heads].float()
+        self.weights_TG = self._sums(q, k, plan, scores.of_heads(head, head + 1), sinks_H)
+        # Of equal scores every key that is seen has a weight, also one whose real weight rounds to 0.
+        equal = Scores(scale=1.0)
+        self.is_seen_TG = self._sums(torch.zeros_like(q), torch.zeros_like(k), plan, equal, None) > 0
+
+    def _sums(self, q: Tensor, k: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None) -> Tensor:
+        """The weights of one head's queries, summed over groups of keys, [T, G]."""
+        v_TG = functional.one_hot(self._groups_T.to(q.device)).to(q.dtype)
+        shapes = replace(
+            plan.shapes,
+            num_heads=1,
+            num_kv_heads=1,
+            value_dim=v_TG.shape[1],
+            dtype=q.dtype,
+            rules=scores.rules,
+        )
+        again = self._observer.plan(plan.mask, shapes)
+        out_BTHG = self._observer(q, k, v_TG[None, :, None], plan=again, scores=scores, sinks_H=sinks_H)
+        return out_BTHG[0, :, 0]

@@ -1,0 +1,163 @@
+"""New tokens of several sequences in one forward pass: attention of each by itself, everything else together.
+
+Sequences have caches of their own, of any lengths, on one process or on many, and no key is padded. Products, experts
+and norms see one row: the tokens of the first sequence, then those of the next.
+
+Axes: B = 1 row, t tokens of all sequences on this process, H query heads, K key/value heads, D query/key head size,
+V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, LayerCache, PassCore, Plan, TokenChunk
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.recompute import RecomputeCache
+
+
+class SequencesCache:
+    """The caches of several sequences, each of which is given new tokens."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self._caches = list(caches)
+
+    def layer(self, number: int) -> list[LayerCache]:
+        """The cache of one layer of each sequence."""
+        return [cache.layer(number) for cache in self._caches]
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next token of each sequence."""
+        assert num_tokens == len(self._caches), f"{num_tokens} tokens of {len(self._caches)} sequences"
+        return join([cache.chunk(1) for cache in self._caches])
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Note that every layer has seen the tokens of each sequence."""
+        for cache, part in zip(self._caches, chunk.sequences, strict=True):
+            cache.extend(part)
+
+
+def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """The chunks of several sequences as one, of which each process has its tokens of all, one after another."""
+    assert len({chunk.is_replicated for chunk in chunks}) == 1, "chunks that are split, and others that are not"
+    # What depends on a sequence alone is asked of its own chunk: where it starts, and where its keys are.
+    return TokenChunk(
+        start=0,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        sequence_tokens=max(chunk.sequence_tokens for chunk in chunks),
+        indices=torch.cat([chunk.indices for chunk in chunks]),
+        is_replicated=chunks[0].is_replicated,
+        sequences=tuple(chunks),
+    )
+
+
+class SequencesCore:
+    """Lets a core attend for each sequence of a chunk, with its own cache."""
+
+    def __init__(self, core: AttentionCore, chunks: tuple[TokenChunk, ...]) -> None:
+        self._core = core
+        self._chunks = chunks
+
+    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
+        """The plan of all sequences; each one's chunk says where its keys are."""
+        return self._core.plan_each(mask, shapes, self._chunks)
+
+    def __call__(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        *,
+        plan: Plan,
+        cache: Any = None,
+        scores: Scores | None = None,
+        sinks_H: Tensor | None = None,
+        recompute_cache: RecomputeCache | None = None,
+    ) -> Tensor:
+        """Output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
+        return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, sinks_H=sinks_H)
+
+
+@dataclass(frozen=True, eq=False)
+class EachAlone:
+    """A plan for some sequences, each by itself."""
+
+    sequences: tuple[int, ...]
+    """Which of the pass's sequences they are."""
+    tokens: tuple[slice, ...]
+    """Where their tokens are in the pass's row."""
+    plans: tuple[Any, ...]
+    in_graph: bool = False
+
+
+def plan_alone(
+    core: PassCore,
+    mask: AttentionMask,
+    shapes: AttentionShapes,
+    chunks: Sequence[TokenChunk],
+    sequences: Sequence[int] | None = None,
+    *,
+    has_placement: bool = True,
+) -> EachAlone:
+    """The core's own plan for each of these sequences, by default all; those that are alike share one.
+
+    Without ``has_placement`` the core plans by numbers of tokens alone.
+    """
+    if sequences is None:
+        sequences = range(len(chunks))
+    tokens = tokens_of(chunks)
+    plans = []
+    known: dict[Any, Plan] = {}
+    for sequence in sequences:
+        chunk, placement = chunks[sequence], None
+        if has_placement:
+            placement = chunk.placement
+        place = chunk.start, len(chunk.indices), chunk.later_tokens, placement
+        if place not in known:
+            of_one = replace(
+                shapes, tokens=len(chunk.indices), cached_tokens=chunk.start, later_tokens=chunk.later_tokens
+            )
+            known[place] = core.plan(mask, of_one, placement)
+        plans.append(known[place])
+    return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
+
+
+def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
+    """Where the tokens of each sequence are in a pass's row on this process."""
+    found, start = [], 0
+    for chunk in chunks:
+        found.append(slice(start, start + len(chunk.indices)))
+        start += len(chunk.indices)
+    return found
+
+
+def attend_alone(
+    core: PassCore,
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: EachAlone,
+    caches: Sequence[LayerCache],
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [1, n, H, V] of a core that is called for one of the plan's sequences after another."""
+    outs = []
+    for sequence, tokens, of_one in zip(plan.sequences, plan.tokens, plan.plans, strict=True):
+        out = core(
+            q_BtHD[:, tokens],
+            k_BtKD[:, tokens],
+            v_BtKV[:, tokens],
+            plan=of_one,
+            cache=caches[sequence],
+            scores=scores,
+            sinks_H=sinks_H,
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=1)

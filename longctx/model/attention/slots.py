@@ -1,0 +1,115 @@
+"""Slots: memory in which the keys of several short sequences lie side by side, so that one call attends for all.
+
+Axes: N slots, s rows of a slot, K key/value heads, D query/key head size, V value head size, n tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOT_TOKENS = 1024
+"""Rows of a slot. Longer sequences have memory of their own: their attention takes longer than the call for it."""
+_STEP = 64
+"""Rows that are made ready at a time."""
+
+
+class Slot(NamedTuple):
+    """One sequence's part of a pool."""
+
+    pool: SlotPool
+    number: int
+
+
+class SlotPool:
+    """As many slots as sequences are under way together, in every layer."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+        self._layers: dict[int, SlotLayer] = {}
+
+    def take(self) -> Slot | None:
+        """The first slot that is free; None where there is none."""
+        if not self._free:
+            return None
+        number = min(self._free)
+        self._free.remove(number)
+        return Slot(self, number)
+
+    def give_back(self, slot: Slot) -> None:
+        """Let another sequence have the slot."""
+        assert slot.number not in self._free, f"slot {slot.number} is free already"
+        self._free.append(slot.number)
+
+    def layer(self, number: int) -> SlotLayer:
+        """The rows of one layer."""
+        if number not in self._layers:
+            self._layers[number] = SlotLayer(self.num_slots)
+        return self._layers[number]
+
+
+class SlotLayer:
+    """One layer's rows of all slots, [N, s, K, D] and [N, s, K, V]."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._num_ready = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def make_ready(self, stop: int, keys: Tensor, values: Tensor | None) -> None:
+        """Give every slot rows before ``stop``, for keys [… K, D] and values [… K, V] like these."""
+        if self._keys is None:
+            # Rows take memory when they are made ready, not before.
+            self._keys = keys.new_empty(self._num_slots, SLOT_TOKENS, keys.shape[-2], keys.shape[-1])
+            if values is not None:
+                self._values = values.new_empty(self._num_slots, SLOT_TOKENS, values.shape[-2], values.shape[-1])
+        if stop <= self._num_ready:
+            return
+        # Keys that a mask hides are multiplied by 0 all the same, and 0 · NaN is NaN.
+        ready = slice(self._num_ready, min(-(-stop // _STEP) * _STEP, SLOT_TOKENS))
+        self._keys[:, ready] = 0
+        if self._values is not None:
+            self._values[:, ready] = 0
+        self._num_ready = ready.stop
+
+    def of_slot(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """The memory of one slot, [1, s, K, D] and [1, s, K, V]."""
+        assert self._keys is not None, "no rows are ready"
+        own = slice(number, number + 1)
+        values = None
+        if self._values is not None:
+            values = self._values[own]
+        return self._keys[own], values
+
+    def put(self, slots_n: Tensor, rows_n: Tensor, k_nKD: Tensor, v_nKV: Tensor | None, *, stop: int) -> None:
+        """Store a row in each of these slots, all before ``stop``."""
+        self.make_ready(stop, k_nKD, v_nKV)
+        assert self._keys is not None
+        self._keys.index_put_((slots_n, rows_n), k_nKD)
+        if self._values is not None and v_nKV is not None:
+            self._values.index_put_((slots_n, rows_n), v_nKV)
+
+    def first_rows(self, slots: slice | Tensor, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Rows before ``stop`` of these slots."""
+        assert self._keys is not None, "no rows are ready"
+        values = None
+        if self._values is not None:
+            values = _take(self._values, slots, stop)
+        return _take(self._keys, slots, stop), values
+
+
+def _take(x_NsKX: Tensor, slots: slice | Tensor, stop: int) -> Tensor:
+    if isinstance(slots, slice):
+        return x_NsKX[slots, :stop]
+    return x_NsKX[:, :stop].index_select(0, slots)
+
+
+def as_range(numbers: list[int]) -> slice | Tensor:
+    """Slots in this order: a range where they are one, else an index."""
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return slice(numbers[0], numbers[0] + len(numbers))
+    return torch.tensor(numbers)

@@ -1,0 +1,160 @@
+"""One token each of several sequences of one process: those in slots of one pool are attended to in one call.
+
+Axes: t tokens, n of them together, one a sequence, s rows of the longest sequence, H query heads, K key/value heads,
+D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.attention.contract import NewestTokensKernel, Scores
+from longctx.model.attention.cache import LayerBuffer
+from longctx.model.attention.cached import with_sinks
+from longctx.model.attention.core import AttentionShapes, PassCore, TokenChunk
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone, plan_alone
+from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Together:
+    """Tokens whose sequences are in slots of one pool."""
+
+    kernel: NewestTokensKernel
+    tokens: tuple[int, ...]
+    """Which of the pass's tokens they are, in the order of their slots."""
+    tokens_n: slice | Tensor
+    """The same, to take them."""
+    slots_n: Tensor
+    slots: slice | Tensor
+    """The same, as a range where they are one: its rows are not copied."""
+    rows_n: Tensor
+    """The rows of the new tokens in their slots."""
+    longest: int
+    """Rows of the longest sequence, with its new token."""
+    bias_ns: Tensor | None
+    """0 for rows of the token's own sequence, −inf for others; None where all are as long."""
+    value_dim: int
+    values_in_keys: bool
+
+    @classmethod
+    def build(
+        cls, kernel: NewestTokensKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
+    ) -> Together | None:
+        """The plan of single tokens that are in slots with what comes before them; None for less than two of them."""
+        if any(chunk.num_tokens != 1 for chunk in chunks):
+            return None
+        in_slots = [
+            (chunk.placement, token)
+            for token, chunk in enumerate(chunks)
+            if isinstance(chunk.placement, Slot) and chunk.start < SLOT_TOKENS
+        ]
+        # Of several pools one is served.
+        by_slot = sorted((slot.number, token) for slot, token in in_slots if slot.pool is in_slots[0][0].pool)
+        if len(by_slot) < 2:
+            return None
+        slots, tokens = [slot for slot, _ in by_slot], [token for _, token in by_slot]
+        rows = [chunks[token].start for token in tokens]
+        rows_n, longest, bias_ns = torch.tensor(rows), max(rows) + 1, None
+        if min(rows) + 1 < longest:
+            is_other_ns = torch.arange(longest) > rows_n[:, None]
+            bias_ns = torch.zeros(is_other_ns.shape).masked_fill_(is_other_ns, -torch.inf)
+        return cls(
+            kernel=kernel,
+            tokens=tuple(tokens),
+            tokens_n=as_range(tokens),
+            slots_n=torch.tensor(slots),
+            slots=as_range(slots),
+            rows_n=rows_n,
+            longest=longest,
+            bias_ns=bias_ns,
+            value_dim=shapes.value_dim,
+            values_in_keys=shapes.values_in_keys,
+        )
+
+    def attend(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        caches: Sequence[LayerBuffer],
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """Output [1, n, H, V] of these tokens, which join their caches."""
+        # Keys are stored first: a token sees itself.
+        q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
+        pool = pool_of([caches[token] for token in self.tokens])
+        if self.values_in_keys:
+            pool.put(self.slots_n, self.rows_n, k_nKD, None, stop=self.longest)
+        else:
+            pool.put(self.slots_n, self.rows_n, k_nKD, v_nKV, stop=self.longest)
+        keys, values = pool.first_rows(self.slots, self.longest)
+        if values is None:
+            values = keys[..., : self.value_dim]
+        out, lse = self.kernel.forward_newest(q_nHD.unsqueeze(1), keys, values, self.bias_ns, scores=scores)
+        return with_sinks(out, lse, sinks_H).transpose(0, 1).to(q_BtHD.dtype)
+
+    def _take(self, x_BtHX: Tensor) -> Tensor:
+        if isinstance(self.tokens_n, slice):
+            return x_BtHX[0, self.tokens_n]
+        return x_BtHX[0].index_select(0, self.tokens_n)
+
+
+def pool_of(buffers: Sequence[LayerBuffer]) -> SlotLayer:
+    """The memory of which all of these buffers are slots; each counts a row that is put there."""
+    pool = buffers[0].slots
+    assert pool is not None, "rows that are in no slot"
+    for buffer in buffers:
+        assert buffer.slots is pool, "rows of several pools"
+        buffer.count_row()
+    return pool
+
+
+@dataclass(frozen=True, eq=False)
+class SequencesPlan:
+    """Which sequences are attended to together, and which alone."""
+
+    together: Together | None
+    alone: EachAlone | None
+    order_t: Tensor | None
+    """Where each token's result is among those together and then alone; None where all are in order."""
+    in_graph: bool = False
+
+    @classmethod
+    def build(
+        cls,
+        core: PassCore,
+        mask: AttentionMask,
+        shapes: AttentionShapes,
+        chunks: Sequence[TokenChunk],
+        together: Together | None,
+    ) -> SequencesPlan:
+        """The plan of all sequences, of which some are together."""
+        tokens: list[int] = []
+        if together is not None:
+            tokens += together.tokens
+        others = [sequence for sequence in range(len(chunks)) if sequence not in tokens]
+        alone = None
+        if others:
+            # On one process a plan depends on lengths alone.
+            alone = plan_alone(core, mask, shapes, chunks, others, has_placement=False)
+        order_t = None
+        # Where some are together, each sequence has one token.
+        if tokens + others != list(range(len(chunks))):
+            order_t = torch.tensor(tokens + others).argsort()
+        return cls(together, alone, order_t)
+
+    def in_order(self, outs: Sequence[Tensor]) -> Tensor:
+        """The results of both parts, [1, t, H, V], in the order of the tokens."""
+        out = outs[0]
+        if len(outs) > 1:
+            out = torch.cat(list(outs), dim=1)
+        if self.order_t is not None:
+            out = out.index_select(1, self.order_t)
+        return out

@@ -1,0 +1,116 @@
+"""ShardedKVCache: keys and values of a sequence that several ranks continue together, each token's on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.model.attention.cache import LayerBuffer
+from longctx.model.attention.core import TokenChunk
+from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.runtime.communicate import named_collective
+
+
+class ShardedKVCache:
+    """This rank's keys and values, layer by layer, and which tokens they are of.
+
+    Chunks of a prompt are split over the ranks by a layout, tokens that every rank is given are dealt round-robin: so
+    every rank stores equally many. The states of linear layers are small and whole on every rank.
+    """
+
+    def __init__(self, mesh: Mesh, layout: str) -> None:
+        """``layout`` is the kind in which chunks are split."""
+        self.mesh, self.layout = mesh, layout
+        self._tokens = CachedLayout()
+        self._layers: dict[int, LayerBuffer] = {}
+        self._expected = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer has seen, on all ranks."""
+        return self._tokens.num_tokens
+
+    def layer(self, number: int) -> LayerBuffer:
+        """This rank's part of one layer."""
+        if number not in self._layers:
+            self._layers[number] = LayerBuffer()
+        return self._layers[number]
+
+    def expect(self, num_tokens: int) -> None:
+        """Make space for so many tokens, on all ranks together, behind what is read next."""
+        self._expected = num_tokens
+
+    def copy(self) -> ShardedKVCache:
+        """The same tokens of this rank, in buffers of their own."""
+        other = ShardedKVCache(self.mesh, self.layout)
+        # A value: what extends it makes another.
+        other._tokens = self._tokens
+        other.expect(self._expected)
+        for number, layer in self._layers.items():
+            layer.copy_to(other.layer(number))
+        return other
+
+    def free(self) -> None:
+        """Do nothing: the memory is this cache's own."""
+
+    def chunk(self, num_tokens: int) -> TokenChunk:
+        """The next tokens as a chunk that every rank is given whole."""
+        return self._chunk(num_tokens, num_tokens, is_split=False)
+
+    def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
+        """The next tokens as chunks of about ``chunk_tokens``; the last few go to every rank."""
+        mesh, left = self.mesh, num_tokens
+        for tokens, is_split in chunk_sizes(num_tokens, chunk_tokens, self.layout, mesh.context, mesh.ulysses):
+            yield self._chunk(tokens, left, is_split=is_split)
+            left -= tokens
+
+    def extend(self, chunk: TokenChunk) -> None:
+        """Note which of the chunk's tokens this rank has stored."""
+        self._tokens = chunk.placement.after(self.mesh.context_rank)
+
+    def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
+        """Values of all tokens of the chunk, [B, T], from each rank's [B, t]. Collective."""
+        layout = chunk.placement.layout
+        if layout is None:
+            return values_Bt
+        mine = values_Bt.contiguous()
+        gathered = mine.new_empty(self.mesh.context, *mine.shape)
+        named_collective(
+            lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=self.mesh.context_group),
+            f"rank {self.mesh.rank} gathering what ranks computed of a chunk's tokens",
+        )
+        return layout.join(list(gathered), 1)
+
+    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
+        """The ``count`` integers that the first rank of the sequence chooses, told to all. Collective."""
+        if self.mesh.context == 1:
+            return choose()
+        chosen = torch.zeros(count, dtype=torch.int64)
+        if self.mesh.context_rank == 0:
+            chosen[:] = torch.tensor(choose())
+        named_collective(
+            lambda: dist.broadcast(chosen, self.mesh.context_peer(0), group=self.mesh.control_group),
+            f"rank {self.mesh.rank} waiting for the chosen token",
+        )
+        return chosen.tolist()
+
+    def _chunk(self, num_tokens: int, left: int, *, is_split: bool) -> TokenChunk:
+        mesh, start, layout = self.mesh, self.num_tokens, None
+        if is_split:
+            layout = SequenceLayout.build(self.layout, num_tokens, mesh.context, None, mesh.ulysses)
+        placement = ChunkPlacement(self._tokens, num_tokens, mesh.context, layout)
+        given = placement.given(mesh.context_rank)
+        return TokenChunk(
+            start=start,
+            num_tokens=num_tokens,
+            sequence_tokens=start + left,
+            indices=torch.cat([torch.arange(run.start, run.stop, run.step) for run in given]),
+            is_replicated=not is_split,
+            expected_tokens=self._expected,
+            placement=placement,
+        )

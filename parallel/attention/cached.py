@@ -1,0 +1,245 @@
+"""Attention of new tokens over a cache whose keys are spread over ranks: chunks of a prompt, and decoding.
+
+Keys never leave their rank. A chunk's queries visit them (``parallel/transport/query_ring.py``), and the results are
+merged by their log-sum-exps in float32, as in training.
+
+Axes: B batch, t this rank's new tokens, s cached keys, H query heads, K key/value heads, D query/key head size, V value
+head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.sinks import apply_sinks
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
+from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import EachAlone
+from longctx.model.attention.work import Work, attend_work
+from parallel.attention.plan import AttentionOptions, call_signature
+from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
+from parallel.layout.sequence import Runs
+from parallel.mesh import Mesh
+from parallel.runtime.agreement import agree
+from parallel.schedule.cached import cached_work
+from parallel.schedule.work import Mask
+from parallel.transport.block import PartialResult
+from parallel.transport.query_ring import Compute, attend_by_visits, merge_gathered
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPlan:
+    """What every layer of one kind does with the new tokens of one chunk."""
+
+    mesh: Mesh
+    shapes: AttentionShapes
+    kernel: AttentionKernel
+    stored: slice
+    """The rows of the new tokens whose keys this rank stores."""
+    earlier_rows: int
+    """Rows of this rank's cache that some query sees."""
+    later_rows: int
+    """Rows that are to join them."""
+    work: tuple[tuple[Work, ...], ...]
+    """With the queries of each rank, by hop; one entry where every rank has all queries."""
+    is_replicated: bool
+    in_graph: bool = False
+
+    @classmethod
+    def build(
+        cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, options: AttentionOptions
+    ) -> CachedPlan:
+        """The plan of a chunk. Collective, but for single tokens.
+
+        ConfigError on every rank where one has a problem, ClusterError where ranks differ or one is too late.
+        """
+        problem = chunk_problem(mask, shapes, placement, mesh)
+        plan = None
+        if problem is None:
+            assert isinstance(placement, ChunkPlacement)
+            try:
+                plan = _assemble(mask, shapes, placement, mesh, options)
+            except ConfigError as error:
+                problem = str(error)
+        agree_on_chunk(placement, mesh, call_signature(shapes, options), problem)
+        assert plan is not None, "a problem that the ranks did not tell each other"
+        return plan
+
+
+def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh) -> str | None:
+    """Why a chunk cannot be read; None where it can."""
+    if not isinstance(placement, ChunkPlacement):
+        return f"the cache is none of these {mesh.context} ranks' own. Take Decoder.new_cache()."
+    if not mask.causal:
+        return "a cache goes with causal attention alone: earlier tokens would have to see later ones."
+    if placement.degree != mesh.context:
+        return f"the cache is spread over {placement.degree} ranks, the model over {mesh.context}."
+    num_given = count_tokens(placement.given(mesh.context_rank))
+    if shapes.tokens != num_given:
+        return f"rank {mesh.rank} was given {shapes.tokens} tokens of a chunk, its part has {num_given}."
+    return None
+
+
+def agree_on_chunk(placement: object, mesh: Mesh, signature: str, problem: str | None) -> None:
+    """Compare the chunk over the context group, unless it is a single token.
+
+    ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
+    """
+    if not isinstance(placement, ChunkPlacement):
+        raise ConfigError(problem or "no chunk")
+    # What a generated token needs follows from the chunks before it: it is spared the wait.
+    if problem is None and placement.layout is None and placement.num_tokens == 1 and placement.earlier.num_tokens:
+        return
+    agree(placement, mesh, signature, problem)
+
+
+def attend_cached(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: CachedPlan,
+    cache: LayerCache,
+    *,
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [B, t, H, V] of new tokens over all cached keys and their own. Collective; there is no backward."""
+    plan.shapes.check_call(q_BtHD, sinks_H)
+    check_no_gradient(q_BtHD)
+    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, _given_or_plain(scores, q_BtHD))
+    if plan.is_replicated:
+        out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
+    else:
+        out, lse = attend_by_visits(plan.mesh, q_BtHD, plan.shapes.value_dim, compute)
+    if sinks_H is not None:
+        out, lse = apply_sinks(out, lse, sinks_H)
+    return out.to(q_BtHD.dtype)
+
+
+def attend_cached_each(
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: EachAlone,
+    caches: Sequence[LayerCache],
+    *,
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [1, t, H, V] of several sequences' tokens, which every rank has, each over the keys of its own cache.
+
+    Collective: one gather for all sequences. There is no backward.
+    """
+    check_no_gradient(q_BtHD)
+    scores = _given_or_plain(scores, q_BtHD)
+    parts = []
+    for tokens, of_one, cache in zip(plan.tokens, plan.plans, caches, strict=True):
+        compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
+        parts.append(compute(q_BtHD[:, tokens], 0))
+    out, lse = (torch.cat(of_tokens, dim=1) for of_tokens in zip(*parts, strict=True))
+    out, lse = merge_gathered(plan.plans[0].mesh, (out, lse))
+    if sinks_H is not None:
+        out, lse = apply_sinks(out, lse, sinks_H)
+    return out.to(q_BtHD.dtype)
+
+
+def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: LayerCache, scores: Scores) -> Compute:
+    """Store this rank's part of the new keys; returns what computes queries over all keys that it stores."""
+    stored = plan.stored
+    keys, values = append_rows(
+        cache,
+        k_BtKD[:, stored],
+        v_BtKV[:, stored],
+        plan.shapes,
+        earlier_rows=plan.earlier_rows,
+        later_rows=plan.later_rows,
+    )
+    kernel_forward = partial(plan.kernel.forward, scores=scores)
+
+    def compute(queries: Tensor, hop: int) -> PartialResult:
+        if not plan.work[hop]:
+            return _no_keys(queries, plan.shapes.value_dim)
+        return attend_work(queries, keys, values, plan.work[hop], kernel_forward)
+
+    return compute
+
+
+def _given_or_plain(scores: Scores | None, q_BtHD: Tensor) -> Scores:
+    if scores is None:
+        return Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    return scores
+
+
+def _assemble(
+    mask: AttentionMask, shapes: AttentionShapes, placement: ChunkPlacement, mesh: Mesh, options: AttentionOptions
+) -> CachedPlan:
+    """This rank's work. ConfigError for what a kernel cannot do."""
+    rank, is_replicated = mesh.context_rank, placement.layout is None
+    start = placement.earlier.num_tokens
+    earlier = tokens_from(placement.earlier.runs, start - earlier_seen(mask, shapes))
+    stored = placement.stored(rank)
+    visitors = [rank]
+    if not is_replicated:
+        visitors = [(rank - hop) % mesh.context for hop in range(mesh.context)]
+    work = tuple(
+        cached_work(
+            placement.given(visitor),
+            earlier,
+            stored,
+            stop=placement.stop,
+            mask=Mask(mask.causal, mask.window, mask.sink_tokens, mask.stride),
+            distances=bool({"alibi", "relative_bias"} & set(shapes.rules)),
+        )
+        for visitor in visitors
+    )
+    return CachedPlan(
+        mesh,
+        shapes,
+        choose_kernel(options.kernel, _request(mask, shapes, options)),
+        _rows_of(stored, start, is_replicated=is_replicated),
+        count_tokens(earlier),
+        -(-later_stored(mask, shapes) // mesh.context),
+        work,
+        is_replicated,
+    )
+
+
+def _request(mask: AttentionMask, shapes: AttentionShapes, options: AttentionOptions) -> KernelRequest:
+    return KernelRequest(
+        shapes.device_type,
+        shapes.dtype,
+        shapes.head_dim,
+        shapes.num_heads,
+        shapes.num_kv_heads,
+        value_dim=shapes.value_dim,
+        window=mask.window is not None,
+        rules=shapes.rules,
+        products=options.products,
+    )
+
+
+def _rows_of(stored: Runs, start: int, *, is_replicated: bool) -> slice:
+    """The stored tokens among those that the rank was given: all of them, or every so manieth."""
+    if not is_replicated:
+        return slice(None)
+    if not stored:
+        return slice(0, 0)
+    (run,) = stored
+    return slice(run.start - start, run.stop - start, run.step)
+
+
+def _no_keys(q_BtHD: Tensor, value_dim: int) -> PartialResult:
+    """The result of queries over no key."""
+    shape = q_BtHD.shape[:-1]
+    out = q_BtHD.new_zeros((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
+    return out, q_BtHD.new_full(shape, -torch.inf, dtype=torch.float64)

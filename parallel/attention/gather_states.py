@@ -1,0 +1,114 @@
+"""GatherStates: states of linear attention travel between the ranks of a sequence, in one all-gather.
+
+Axes: B batch, K key/value heads, D key head size, W = V + 1 of the value head size V, s states, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Mesh
+from parallel.runtime.communicate import named_collective
+from parallel.schedule.states import Open, StatePlan
+
+
+@dataclass(frozen=True)
+class GatherStates:
+    """The exchange of states among a context group; each rank adds what it needs in the order of the sequence."""
+
+    mesh: Mesh
+    states: StatePlan
+
+    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
+        return self._exchange(
+            given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
+        )
+
+    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+        """A state that was given has the gradients of all segments that took it."""
+        return self._exchange(
+            dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
+        )
+
+    def _exchange(
+        self,
+        mine_sBKDW: Tensor,
+        sent: tuple[tuple[Open, ...], ...],
+        wanted: tuple[tuple[Open, ...], ...],
+        *,
+        before: bool,
+        after: bool,
+    ) -> Callable[[], Tensor]:
+        """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
+        ranks = self.mesh.context
+        num_mine, B, K, D, W = mine_sBKDW.shape
+        # All ranks send as many states as the one with most of them: the collective has one size for all.
+        slots = max(map(len, sent))
+        padding = mine_sBKDW.new_zeros(slots - num_mine, B, K, D, W)
+        outgoing = torch.cat((mine_sBKDW, padding))
+        gathered = outgoing.new_empty(ranks * slots, B, K, D, W)
+        group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
+        work = named_collective(
+            lambda: dist.all_gather_into_tensor(gathered, outgoing, group=group, async_op=True), described
+        )
+        own = wanted[self.mesh.context_rank]
+
+        def finish() -> Tensor:
+            named_collective(work.wait, described)
+            by_rank = gathered.view(ranks, slots, B, K, D, W)
+            # Naming `outgoing` here also holds it in memory for as long as it is being sent.
+            sums = outgoing.new_zeros(len(own), B, K, D, W)
+            if before:
+                _add_running(sums, own, sent, by_rank, backwards=False)
+            if after:
+                _add_running(sums, own, sent, by_rank, backwards=True)
+            return sums
+
+        return finish
+
+
+class _Source(NamedTuple):
+    """A state that some rank sent."""
+
+    order: int
+    """Its segment's first token, negative when sums run backwards."""
+    rank: int
+    slot: int
+
+
+def _add_running(
+    sums_sBKDW: Tensor,
+    wanted: Sequence[Open],
+    sent: Sequence[Sequence[Open]],
+    states_PsBKDW: Tensor,
+    *,
+    backwards: bool,
+) -> None:
+    """Add to each wanted segment's sum the states of its document before it (after it), nearest last."""
+    sign = 1
+    if backwards:
+        sign = -1
+    sources: dict[int, list[_Source]] = {x.document: [] for x in wanted}
+    for rank, of_rank in enumerate(sent):
+        for slot, x in enumerate(of_rank):
+            if x.document in sources:
+                sources[x.document].append(_Source(sign * x.start, rank, slot))
+    totals: dict[int, Tensor] = {}
+    for document, found in sources.items():
+        found.sort(reverse=True)  # popped from the end
+        totals[document] = torch.zeros_like(sums_sBKDW[0])
+    # In the order of the sequence, whichever rank a state is from: sums repeat to the bit.
+    for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
+        document, start = wanted[n].document, sign * wanted[n].start
+        # Each state is added to its document's running total once, so the work is linear in the number of states.
+        while sources[document] and sources[document][-1].order < start:
+            source = sources[document].pop()
+            totals[document] += states_PsBKDW[source.rank, source.slot]
+        sums_sBKDW[n] += totals[document]

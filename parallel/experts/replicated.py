@@ -1,0 +1,89 @@
+"""Experts distributed over ranks that all have the same tokens: each computes its own experts' part, once.
+
+Axes: N tokens, n of one tile, k experts a token, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, TokenDispatcher
+from parallel.mesh import Mesh
+from parallel.runtime.communicate import named_collective
+
+
+class ReplicatedTokens:
+    """The tokens are with their experts already; what ranks made of them is gathered and added in their order."""
+
+    is_distributed = True
+
+    def __init__(self, mesh: Mesh, experts_per_rank: int, local_experts: slice) -> None:
+        """ConfigError where ranks that share experts have other sequences."""
+        if mesh.context % mesh.expert:
+            raise ConfigError(
+                f"parallel.expert={mesh.expert} ranks share experts, but only parallel.context={mesh.context} ranks a "
+                "sequence: decoding of several sequences whose experts are shared is not built yet.\n"
+                f"Try parallel.expert={mesh.context} or a divisor of it."
+            )
+        self.mesh, self.experts_per_rank, self.local_experts = mesh, experts_per_rank, local_experts
+
+    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """Sizes that say nothing, for tokens stay where they are."""
+        return [DispatchSizes() for _ in tiles]
+
+    def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
+        """The handle of one tile."""
+        return _Handle(self, experts_nk)
+
+    def of_replicated(self) -> TokenDispatcher:
+        """This one."""
+        return self
+
+    def gather(self, values_NX: Tensor) -> Tensor:
+        """The values themselves: every rank has them."""
+        return values_NX
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """One tile's tokens, the same on every rank."""
+
+    dispatcher: ReplicatedTokens
+    experts_nk: Tensor
+    num_assignments: int | None = None
+
+    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        """Return the tokens as they are."""
+        return Ready(of_tokens_nX)
+
+    def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """Return gates, and ids among this rank's experts, −1 for those of others."""
+        ids_nk = self.experts_nk - self.dispatcher.local_experts.start
+        is_here = (ids_nk >= 0) & (ids_nk < self.dispatcher.experts_per_rank)
+        return Ready((gates_nk, ids_nk.where(is_here, -1)))
+
+    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
+        """Return the sum over ranks, in their order."""
+        mesh = self.dispatcher.mesh
+        mine = of_tokens_SX.to(communication_dtype).contiguous()
+        gathered = mine.new_empty(mesh.expert, *mine.shape)
+        named_collective(
+            lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=mesh.expert_group),
+            f"rank {mesh.rank} gathering what experts made of tokens that all ranks have",
+        )
+        # An own loop and no sum(0): the same bits on every rank and in every run.
+        total = gathered[0].to(accumulate_dtype(mine.dtype))
+        for part in gathered[1:]:
+            total = total + part
+        return Ready(total)
+
+    def bytes_sent(self, bytes_per_token: int) -> int:
+        """None."""
+        return 0

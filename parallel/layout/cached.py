@@ -1,0 +1,146 @@
+"""CachedLayout: which tokens of a growing sequence have their keys on this rank. Pure index arithmetic.
+
+A prompt is read in chunks that a ``SequenceLayout`` splits over the ranks; tokens that every rank is given are dealt
+round-robin. Whatever comes is behind all that is there, so a rank's rows are in the order of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+
+from parallel.layout.sequence import Run, Runs, SequenceLayout, num_parts
+
+
+@dataclass(frozen=True)
+class CachedLayout:
+    """The cached tokens of one rank."""
+
+    num_tokens: int = 0
+    """Tokens on all ranks."""
+    runs: Runs = ()
+    """Those of this rank, in the order of its rows."""
+
+    def extended(self, num_tokens: int, runs: Iterable[Run]) -> CachedLayout:
+        """This layout with so many more tokens, of which this rank has these."""
+        # Only the last run can go on in the new ones.
+        return CachedLayout(self.num_tokens + num_tokens, (*self.runs[:-1], *joined((*self.runs[-1:], *runs))))
+
+
+def count_tokens(runs: Iterable[Run]) -> int:
+    """The tokens of some runs."""
+    return sum(run.count for run in runs)
+
+
+def joined(runs: Iterable[Run]) -> Runs:
+    """The same tokens in as few runs as their steps allow."""
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].step == run.step and found[-1].start + found[-1].count * run.step == run.start:
+            found[-1] = found[-1]._replace(count=found[-1].count + run.count)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def tokens_from(runs: Iterable[Run], first: int) -> Runs:
+    """The runs without tokens before ``first``."""
+    cut = []
+    for run in runs:
+        missing = max(0, -((run.start - first) // run.step))
+        if missing < run.count:
+            cut.append(Run(run.start + missing * run.step, run.count - missing, run.step))
+    return tuple(cut)
+
+
+def by_step(runs: Iterable[Run]) -> Iterator[tuple[int, Runs]]:
+    """(first row, runs) of neighbouring runs with one step."""
+    row = 0
+    for _, group in groupby(runs, key=lambda run: run.step):
+        same = tuple(group)
+        yield row, same
+        row += count_tokens(same)
+
+
+def dealt(start: int, num_tokens: int, rank: int, degree: int) -> Runs:
+    """The tokens [start, start + num_tokens) that are dealt to a rank: those whose index is its own modulo degree."""
+    first = start + (rank - start) % degree
+    count = -((first - start - num_tokens) // degree)
+    if count <= 0:
+        return ()
+    return (Run(first, count, degree),)
+
+
+def chunk_runs(layout: SequenceLayout, start: int, rank: int) -> Runs:
+    """The tokens of a rank in a chunk that begins at token ``start`` and is split by ``layout``."""
+    return tuple(run._replace(start=start + run.start) for run in layout.rank_runs(rank))
+
+
+def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulysses: int) -> Iterator[tuple[int, bool]]:
+    """(tokens, whether they are split over the ranks) of each chunk of a prompt.
+
+    Chunks divide into the layout's parts. The last chunk is what does not, at least one token, and is not split: so
+    every rank has the prompt's last token, and prompts have any length.
+    """
+    if degree == 1:
+        for start in range(0, num_tokens, chunk_tokens):
+            yield min(chunk_tokens, num_tokens - start), False
+        return
+    parts = num_parts(kind, degree, ulysses)
+    size = max(chunk_tokens // parts, 1) * parts
+    while num_tokens > parts:
+        # One token stays behind for the last chunk.
+        tokens = min(size, (num_tokens - 1) // parts * parts)
+        yield tokens, True
+        num_tokens -= tokens
+    if num_tokens:
+        yield num_tokens, False
+
+
+@dataclass(frozen=True)
+class ChunkPlacement:
+    """Where the new tokens of a chunk are, and the tokens before them."""
+
+    earlier: CachedLayout
+    num_tokens: int
+    """New tokens, on all ranks."""
+    degree: int
+    """Ranks that share the sequence."""
+    layout: SequenceLayout | None
+    """How the new tokens are split over the ranks; None where each rank has all."""
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the sequence up to the chunk's last."""
+        return self.earlier.num_tokens + self.num_tokens
+
+    def given(self, rank: int) -> Runs:
+        """The new tokens that a rank is given, in local order."""
+        start = self.earlier.num_tokens
+        if self.layout is None:
+            return (Run(start, self.num_tokens, 1),)
+        return chunk_runs(self.layout, start, rank)
+
+    def stored(self, rank: int) -> Runs:
+        """The new tokens whose keys a rank stores."""
+        if self.layout is None:
+            return dealt(self.earlier.num_tokens, self.num_tokens, rank, self.degree)
+        return self.given(rank)
+
+    def after(self, rank: int) -> CachedLayout:
+        """What is cached on a rank behind the chunk."""
+        return self.earlier.extended(self.num_tokens, self.stored(rank))
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint: ranks that share a sequence must have the same one."""
+        return blake2b(self.describe().encode(), digest_size=16).hexdigest()
+
+    def describe(self) -> str:
+        """The chunk on one line."""
+        split = "given to every rank"
+        if self.layout is not None:
+            split = f"split {self.layout.kind} over {self.degree} ranks (ulysses {self.layout.ulysses})"
+        return f"tokens {self.earlier.num_tokens} to {self.stop} of a cached sequence, {split}"

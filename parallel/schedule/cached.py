@@ -1,0 +1,64 @@
+"""The work of one rank's cached keys with a chunk's queries. Pure.
+
+Queries visit the keys here, and not keys the queries as in training: a chunk has few tokens, its cache many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy import ndarray
+
+from longctx.kernels.attention.slices import OPEN
+from longctx.model.attention.strided import reach
+from longctx.model.attention.work import Work
+from parallel.layout.cached import by_step, count_tokens
+from parallel.layout.sequence import Runs
+from parallel.schedule.bands import NO_SLICES, band_slices, mask_bounds
+from parallel.schedule.segments import Segments, cut_segments
+from parallel.schedule.strided import StridedWork, sort_by_class, strided_work
+from parallel.schedule.work import Mask, entries
+
+
+def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
+    """What these queries of a chunk that ends before ``stop`` see of a rank's keys; empty where that is nothing.
+
+    Key rows count in the runs of ``earlier``, which are all before the chunk, then in ``new``, of the chunk. Query rows
+    count in those of ``queries``. ``distances`` asks for each slice's.
+    """
+    boundaries = np.array([0, stop])
+    query_segments = cut_segments(queries, boundaries)
+    keys, first_row = (*earlier, *new), 0
+    slices, strided = [], []
+    if mask.window is None and not distances:
+        # Every query sees every key before the chunk: one slice serves all of them.
+        keys, first_row = new, count_tokens(earlier)
+        slices.append(_rectangle(count_tokens(queries), first_row))
+    bounds = mask_bounds(causal=mask.causal, window=mask.window, sink_tokens=mask.sink_tokens)
+    sink_ends = np.array([mask.sink_tokens])
+    for row, runs in by_step(keys):
+        segments = cut_segments(runs, boundaries)
+        segments = replace(segments, row=segments.row + first_row + row)
+        slices += [band_slices(query_segments, segments, b, sink_ends) for b in bounds]
+        if mask.stride:
+            strided.append(_strided(query_segments, segments, boundaries, mask))
+    table = np.concatenate([NO_SLICES, *slices])
+    some = [part for part in strided if part is not None]
+    if not len(table) and not some:
+        return ()
+    return entries(table, some)
+
+
+def _rectangle(num_queries: int, num_keys: int) -> ndarray:
+    if not num_keys:
+        return NO_SLICES
+    return np.array([[0, num_queries, 0, num_keys, OPEN, OPEN, 1, 0]], dtype=np.int64)
+
+
+def _strided(queries: Segments, keys: Segments, boundaries: ndarray, mask: Mask) -> StridedWork | None:
+    assert mask.window is not None
+    back = reach(mask.window, mask.stride)
+    query_classes = sort_by_class(queries, boundaries, mask.stride, back, keys=False)
+    key_classes = sort_by_class(keys, boundaries, mask.stride, back, keys=True)
+    return strided_work(query_classes, key_classes, back)

@@ -1,0 +1,57 @@
+"""Tiny models of every kind of attention, to be read chunk by chunk and continued."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longctx.architecture.rope import Rope
+from longctx.batch import IGNORED_TARGET
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+
+_STRETCHED = {"factor": 4.0, "original_max_positions": 8}
+_EXPERTS = {"num_experts": 12, "experts_per_token": 2, "expert_ffn_size": 16, "shared_ffn_size": 12}
+
+MODELS: dict[str, dict] = {
+    "grouped": {},
+    "one key head": {"num_kv_heads": 1, "qk_norm": "head"},
+    "window": {"layers": ("window", "full"), "window": 5, "sinks": True},
+    "narrow window": {"layers": ("window",), "window": 1},
+    "sparse": {"layers": ("sparse", "full"), "window": 3, "sparse_stride": 4},
+    "sparse, prime stride": {"layers": ("sparse",), "window": 2, "sparse_stride": 7, "sinks": True},
+    "linear": {"layers": ("linear", "full")},
+    "linear alone": {"layers": ("linear",)},
+    "all kinds": {"layers": ("linear", "sparse", "full", "window"), "num_layers": 4, "window": 10, "sparse_stride": 3},
+    "latent": {"num_kv_heads": 4, "kv_lora_rank": 12, "rope_head_dim": 4, "value_head_dim": 6, "q_lora_rank": 10},
+    "latent, window": {
+        **{"num_kv_heads": 4, "kv_lora_rank": 12, "rope_head_dim": 4, "value_head_dim": 10, "sinks": True},
+        **{"layers": ("window", "full"), "window": 4},
+    },
+    "soft cap": {"attention_softcap": 2.0, "norm_order": "sandwich"},
+    "alibi": {"position": "alibi", "layers": ("window", "full"), "window": 6},
+    "t5": {"position": "t5", "relative_buckets": 6, "relative_max_distance": 11, "layers": ("sparse", "full")}
+    | {"window": 3, "sparse_stride": 4},
+    "relative": {"position": "relative"},
+    "learned": {"position": "learned", "max_positions": 64},
+    "dynamic": {"rope": Rope(kind="dynamic", **_STRETCHED)},
+    "experts": {**_EXPERTS, "layers": ("window", "full"), "window": 6},
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    """The configuration; weights are large enough that tokens differ."""
+    sizes = {"vocab_size": 61, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    return ModelConfig(**{**sizes, "ffn_size": 20, "init_std": 0.4, **MODELS[name]})
+
+
+def ids_of(length: int) -> list[int]:
+    """A prompt of so many tokens."""
+    return torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@torch.no_grad()
+def whole_nll(decoder: Decoder, ids: list[int]) -> Tensor:
+    """The negative log-likelihoods of a prompt that is read in one pass, without a cache."""
+    hidden = decoder(torch.tensor([ids]), torch.arange(len(ids))[None])
+    return decoder.token_nll(hidden, torch.tensor([[*ids[1:], IGNORED_TARGET]]))[0, :-1]
