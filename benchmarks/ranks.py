@@ -19,7 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ("parallel.attention", "deepspeed.sequence.layer", "deepspeed.runtime.sequence_parallel.ulysses_sp")
+PRELOAD = (
+    *("parallel.attention", "deepspeed.sequence.layer", "deepspeed.runtime.sequence_parallel.ulysses_sp"),
+    "torch.fx.experimental.symbolic_shapes",  # a backward pass from a given gradient imports it, 30 MiB, the first time
+)
 """Imported once, in the server that workers are forked from: with many ranks imports would take most of the time."""
 
 

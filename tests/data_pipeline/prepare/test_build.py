@@ -18,6 +18,7 @@ from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
+from tests.data_pipeline.growth import run_measured
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -197,6 +198,34 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(corpus: Path, tokeniz
     assert len(list(tmp_path.iterdir())) == 1  # the partial folder of the dead process
     build_shards(open_source(corpus), tokenizer, output)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+BUILD = """
+import sys
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from longctx.tokenizer import load_tokenizer
+source, model, output = sys.argv[1:]
+tokenizer = load_tokenizer(model)
+begin()
+build_shards(open_source(source), tokenizer, output, validation_fraction=0)
+print(growth())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+def test_memory_beside_one_document_is_bounded(corpus: Path, tokenizer: Tokenizer, tmp_path: Path):
+    """A document took 44 bytes a byte. It takes its text, its ids, and a constant."""
+    text = "".join(path.read_text() for path in sorted(corpus.iterdir()))
+    grown: list[int] = []
+    # Both are longer than the group that is encoded at once, whose memory is the constant.
+    for megabytes in (8, 24):
+        (tmp_path / "large.txt").write_text((text * (megabytes * 10**6 // len(text) + 1))[: megabytes * 10**6])
+        output = tmp_path / f"out {megabytes}"
+        grown.append(int(run_measured(BUILD, tmp_path / "large.txt", tokenizer.path, output)))
+    assert (grown[1] - grown[0]) / 16e6 < 8
 
 
 @pytest.mark.slow

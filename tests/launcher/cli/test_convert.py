@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+import torch
+
+from longctx.conversion.checkpoint_writer import save_masters
+from longctx.model.decoder import Decoder
 from tests.launcher.cli.calls import call
+from tests.longctx.samples import tiny_config
 
 
 def test_there_and_back_are_the_same_bytes(capsys, run, world, tmp_path):
@@ -36,6 +41,19 @@ def test_it_reports_what_was_verified(capsys, world, run, tmp_path):
     assert len(out.splitlines()) <= 6
     assert re.search(r"256 tokens in float32: logits at most \S+ apart .* KL at most \S+ nats a token", out)
     assert "tokenizer.json" in out
+
+
+def test_options_of_training_that_an_export_leaves_behind_are_named(capsys, run, tmp_path):
+    options = {"balance_scope": "global_batch", "router_jitter": 0.1, "residual_dropout": 0.2, "capacity_factor": 1.25}
+    config = tiny_config(**options)
+    save_masters(config, Decoder(config).state_dict().items(), tmp_path / "ours", dtype=torch.float32, training={})
+    words = ("convert", "--to", "hf", tmp_path / "ours", tmp_path / "hf", "--verify", "none")
+    code, _, err = call(capsys, *words)
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if "what training alone reads" in line]
+    assert line.startswith("warning: a qwen2_moe config.json has no key")
+    assert all(f"model.{name}={value!r}" in line for name, value in options.items())
+    assert "training alone" not in call(capsys, "convert", "--to", "hf", run, tmp_path / "plain", "--verify", "none")[2]
 
 
 def test_an_occupied_output_is_left_alone(capsys, run, tmp_path):

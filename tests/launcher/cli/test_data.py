@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from tests.launcher.cli.calls import call, flip_a_byte
+from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 
 
 def test_build_prints_its_splits_and_does_nothing_twice(capsys, world):
@@ -50,6 +51,20 @@ def test_build_names_what_it_left_out(capsys, world, tmp_path):
     code, _, err = call(capsys, *words, tmp_path / "e", "--strict")
     assert code == 1
     assert "rubbish.json.gz: damaged" in err
+    assert not (tmp_path / "e").exists()
+
+
+def test_build_shows_texts_that_do_not_come_back_and_refuses_them_when_asked(capsys, world, tmp_path):
+    lossy = train_tokenizer(tmp_path / "lossy.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", lossy, "--output"]
+    code, out, _ = call(capsys, *words, tmp_path / "d")
+    assert code == 0
+    counted, *shown = out[out.index("24 documents did") :].splitlines()[:4]
+    assert counted == "24 documents did not come back exactly from their ids (--exact refuses them)."
+    assert all(re.match(r"  \S+\.py: character [\d,]+ '.*' became '.*'$", line) for line in shown), shown
+    code, _, err = call(capsys, *words, tmp_path / "e", "--exact")
+    assert code == 1
+    assert "does not come back exactly" in err
     assert not (tmp_path / "e").exists()
 
 

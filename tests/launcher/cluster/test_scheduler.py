@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.scheduler import check_tasks
+from launcher.pretrain import main
 from longctx.errors import ClusterError
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import flags
@@ -41,6 +42,16 @@ def test_srun_without_ranks_gets_the_line_that_works():
 def test_a_job_of_several_tasks_that_runs_the_script_once():
     said = refused({"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_PROCID": "0"})
     assert "--ntasks 1 --ntasks-per-node 1 --cpu-bind none torchrun --standalone --nproc_per_node 2 launcher/" in said
+
+
+def test_the_script_asks_before_a_task_can_train_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "")  # gone again at the end, whatever the script sets
+    monkeypatch.delenv("RANK")
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match="srun started 8 tasks"):
+        main(["--run.output_dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

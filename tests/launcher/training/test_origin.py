@@ -19,7 +19,7 @@ from launcher.training.origin import Origin, converted
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
-from longctx.conversion import load_hf, save_hf
+from longctx.conversion import export_checkpoint, load_hf, save_hf
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 from parallel.runtime.process import on_rank_0
@@ -125,12 +125,45 @@ def start_from_hf(shards: Path, source: Path, output: Path) -> None:
     Trainer(built).train()
 
 
-def test_a_run_starts_from_a_hugging_face_folder(shards, hf, tmp_path):
-    run(start_from_hf, 2, shards, hf, tmp_path / "run")
-    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+CAME_ALONG = {
+    "chat_template.jinja": b"{{ messages }}\r\n",
+    "generation_config.json": b'{"temperature": 0.6, "eos_token_id": 2}',
+    "special_tokens_map.json": b"{ }",
+}
+"""Files of a Hugging Face folder that decide no id, as somebody else wrote them."""
+
+
+@pytest.fixture(scope="module")
+def started(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Mistral with its tokenizer's files, and the run that started from it."""
+    folder = tmp_path_factory.mktemp("started")
+    given = save_hf(
+        LLAMA, Decoder(LLAMA).state_dict(), folder / "given", tokenizer=shards / "tokenizer.model", model_type="mistral"
+    )
+    for name, content in CAME_ALONG.items():
+        (given / name).write_bytes(content)
+    run(start_from_hf, 2, shards, given, folder / "run")
+    return given, folder / "run"
+
+
+def test_a_run_starts_from_a_hugging_face_folder(started):
+    folder = started[1]
+    log = (folder / "logs" / "rank_0.log").read_text()
     assert log.count("every tensor was read back") == log.count("was converted before") == 1
     assert "  rope.theta 10000 → 20000" in log
     assert "WARNING" not in log
-    assert [r["step"] for r in rows(tmp_path / "run") if r["kind"] == "validation"] == [0, 1]
-    saved = model_config(CheckpointReader(list_checkpoints(tmp_path / "run")[-1]))
+    assert [r["step"] for r in rows(folder) if r["kind"] == "validation"] == [0, 1]
+    saved = model_config(CheckpointReader(list_checkpoints(folder)[-1]))
     assert (saved.rope.theta, saved.tie_embeddings) == (2e4, False)
+
+
+def test_what_came_with_a_model_goes_out_after_training(started, tmp_path):
+    """The run's checkpoints had nothing but the tokenizer.model of the data."""
+    given, folder = started
+    exported = export_checkpoint(folder, tmp_path / "exported").folder
+    names = {path.name for path in given.iterdir()}
+    assert {*CAME_ALONG, "tokenizer.json", "tokenizer_config.json", "tokenizer.model"} <= names
+    assert {path.name for path in exported.iterdir()} == names
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (exported / name).read_bytes() == (given / name).read_bytes(), name
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "mistral"

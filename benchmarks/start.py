@@ -1,0 +1,114 @@
+"""From the command to the first step: wall seconds, beside those of importing PyTorch and DeepSpeed alone.
+
+    python -m benchmarks.start [--quick]
+
+A small model on two ranks, by ``deepspeed`` and by ``torchrun``; the time ends when the first step's line is printed.
+DeepSpeed's command imports both in two processes, one after the other, before a rank begins; torchrun imports PyTorch
+once before. Each figure is the smallest of rounds that take turns. Saved in ``benchmarks/results/KIND/start.json``;
+exit code 1 when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bounds import Bound, conclude, parse
+from launcher.cluster.command import one_machine, torchrun
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+IMPORTS = "import torch, deepspeed"
+RANKS = 2
+LIMITS = {"deepspeed": 3.2, "torchrun": 2.3}
+"""Times the imports: 2.78 and 1.89 measured, and a sixth for noise."""
+
+
+def make_shards(folder: Path) -> Path:
+    """Shards of this repository's own source, by the verbs that users type."""
+    source, model, data = REPOSITORY / "longctx", folder / "tokenizer.model", folder / "data"
+    verb = [sys.executable, "-m", "launcher"]
+    train = ["tokenizer", "train", "--source", source, "--vocab-size", "1024", "--output", model]
+    build = ["data", "build", "--source", source, "--tokenizer", model, "--output", data]
+    for arguments in (train, build):
+        subprocess.run([*verb, *map(str, arguments)], cwd=REPOSITORY, check=True, capture_output=True)
+    return data
+
+
+def seconds_of_imports() -> float:
+    """Wall seconds of a Python that imports PyTorch and DeepSpeed, and ends."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def seconds_to_first_step(command: str) -> float:
+    """Wall seconds from the command until the line of its first step. The run then goes on to its end."""
+    # The tools of this interpreter's environment, whether or not a shell has activated it.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    started, seconds, said = time.perf_counter(), None, []
+    with subprocess.Popen(
+        shlex.split(command),
+        cwd=REPOSITORY,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if seconds is None and line.startswith("step 1/"):
+                seconds = time.perf_counter() - started
+    if process.returncode or seconds is None:
+        raise RuntimeError(f"{command}\nended with {process.returncode}:\n{''.join(said[-30:])}")
+    return seconds
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The smallest seconds of each launcher and of the imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_shards(Path(folder))
+        found: dict[str, list[float]] = {"imports": [], "deepspeed": [], "torchrun": []}
+        for number in range(rounds):
+            found["imports"].append(seconds_of_imports())
+            for launcher, line in (("deepspeed", one_machine), ("torchrun", torchrun)):
+                output = Path(folder) / f"{launcher}-{number}"
+                command = line("--data.train", data, "--run.output_dir", output, "--train.steps", 3, ranks=RANKS)
+                found[launcher].append(seconds_to_first_step(command))
+    seconds = {name: min(of) for name, of in found.items()}
+    return {
+        "ranks": RANKS,
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "all_seconds": {name: [round(value, 2) for value in of] for name, of in found.items()},
+        "over_imports": {name: round(seconds[name] / seconds["imports"], 3) for name in LIMITS},
+    }
+
+
+def main() -> int:
+    """Print the figures, save them, and fail when one is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, "one round")
+    rounds = 5
+    if options.quick:
+        rounds = 1
+    content = measure(rounds)
+    print(f"{IMPORTS}: {content['seconds']['imports']} s")
+    for name, ratio in content["over_imports"].items():
+        print(f"first step by {name}: {content['seconds'][name]} s, {ratio} × the imports", flush=True)
+    what = "seconds to the first step over those of the imports"
+    bounds = [
+        Bound(what, content["over_imports"][name], limit, name, again=("--unsaved",)) for name, limit in LIMITS.items()
+    ]
+    return conclude("start", content, bounds, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
