@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -22,6 +22,8 @@ from launcher.report.figures import BLUE, GREEN, GREY, ORANGE, RED, binary_numbe
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#8e6bbf", "#7f6a4d", "#c45fa0", GREY, "#9aa832", "#2f9fb0")
 _MOST_BANDS = 4
 """Curves whose intervals can be told apart when they are drawn as bands."""
+_MOST_WIDE_COLUMNS, _MOST_COLUMNS = 10, 22
+"""Columns of a needle picture in which a score and its n have room side by side, and one below the other."""
 
 
 @styled
@@ -36,7 +38,7 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
     figure, axes_of_panels = new_figure(len(panels), height=1.6 + 0.36 * len(depths))
     image = None
     for axes, (title, rows) in zip(axes_of_panels, panels, strict=True):
-        image = _draw_cells(axes, rows, lengths, depths)
+        image = _draw_cells(axes, rows, lengths, depths, label=_label_of_cells(len(panels) * len(lengths)))
         axes.set_title(title)
     axes_of_panels[0].set_ylabel("depth of the answer")
     assert image is not None, "no panel"
@@ -46,7 +48,21 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
     return to_svg(figure, name)
 
 
-def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float]) -> QuadMesh:
+class _Label(NamedTuple):
+    """How a cell shows its score and its n."""
+
+    separator: str
+    size: float
+
+
+def _label_of_cells(columns: int) -> _Label:
+    """Labels that do not overlap in so many columns over all panels: side by side, then in two lines, then smaller."""
+    if columns <= _MOST_WIDE_COLUMNS:
+        return _Label("  ", 7.5)
+    return _Label("\n", 7.5 * min(1, _MOST_COLUMNS / columns))
+
+
+def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, label: _Label) -> QuadMesh:
     """One panel: a column a length, a row a depth."""
     grid = np.full((len(depths), len(lengths)), np.nan)
     for row in rows:
@@ -54,8 +70,8 @@ def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float])
         if row["mean"] is None:
             continue
         grid[y, x] = row["mean"]
-        label = f"{row['mean']:.2f}  n={row['n']}"
-        axes.text(x, y, label, ha="center", va="center", fontsize=7.5, color=_ink(row["mean"]))
+        text = f"{row['mean']:.2f}{label.separator}n={row['n']}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=label.size, color=_ink(row["mean"]))
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
     colours = matplotlib.colormaps["viridis"]
     # Fixed: pictures of two models are compared side by side.
