@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A model that recalls: text → three runs on two ranks, documents longer each time → needles in one process and over two
-# ranks, up to twice the length, with and without YaRN. What is there already is kept; a new run gets the next number.
+# A model that recalls: text → three runs on two ranks, documents longer each time → needles in one process and over
+# two ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -42,7 +42,7 @@ done
 say "2/6 pretraining on two ranks: short documents, longer ones, documents of up to 1,024 tokens"
 pretrain short "$run/1-short"
 pretrain middle "$run/2-middle" --run.start_from "$run/1-short" --train.steps 400 --train.lr 2e-3
-pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.steps 600 --train.lr 1.5e-3 --train.final_lr_ratio 0.05
+pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.lr 1.5e-3 --train.final_lr_ratio 0.05
 model=$run/3-long
 
 say "3/6 needles up to twice the length of training, in one process"
