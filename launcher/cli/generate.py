@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import OmitArgPrefixes, arg, create_mutex_group
 
 from launcher.cli.choosing import Choosing
-from launcher.cli.console import note, progress, say, write
+from launcher.cli.console import note, progress, write
 from launcher.cli.ranks import RankFlags
 from launcher.wording import plural
 
@@ -51,7 +51,7 @@ def generate(
         prompts_file: JSON lines with a "prompt" each; a JSON line comes out for each, in the same order.
         max_new_tokens: Tokens to add at most.
         choosing: How tokens are chosen.
-        output: New file for the lines of --prompts-file, instead of standard output.
+        output: New file for the result, instead of standard output, where deepspeed writes as well.
         max_sequences: Prompts of --prompts-file under way together, in each group of ranks; as memory allows, up to 8.
         tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
         beyond_positions: Allow prompt and answer to go beyond the model's positions.
@@ -116,11 +116,12 @@ def _continue_one(session: Session, options: Options) -> None:
     read_seconds = time.monotonic() - started
     text = _Text(session.opened.tokenizer, prompt_ids, options.stops)
     ids: list[int] = []
-    for part in (first, tokens):
-        for token in part:
-            ids.append(token)
-            write(text.add(token))
-    say(text.finish())
+    with _result_to(options.output) as write_out:
+        for part in (first, tokens):
+            for token in part:
+                ids.append(token)
+                write_out(text.add(token))
+        write_out(f"{text.finish()}\n")
     _warn_of_unknown(text.num_unknown)
     _summarise(ids, session.stop_ids, read_seconds, time.monotonic() - started)
 
@@ -136,37 +137,37 @@ def _continue_all(session: Session, options: Options) -> None:
             f"{plural(len(prompts), 'prompt')}: some have nothing to do."
         )
     try:
-        with _lines_to(options.output) as write_line:
+        with _result_to(options.output) as write_out:
             for index, ids in session.each():
                 text = _Text(session.opened.tokenizer, session.prompt_ids[index], options.stops)
                 continuation = "".join([text.add(token) for token in ids]) + text.finish()
                 result = {**prompts[index].fields, "index": index, "continuation": continuation, "tokens": len(ids)}
-                write_line(json.dumps(result, ensure_ascii=False))
+                write_out(f"{json.dumps(result, ensure_ascii=False)}\n")
                 num_lines += 1
                 num_tokens += len(ids)
                 num_unknown += text.num_unknown
     finally:
         # After Ctrl-C too, and where one group of ranks has failed.
         if num_lines < len(prompts):
-            note(f"{num_lines} of {plural(len(prompts), 'prompt')} are written.")
+            note(f"{num_lines:,} of {plural(len(prompts), 'prompt')} are written.")
     _warn_of_unknown(num_unknown)
     note(f"{plural(len(prompts), 'prompt')}, {num_tokens:,} tokens in {time.monotonic() - started:.1f} s.")
 
 
 @contextmanager
-def _lines_to(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """What writes a line to a new file, or to standard output."""
+def _result_to(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """What writes to a new file, or to standard output."""
     if path is None:
-        yield say
+        yield write
         return
     # Without a buffer, so that each line goes out whole: a kill leaves no part of one.
     with path.open("xb", buffering=0) as file:
 
-        def write_line(line: str) -> None:
+        def write_out(text: str) -> None:
             # Half a surrogate pair, which JSON can spell, goes out as it came.
-            file.write(f"{line}\n".encode(errors="backslashreplace"))
+            file.write(text.encode(errors="backslashreplace"))
 
-        yield write_line
+        yield write_out
 
 
 def _take(tokens: Iterator[int], count: int) -> Iterator[int]:

@@ -28,7 +28,7 @@ class Options(Computation):
     max_sequences: int | None = None
     """Prompts of a file that are under way together; None for as many as memory holds, up to a default."""
     output: Path | None = None
-    """Where the lines of a file's prompts go; None for standard output."""
+    """The file of the result; None for standard output."""
     tokenizer: Path | None = None
     beyond_positions: bool = False
 
@@ -39,8 +39,6 @@ class Options(Computation):
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} must not be negative.")
         if not self.has_many and self.max_sequences is not None:
             raise ConfigError("--max-sequences is for --prompts-file: one prompt has no other beside it. Leave it out.")
-        if not self.has_many and self.output is not None:
-            raise ConfigError("--output is for --prompts-file: the text of one prompt goes to standard output.")
         if self.max_sequences is not None and isinstance(self.strategy, Beams):
             raise ConfigError("--beams search for one prompt after another: --max-sequences would do nothing.")
         if self.max_sequences is not None and self.max_sequences < 1:
