@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.evaluation.opened import OpenedModel, check_positions
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, DataError
 
 _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 
@@ -45,13 +45,16 @@ class Prompt:
 
 
 def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel) -> list[array[int]]:
-    """The ids of each prompt, in four bytes each; ConfigError for one without any."""
+    """The ids of each prompt, in four bytes each; ConfigError for one without any, or that is no text."""
     # A file may say one prompt many times, and a long prompt takes a while.
     encode = opened.tokenizer.encode_prompt
     found: dict[str, array[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.text not in found:
-            found[prompt.text] = array("i", encode(prompt.text))
+            try:
+                found[prompt.text] = array("i", encode(prompt.text))
+            except DataError as error:
+                raise ConfigError(f"{_named(source, index)}: {error}") from error
         if not found[prompt.text]:
             raise ConfigError(
                 f"{_named(source, index)} is empty, and the tokenizer begins no document with an id. Give a prompt."
