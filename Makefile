@@ -1,4 +1,5 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
+# make demo-recall   set up, then a small model that finds needles: training on two ranks, evaluation, pictures
 # make test    set up, then the tests
 # make setup   the virtual environment alone; seconds when there is nothing to do
 # make bench   ratios against named limits and peers, all in one run
@@ -14,13 +15,14 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
+RECALL_RUN ?= runs/recall
 WORKERS ?= 2
 PART ?= 1/1
 
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo test bench faults lint clean
+.PHONY: setup demo demo-recall test bench faults lint clean
 
 setup: $(STAMP)
 
@@ -41,6 +43,9 @@ $(STAMP): pyproject.toml
 
 demo: setup
 	@bash launcher/demo.sh $(RUN)
+
+demo-recall: setup
+	@bash launcher/demo_recall.sh $(RECALL_RUN)
 
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multigpu"

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, report, tokenizer
+from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, practice, report, tokenizer
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -50,6 +50,13 @@ VERBS = {
     "data build": Verb(data.build, ("--source stdlib --tokenizer runs/tokenizer.model --output runs/data",)),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
+    "data practice": Verb(
+        practice.practice,
+        (
+            "--output runs/recall.jsonl --documents 10000",
+            "--output runs/haystack.jsonl --documents 100 --words 500 500 --pairs 0 0",
+        ),
+    ),
     "convert": Verb(
         convert.convert,
         (

@@ -351,7 +351,8 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     # matplotlib numbers the ids of each figure alike, and a page has one space of ids.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    # A function: in a template a name that begins with a digit would be read as part of the group's number.
+    svg = re.sub(r'url\(#|href="#', lambda found: f"{found[0]}{name}-", svg)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 
 

@@ -70,7 +70,8 @@ def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) ->
     """Read one token of each sequence; their hidden states [N, M]."""
     cache, device = SequencesCache(caches), _device_of(model)
     chunk = cache.chunk(len(ids))
-    tokens_BN, positions_BN = torch.tensor([ids], device=device), chunk.indices[None].to(device)
+    tokens_BN = torch.tensor([ids]).to(device, non_blocking=True)
+    positions_BN = chunk.indices[None].to(device, non_blocking=True)
     return model(tokens_BN, positions_BN, cache=cache, chunk=chunk)[0]
 
 
@@ -87,7 +88,9 @@ def _last_hidden(
         chunk = join([waiting[n] for n in sequences])
         tokens_t = torch.cat([given_tokens(waiting[n], ids[n], firsts[n]) for n in sequences])
         cache = SequencesCache([caches[n] for n in sequences])
-        hidden_BtM = model(tokens_t[None].to(device), chunk.indices[None].to(device), cache=cache, chunk=chunk)
+        tokens_Bt = tokens_t[None].to(device, non_blocking=True)
+        positions_Bt = chunk.indices[None].to(device, non_blocking=True)
+        hidden_BtM = model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
         for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
             last[n] = hidden_BtM[:, tokens.stop - 1]
             following = next(coming[n], None)
@@ -126,7 +129,7 @@ def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_T
     targets = [*ids[1:], IGNORED_TARGET]
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         # Logits of a chunk are never whole, and each process scores the tokens that it has read.
-        targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device)
+        targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device, non_blocking=True)
         found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
     return torch.cat(found)[:-1]
 
@@ -137,9 +140,10 @@ def read_chunks(
     """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
     device, first = _device_of(model), cache.num_tokens
     for chunk in cache.chunks(len(ids), chunk_tokens):
-        tokens_Bt = given_tokens(chunk, ids, first)[None].to(device)
+        # Copied without a wait: the device is still busy with the chunk before.
+        tokens_Bt = given_tokens(chunk, ids, first)[None].to(device, non_blocking=True)
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
-        positions_Bt = chunk.indices[None].to(device)
+        positions_Bt = chunk.indices[None].to(device, non_blocking=True)
         yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
 
 

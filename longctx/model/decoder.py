@@ -113,7 +113,8 @@ class Backbone(nn.Module):
         x_BtM = self.embed_tokens(tokens_Bt)
         if config.embedding_scale != 1:
             # rounded to the model's dtype first, as Gemma was trained
-            x_BtM = x_BtM * torch.tensor(config.embedding_scale, dtype=x_BtM.dtype, device=x_BtM.device)
+            scale = torch.tensor(config.embedding_scale, dtype=x_BtM.dtype)
+            x_BtM = x_BtM * scale.to(x_BtM.device, non_blocking=True)
         if config.position == "learned":
             x_BtM = x_BtM + self.embed_positions(positions_Bt)
         if config.position == "sinusoidal":
@@ -132,7 +133,7 @@ class Backbone(nn.Module):
         config = self.config
         slopes, bias = None, None
         if config.position == "alibi":
-            slopes = alibi_slopes(config.num_heads).to(x_BtM.device)
+            slopes = alibi_slopes(config.num_heads).to(x_BtM.device, non_blocking=True)
         if config.position == "t5":
             bias = RelativeBias(self.relative_bias(), max_distance=config.relative_max_distance)
         return Scores(

@@ -80,7 +80,8 @@ def apply_rotary_to_both(
 
 def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, t, C] of position · frequency, in float64."""
-    radians = torch.tensor(frequencies, device=positions_Bt.device, dtype=torch.float64)
+    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
+    radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
     angles = positions_Bt.double().unsqueeze(-1) * radians
     return angles.cos(), angles.sin()
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -21,24 +22,58 @@ from launcher.report.figures import BLUE, GREEN, GREY, ORANGE, RED, binary_numbe
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#8e6bbf", "#7f6a4d", "#c45fa0", GREY, "#9aa832", "#2f9fb0")
 _MOST_BANDS = 4
 """Curves whose intervals can be told apart when they are drawn as bands."""
+_MOST_WIDE_COLUMNS, _MOST_COLUMNS = 10, 22
+"""Columns of a needle picture in which a score and its n have room side by side, and one below the other."""
 
 
 @styled
-def needle_figure(rows: Rows, caption: str, name: str) -> str:
-    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank."""
-    lengths = sorted({row["length"] for row in rows})
-    depths = sorted({row["depth"] for row in rows})
+def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -> str:
+    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank.
+
+    A panel each for several models, with its title; all have the same cells.
+    """
+    every = [row for _, rows in panels for row in rows]
+    lengths = sorted({row["length"] for row in every})
+    depths = sorted({row["depth"] for row in every})
+    figure, axes_of_panels = new_figure(len(panels), height=1.6 + 0.36 * len(depths))
+    image = None
+    for axes, (title, rows) in zip(axes_of_panels, panels, strict=True):
+        image = _draw_cells(axes, rows, lengths, depths, label=_label_of_cells(len(panels) * len(lengths)))
+        axes.set_title(title)
+    axes_of_panels[0].set_ylabel("depth of the answer")
+    assert image is not None, "no panel"
+    bar = figure.colorbar(image, ax=axes_of_panels, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
+    bar.set_label("score")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+class _Label(NamedTuple):
+    """How a cell shows its score and its n."""
+
+    separator: str
+    size: float
+
+
+def _label_of_cells(columns: int) -> _Label:
+    """Labels that do not overlap in so many columns over all panels: side by side, then in two lines, then smaller."""
+    if columns <= _MOST_WIDE_COLUMNS:
+        return _Label("  ", 7.5)
+    return _Label("\n", 7.5 * min(1, _MOST_COLUMNS / columns))
+
+
+def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, label: _Label) -> QuadMesh:
+    """One panel: a column a length, a row a depth."""
     grid = np.full((len(depths), len(lengths)), np.nan)
-    figure, (axes,) = new_figure(1, height=1.6 + 0.36 * len(depths))
-    colours = matplotlib.colormaps["viridis"]
     for row in rows:
         x, y = lengths.index(row["length"]), depths.index(row["depth"])
         if row["mean"] is None:
             continue
         grid[y, x] = row["mean"]
-        label = f"{row['mean']:.2f}  n={row['n']}"
-        axes.text(x, y, label, ha="center", va="center", fontsize=7.5, color=_ink(row["mean"]))
+        text = f"{row['mean']:.2f}{label.separator}n={row['n']}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=label.size, color=_ink(row["mean"]))
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
+    colours = matplotlib.colormaps["viridis"]
     # Fixed: pictures of two models are compared side by side.
     image = axes.pcolormesh(
         edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
@@ -48,11 +83,7 @@ def needle_figure(rows: Rows, caption: str, name: str) -> str:
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth of the answer")
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.015, fraction=0.03)
-    bar.set_label("score")
-    write_caption(figure, caption)
-    return to_svg(figure, name)
+    return image
 
 
 @styled

@@ -123,7 +123,7 @@ def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
         name=f"depth_{task}",
         title=f"{task} by length and depth",
         caption="The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank.",
-        svg=needle_figure(rows, f"{task}: {caption}", _name(evaluation, task)),
+        svg=needle_figure([("", rows)], f"{task}: {caption}", _name(evaluation, task)),
         rows=rows,
     )
 

@@ -8,7 +8,10 @@ from longctx.evaluation.fitted import Draft, Request
 from longctx.evaluation.haystack import insert_sentences
 from longctx.evaluation.values import KINDS, distinct, word
 
-_INTRODUCTION = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
+INTRODUCTION = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
+_NEEDLE = "The secret code of {key} is {code}."
+_QUESTION = "\n\nQuestion: What is the secret code of {key}?\nAnswer: The secret code of {key} is"
+_QUESTION_OF_SEVERAL = "\n\nQuestion: What are all the secret codes of {keys}?\nAnswer: The secret codes of {keys} are"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +48,18 @@ class Needles:
             depths[0] = request.depth
         # Another window for each sample: a model's luck with one text counts once.
         window = request.text.window(random.randrange(len(request.text.sentences)), request.units)
-        needles = [f"The secret code of {key} is {code}." for key, code in pairs]
+        needles = [needle_sentence(key, code) for key, code in pairs]
         context, starts = insert_sentences(window, list(zip(depths, needles, strict=True)))
         asked = pairs[: self.num_answers]
         spans: list[tuple[int, int]] = []
         for (_, code), start, needle in zip(asked, starts, needles, strict=False):
             # From the right: a key of words may hold the code's letters.
-            begin = len(_INTRODUCTION) + start + needle.rindex(code)
+            begin = len(INTRODUCTION) + start + needle.rindex(code)
             spans.append((begin, begin + len(code)))
-        question, opening = self._question(keys[: self.num_queries])
+        question = self._question(keys[: self.num_queries])
         answers = tuple(code for _, code in asked)
         return Draft(
-            prompt=f"{_INTRODUCTION}{context}\n\nQuestion: {question}\nAnswer: {opening}",
+            prompt=f"{INTRODUCTION}{context}{question}",
             answers=answers,
             target=f" {', '.join(answers)}.",
             spans=tuple(spans),
@@ -66,9 +69,18 @@ class Needles:
     def _values(self) -> range:
         return range(self.num_values)
 
-    def _question(self, keys: list[str]) -> tuple[str, str]:
+    def _question(self, keys: list[str]) -> str:
         """The question, and the beginning of its answer."""
-        named = ", ".join(keys)
         if self.num_answers == 1:
-            return f"What is the secret code of {named}?", f"The secret code of {named} is"
-        return f"What are all the secret codes of {named}?", f"The secret codes of {named} are"
+            return question_of(keys[0])
+        return _QUESTION_OF_SEVERAL.format(keys=", ".join(keys))
+
+
+def needle_sentence(key: str, code: str) -> str:
+    """The sentence that is hidden."""
+    return _NEEDLE.format(key=key, code=code)
+
+
+def question_of(key: str) -> str:
+    """The question for one code, and the beginning of its answer."""
+    return _QUESTION.format(key=key)

@@ -95,7 +95,7 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
         return x
     if isinstance(rows, slice):
         return x[:, rows]
-    return x.index_select(1, rows.to(x.device))
+    return x.index_select(1, rows.to(x.device, non_blocking=True))
 
 
 def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
@@ -104,7 +104,7 @@ def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_ls
         merge_(out[:, rows], lse[:, rows], part_out, part_lse)
         return
     # Gathered rows are copies: they are merged there and written back. No row occurs twice, so the copy has one order.
-    index = rows.to(out.device)
+    index = rows.to(out.device, non_blocking=True)
     row_out, row_lse = out.index_select(1, index), lse.index_select(1, index)
     merge_(row_out, row_lse, part_out, part_lse)
     out.index_copy_(1, index, row_out)
@@ -116,4 +116,4 @@ def _add_rows_(total: Tensor, rows: Rows, part: Tensor) -> None:
     if isinstance(rows, slice):
         total[:, rows] += part
     else:
-        total.index_add_(1, rows.to(total.device), part)
+        total.index_add_(1, rows.to(total.device, non_blocking=True), part)

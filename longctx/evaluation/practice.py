@@ -1,0 +1,96 @@
+"""Documents to learn recall from: codes hidden in plain sentences, and questions for them at the end.
+
+They read as the prompts of ``longctx/evaluation/tasks/niah.py``, answers included. Keys, codes and sentences are drawn
+from seeds of their own, so no prompt of an evaluation is among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from longctx.errors import ConfigError
+from longctx.evaluation.haystack import insert_sentences
+from longctx.evaluation.tasks.niah import INTRODUCTION, needle_sentence, question_of
+from longctx.evaluation.values import KINDS, distinct, word
+
+_PHRASES = (
+    "The baker|The teacher|The old sailor|A young clerk|The gardener|My neighbour|The doctor|A tired guard|"
+    "The painter|Her brother|The miller|A stranger",
+    "walks|waits|works|sits|reads|sleeps|talks|sings|looks for a job|buys bread|counts coins|sells books|"
+    "writes letters|asks the way|repairs shoes|drinks tea",
+    "near the market|at the station|behind the school|in the village|on the main road|under the roof|"
+    "beside the church|at the window|in front of the shop|by the sea|in the kitchen|across the street",
+    "every day|in winter|at noon|before dawn|after work|on Sundays|all night|once a week",
+)
+_PARTS = [phrases.split("|") for phrases in _PHRASES]
+"""Who does what, where and when: a sentence takes one of each."""
+
+MOST_PAIRS = 1000
+
+Range = tuple[int, int]
+"""Fewest and most of something, drawn evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Practice:
+    """What the documents hold."""
+
+    words: Range
+    """Words of plain sentences in a document."""
+    pairs: Range
+    """Pairs of a key and its code in a document; in one without any, nothing is asked."""
+    mentions: Range
+    """How often a pair stands in the text."""
+    questions: Range
+    """Questions at the end, each for another pair; at most as many as there are pairs."""
+    kind: str = "word"
+    """What a code is: ``number``, ``word`` or ``uuid``."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("words", 0), ("pairs", 0), ("mentions", 1), ("questions", 0)):
+            low, high = getattr(self, name)
+            if not least <= low <= high:
+                raise ConfigError(f"{name}={low} {high}: give the fewest, at least {least}, and then the most.")
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r} is unknown. Try one of {list(KINDS)}.")
+        # There are a few thousand keys, and those of a document differ.
+        if self.pairs[1] > MOST_PAIRS:
+            raise ConfigError(f"pairs={self.pairs[0]} {self.pairs[1]}: a document takes at most {MOST_PAIRS} pairs.")
+        # A document of nothing would be one token.
+        if not self.words[0] and not self.pairs[0]:
+            raise ConfigError("words and pairs may both be 0, and a document would be empty. Raise one of them.")
+
+    def document(self, index: int) -> str:
+        """Document number ``index``: the same whichever others are made."""
+        random = Random(f"{self.seed}/practice/{self.kind}/{index}")
+        sentences = _sentences(random, _between(random, self.words))
+        num_pairs = _between(random, self.pairs)
+        if not num_pairs:
+            return " ".join(sentences)
+        keys = distinct(random, word, num_pairs)
+        pairs = list(zip(keys, distinct(random, KINDS[self.kind], num_pairs), strict=True))
+        hidden = []
+        for key, code in pairs:
+            mentions = _between(random, self.mentions)
+            hidden += [(random.random(), needle_sentence(key, code)) for _ in range(mentions)]
+        context, _ = insert_sentences(sentences, hidden)
+        asked = random.sample(pairs, min(num_pairs, _between(random, self.questions)))
+        questions = [f"{question_of(key)} {code}." for key, code in asked]
+        return f"{INTRODUCTION}{context}{''.join(questions)}"
+
+
+def _between(random: Random, bounds: Range) -> int:
+    low, high = bounds
+    return random.randint(low, high)
+
+
+def _sentences(random: Random, num_words: int) -> list[str]:
+    """Sentences of about so many words: the last one ends where they are reached."""
+    sentences: list[str] = []
+    while num_words > 0:
+        parts = [random.choice(phrases) for phrases in _PARTS]
+        sentences.append(f"{' '.join(parts)}.")
+        num_words -= sentences[-1].count(" ") + 1
+    return sentences

@@ -1,0 +1,91 @@
+"""Documents to learn recall from: what they hold, that they read as the tasks' prompts, that they never change."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import pytest
+
+from longctx.errors import ConfigError
+from longctx.evaluation import Haystack, Setting, find_tasks
+from longctx.evaluation.practice import Practice
+from tests.longctx.evaluation.pieces import PieceTokenizer
+
+USUAL = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4))
+NEEDLE = re.compile(r"The secret code of (\S+) is (\S+)\.")
+QUESTION = re.compile(r"\n\nQuestion: What is the secret code of (\S+)\?\nAnswer: The secret code of (\S+) is (\S+)\.")
+
+
+@pytest.mark.parametrize("kind", ["number", "word", "uuid"])
+def test_every_question_has_its_answer_in_the_text(kind):
+    practice = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4), kind=kind)
+    for index in range(50):
+        document = practice.document(index)
+        context, *_ = document.split("\n\nQuestion:")
+        hidden: dict[str, set[str]] = {}
+        mentions: dict[str, int] = {}
+        for key, code in NEEDLE.findall(context):
+            hidden.setdefault(key, set()).add(code)
+            mentions[key] = mentions.get(key, 0) + 1
+        assert 2 <= len(hidden) <= 6
+        assert all(len(codes) == 1 for codes in hidden.values())
+        assert all(1 <= count <= 3 for count in mentions.values())
+        asked = QUESTION.findall(document)
+        assert 1 <= len(asked) <= 4
+        assert len({key for key, _, _ in asked}) == len(asked)
+        for key, again, code in asked:
+            assert key == again
+            assert hidden[key] == {code}
+
+
+def test_a_document_continues_a_prompt_of_the_task():
+    """The same introduction, needles and questions: what is learnt here is what niah_word asks."""
+    plain = Practice(words=(300, 300), pairs=(0, 0), mentions=(1, 1), questions=(0, 0)).document(0)
+    setting = Setting(tokenizer=PieceTokenizer(begin=1), haystack=Haystack([plain * 3], source="plain"))
+    (task,) = find_tasks(["niah_word"])
+    sample = next(task.samples(setting, 300, 1))
+    document = USUAL.document(3)
+    asked = QUESTION.search(document)
+    assert asked is not None
+    prompt = document[: asked.start(3) - 1]
+    for text in (sample.prompt, prompt):
+        assert text.startswith("Secret codes are hidden in the following text.")
+        assert NEEDLE.search(text)
+        assert re.search(r"\n\nQuestion: What is the secret code of (\S+)\?\nAnswer: The secret code of \1 is$", text)
+
+
+def test_plain_documents_hold_no_code_and_no_number():
+    document = Practice(words=(500, 500), pairs=(0, 0), mentions=(1, 1), questions=(0, 0)).document(1)
+    assert 500 <= len(document.split()) < 515
+    assert not re.search(r"secret|code|\d", document)
+
+
+def test_documents_depend_on_seed_and_index_alone():
+    again = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4))
+    assert [USUAL.document(n) for n in (5, 0)] == [again.document(n) for n in (5, 0)]
+    other = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4), seed=1)
+    assert len({USUAL.document(0), USUAL.document(1), other.document(0)}) == 3
+    together = "\0".join(USUAL.document(n) for n in range(20))
+    # A later release that writes other documents trains another model: that is worth a line in the changelog.
+    assert hashlib.sha256(together.encode()).hexdigest()[:16] == GOLDEN
+
+
+GOLDEN = "d39f9cddfc145a77"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"words": (9, 3)}, "words=9 3"),
+        ({"words": (-1, 3)}, "words=-1 3"),
+        ({"mentions": (0, 1)}, "mentions=0 1: give the fewest, at least 1"),
+        ({"kind": "name"}, "kind='name' is unknown"),
+        ({"words": (0, 5), "pairs": (0, 2)}, "may both be 0"),
+        ({"pairs": (1, 2000)}, "at most 1000 pairs"),
+    ],
+)
+def test_refused(changed, message):
+    options = {"words": (1, 2), "pairs": (1, 2), "mentions": (1, 2), "questions": (1, 2), **changed}
+    with pytest.raises(ConfigError, match=message):
+        Practice(**options)
