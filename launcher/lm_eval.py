@@ -20,11 +20,11 @@ end_if_names_clash()
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
-from launcher.config.flags import take_flag
+from launcher.config.flags import take_flag, without_local_rank
 from launcher.evaluation.harness.settings import device_wish
 from longctx.errors import ConfigError
 from parallel.runtime.device import choose_device
-from parallel.runtime.process import environment_rank, start_process_group, stop_process_group
+from parallel.runtime.process import environment_rank, process_group
 
 INTERRUPTED = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
 TIMEOUT_SECONDS = 1800.0
@@ -34,9 +34,7 @@ TIMEOUT_SECONDS = 1800.0
 def main(argv: list[str]) -> int | None:
     """Run lm-eval on rank 0, with the model on all ranks."""
     rank, world_size = environment_rank()
-    # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
-    arguments = [argument for argument in argv if not argument.startswith("--local_rank")]
-    arguments, hostfile = take_flag(arguments, "--run.hostfile")
+    arguments, hostfile = take_flag(without_local_rank(argv), "--run.hostfile")
     check_tasks(hostfile or "launcher", arguments, script="launcher/lm_eval.py")
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
@@ -46,8 +44,7 @@ def main(argv: list[str]) -> int | None:
         return _run(arguments)
     _, wish = take_flag(arguments, "--device")
     device = choose_device(device_wish(wish), "--device")
-    start_process_group(timeout_seconds=TIMEOUT_SECONDS, device=device)
-    try:
+    with process_group(timeout_seconds=TIMEOUT_SECONDS, device=device):
         # DeepSpeed decides on a device when it is imported.
         from launcher.evaluation.harness.ranks import Ranks
 
@@ -61,8 +58,6 @@ def main(argv: list[str]) -> int | None:
             return _run(arguments)
         finally:
             ranks.end()
-    finally:
-        stop_process_group()
 
 
 def _run(arguments: list[str]) -> None:

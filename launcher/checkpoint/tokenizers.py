@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.load import fingerprints, has_tokenizer, same_files
+from longctx.tokenizer.load import (
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    fingerprints,
+    generation_settings,
+    has_tokenizer,
+    load_files,
+    same_files,
+)
+
+log = logging.getLogger(__name__)
 
 
 def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
@@ -42,6 +53,42 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
         f"  {validation.folder}: {theirs.describe()}\n"
         f"Build one of them again: longctx data build --tokenizer {data.folder} …"
     )
+
+
+def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The data's tokenizer files, for a run that goes on from a checkpoint without a tokenizer; the log says so.
+
+    The checkpoint's generation_config.json goes with them, unless it names other begin or end ids than theirs.
+    """
+    log.warning(
+        "%s has no tokenizer that longctx reads: there is nothing to compare with. The ids of %s must be the model's.",
+        checkpoint,
+        tokenizer.path,
+    )
+    unread = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if unread:
+        log.warning("Left out of this run's checkpoints, which get the data's tokenizer: %s.", ", ".join(unread))
+    settings = generation_settings(checkpoint)
+    if settings is None:
+        return tokenizer.files
+    files = tokenizer.files | {GENERATION_CONFIG: settings}
+    if not _is_same_tokenizer(files, tokenizer):
+        log.warning(
+            "Left out of this run's checkpoints: %s, whose begin or end ids are others than those of the data's "
+            "tokenizer, or which cannot be read.",
+            GENERATION_CONFIG,
+        )
+        return tokenizer.files
+    return files
+
+
+def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
+    """Whether these files make a tokenizer that gives the ids of this one: a run with another could not be resumed."""
+    try:
+        return load_files(files, tokenizer.path).fingerprint == tokenizer.fingerprint
+    except DataError:
+        # No JSON, or ids that the tokenizer does not have.
+        return False
 
 
 def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:

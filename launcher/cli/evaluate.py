@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import OmitArgPrefixes, arg
 
 from launcher.cli.console import Update, note, progress, say, say_json, table
+from launcher.cli.ranks import RankFlags
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,20 +57,7 @@ class Flags:
     """Tokens of near context that LongPPL compares with."""
     longppl_window: int = 1024
     """Tokens that it reads with one near context."""
-    chunk_tokens: int = 4096
-    """Tokens that are read at a time, on however many ranks."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and of the computation; bfloat16 takes half the memory."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where every rank has one."""
-    context: Annotated[int, arg(name="parallel.context")] = 0
-    """Ranks that share a prompt; 0 is all."""
-    expert: Annotated[int, arg(name="parallel.expert")] = 1
-    """Ranks that share the experts; a divisor of parallel.context."""
-    hostfile: Annotated[str, arg(name="run.hostfile")] = "launcher"
-    """As of pretrain.py: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
-    timeout_seconds: float = 1800.0
-    """How long a rank waits for another."""
+    ranks: OmitArgPrefixes[RankFlags] = field(default_factory=RankFlags)
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -113,13 +101,7 @@ def _options(flags: Flags) -> Options:
         beyond_positions=flags.beyond_positions,
         ruler=RulerFiles(squad=flags.squad, hotpotqa=flags.hotpotqa, english_words=flags.english_words),
         longppl=LongPPL(truncation=flags.longppl_truncation, window=flags.longppl_window),
-        chunk_tokens=flags.chunk_tokens,
-        dtype=flags.dtype,
-        device=flags.device,
-        context=flags.context,
-        expert=flags.expert,
-        hostfile=flags.hostfile,
-        timeout_seconds=flags.timeout_seconds,
+        **flags.ranks.values(),
     )
 
 

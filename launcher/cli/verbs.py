@@ -12,8 +12,9 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import tyro
@@ -30,6 +31,7 @@ from launcher.cli.console import (
     warnings_on_stderr,
 )
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
+from launcher.cluster.scheduler import check_tasks
 from longctx import __version__
 from longctx.errors import LongCtxError
 
@@ -142,6 +144,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A library still computes in its thread; waiting for it is what Ctrl-C was against.
         os._exit(code)
     return code
+
+
+def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
+    """Run a verb on every rank that deepspeed or torchrun started, rank 0 speaking for all: what its script does."""
+    # Both import torch, for which the help of one process does not wait.
+    from launcher.config.flags import take_flag, without_local_rank
+    from parallel.runtime.process import environment_rank
+
+    rank, _ = environment_rank()
+    arguments = without_local_rank(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with ExitStack() as stack:
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        # Results, help and what is wrong with the command line are the same on every rank.
+        if rank != 0:
+            stack.enter_context(redirect_stdout(nowhere))
+        with ExitStack() as parsing:
+            if rank != 0:
+                parsing.enter_context(redirect_stderr(nowhere))
+            bound = parse([verb, *arguments])
+        _, hostfile = take_flag(arguments, "--run.hostfile")
+        check_tasks(hostfile or "launcher", arguments, script=f"launcher/{verb}.py")
+        with warnings_on_stderr():
+            return explained(bound)
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int | None]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx.errors import ConfigError
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """The arguments without --local_rank, which the deepspeed launcher adds: each rank finds its device by itself."""
+    return [argument for argument in argv if not argument.startswith("--local_rank")]
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:

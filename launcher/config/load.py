@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag
+from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag, without_local_rank
 from launcher.config.model import find_base, lay_over, settle_model
 from launcher.config.sections import RunConfig
 from launcher.recipes.find import QUICKSTART, find_config
@@ -32,8 +32,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     ``--help`` and ``--print-config`` end the process through SystemExit; ``quiet`` keeps a rank from repeating what
     rank 0 prints.
     """
-    # The deepspeed launcher adds --local_rank, which we do not need: each rank finds its device by itself.
-    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
+    argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     topic = help_topic(argv)

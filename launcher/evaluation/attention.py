@@ -15,7 +15,7 @@ import torch
 
 from data_pipeline.texts import read_texts
 from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
-from launcher.evaluation.subject import checkpoint_name, open_reader
+from launcher.evaluation.opened import checkpoint_name, open_reader
 from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
 from launcher.report.evaluation.tables import write_csv
 from launcher.report.figures import standalone

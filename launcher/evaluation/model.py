@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from launcher.evaluation.subject import Reader, Subject
+from launcher.evaluation.opened import OpenedModel, Reader
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError
@@ -49,48 +49,48 @@ def check_mesh(options: Degrees, model: ModelConfig, world_size: int) -> None:
         )
 
 
-def build_decoder(subject: Subject, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The checkpoint's decoder on this rank, ready to generate; of the experts those that the rank holds.
 
     CheckpointError unless the checkpoint holds exactly the decoder's tensors.
     """
     # A process that shares neither prompts nor experts needs none of what ranks agree on.
     if mesh.context == 1:
-        decoder = Decoder(subject.model, seed=None)
+        decoder = Decoder(opened.model, seed=None)
     else:
-        decoder = build_empty_decoder(subject.model, mesh, layout=LAYOUT)
+        decoder = build_empty_decoder(opened.model, mesh, layout=LAYOUT)
     decoder = decoder.to(dtype).to(device)
-    _fill(decoder, subject)
+    _fill(decoder, opened)
     return decoder.eval()
 
 
 @torch.no_grad()
-def _fill(decoder: Decoder, subject: Subject) -> None:
+def _fill(decoder: Decoder, opened: OpenedModel) -> None:
     """Copy the checkpoint's weights into the decoder, one at a time: a second model never fits beside a large one."""
     wanted = decoder.state_dict()
-    _check_names(subject, set(wanted))
-    for name, values in _weights(subject.reader):
+    _check_names(opened, set(wanted))
+    for name, values in _weights(opened.reader):
         # Whole, so that every rank refuses it: a score of a broken model would look like a weak model's.
         if not values.isfinite().all():
             raise CheckpointError(
-                f"{subject.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
+                f"{opened.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
                 "Take an earlier checkpoint: `checkpoint list` names them."
             )
         if is_expert_weight(name):
             values = values[decoder.dispatcher.local_experts]
         if values.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{subject.folder}: {name} has shape {tuple(values.shape)}, and the decoder of its own config wants "
+                f"{opened.folder}: {name} has shape {tuple(values.shape)}, and the decoder of its own config wants "
                 f"{tuple(wanted[name].shape)}."
             )
         wanted[name].copy_(values)
 
 
-def _check_names(subject: Subject, wanted: set[str]) -> None:
-    stored = set(subject.reader.names())
+def _check_names(opened: OpenedModel, wanted: set[str]) -> None:
+    stored = set(opened.reader.names())
     if stored != wanted:
         raise CheckpointError(
-            f"{subject.folder} does not hold the decoder of its own config: {sorted(stored ^ wanted)[:6]} are on one "
+            f"{opened.folder} does not hold the decoder of its own config: {sorted(stored ^ wanted)[:6]} are on one "
             "side only."
         )
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
+from launcher.evaluation.computation import Computation
 from longctx.errors import ConfigError
 from longctx.evaluation.table import GROUPS, TASKS, find_tasks, task_lines
 from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task
@@ -38,7 +39,7 @@ class LongPPL:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Computation):
     """One call of ``evaluate``."""
 
     checkpoint: Path
@@ -57,26 +58,15 @@ class Options:
     beyond_positions: bool = False
     ruler: RulerFiles = field(default_factory=RulerFiles)
     longppl: LongPPL = field(default_factory=LongPPL)
-    chunk_tokens: int = 4096
-    dtype: str = "float32"
-    device: str = "auto"
-    context: int = 0
-    """Ranks that share a prompt; 0 for all."""
-    expert: int = 1
-    hostfile: str = "launcher"
-    timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"--chunk-tokens {self.chunk_tokens} must be at least 1. The default is 4096.")
+        super().__post_init__()
         # The names, so that a wrong one costs nothing.
         self.chosen()
         if not self.lengths or min(self.lengths) < 2:
             raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
         if self.samples < 1:
             raise ConfigError(f"--samples {self.samples}: there is no score without a sample. Take 1 or more.")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"--timeout-seconds {self.timeout_seconds} must be above 0. The default is 1800.")
         if self.teacher_forced_from < 0:
             raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
         if self.longppl.truncation < 1 or self.longppl.window < 1:

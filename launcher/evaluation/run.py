@@ -42,8 +42,7 @@ from parallel.runtime.process import (
     gather_objects,
     on_every_rank,
     on_rank_0,
-    start_process_group,
-    stop_process_group,
+    process_group,
 )
 
 Update = Callable[..., None]
@@ -72,15 +71,8 @@ def evaluate(options: Options, progress: Progress) -> Path:
     _, world_size = environment_rank()
     check_hostfile(options.hostfile, world_size)
     device = choose_device(options.device, "--device")
-    # Ranks of a test have their group already; one process needs none.
-    starts = world_size > 1 and not dist.is_initialized()
-    if starts:
-        start_process_group(timeout_seconds=options.timeout_seconds, device=device)
-    try:
+    with process_group(timeout_seconds=options.timeout_seconds, device=device):
         return run(options, device, progress)
-    finally:
-        if starts:
-            stop_process_group()
 
 
 def run(options: Options, device: torch.device, progress: Progress) -> Path:

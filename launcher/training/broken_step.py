@@ -22,7 +22,9 @@ class BrokenStep:
     step: int
     loss: float
     grad_norm: float | None
-    """None when the loss was not finite either: then the gradient says nothing more."""
+    """None when the loss or a router was not finite either: then the gradient says nothing more."""
+    routers: Sequence[str] = ()
+    """Expert layers whose router's logits are not finite."""
     gradients: Sequence[str] = ()
     """Parameters whose gradients are not finite."""
     weights: Sequence[str] = ()
@@ -50,6 +52,9 @@ class BrokenStep:
 
     def _what_happened(self) -> str:
         """The first line: which quantity is not finite."""
+        if self.routers:
+            # The loss may well be finite: a token whose logits are not goes to no expert that counts.
+            return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
         if self.grad_norm is not None:
             return (
                 f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though loss {self.loss:g}."
@@ -61,6 +66,8 @@ class BrokenStep:
     def _way_out(self) -> str:
         """Where to go on from, and what to change."""
         advice = f"a lower train.lr (now {self.lr:g}) or a longer train.warmup_steps"
+        if self.routers:
+            advice += ", or a model.router_z_loss_weight (1e-3), which keeps logits small"
         if self.checkpoint is None:
             return f"There is no checkpoint yet: start again with {advice}."
         go_on = f"Go on from the newest checkpoint, {self.checkpoint} (--run.resume latest)"
@@ -71,9 +78,16 @@ class BrokenStep:
 
 
 def broken_step(
-    run: Run, step: int, *, loss: float, lr: float, order: dict[str, Any], gradient: GradientError | None = None
+    run: Run,
+    step: int,
+    *,
+    loss: float,
+    lr: float,
+    order: dict[str, Any],
+    routers: Sequence[str] = (),
+    gradient: GradientError | None = None,
 ) -> TrainingError:
-    """The error for a step whose loss, or else whose gradient, is not finite. Collective.
+    """The error for a step whose router logits or loss, or else whose gradient, are not finite. Collective.
 
     ``order`` is the loader's state before the step.
     """
@@ -84,6 +98,7 @@ def broken_step(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
+        routers=routers,
         gradients=gradients,
         # Collective: every rank looks at the weights that it owns, and all learn the names.
         weights=run.engine.broken_weights(),

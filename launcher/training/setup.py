@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
 from launcher.checkpoint.load import load_checkpoint, load_weights
-from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
+from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
@@ -211,7 +211,8 @@ def _tokenizer_files(
     """The tokenizer's files for the run's checkpoints, read by rank 0 alone.
 
     They are those of the checkpoint that it goes on from, else the data's: an import may have files that its data was
-    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer.
+    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer; the log says where
+    there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
@@ -220,7 +221,10 @@ def _tokenizer_files(
     if origin is not None and has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
         return load_tokenizer(origin).files
-    return load_tokenizer(loader.shards.folder).files
+    tokenizer = load_tokenizer(loader.shards.folder)
+    if origin is not None:
+        return uncompared_files(origin, tokenizer)
+    return tokenizer.files
 
 
 def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:

@@ -56,10 +56,10 @@ class TrainStep:
         totals = sums.over_ranks(_model_flops(run, batches))
 
         # 3. A step that is not finite ends the run here: weights and moments are still those of the step before.
-        totals.check_router_logits(run.expert_layers, step)
+        routers = totals.broken_routers(run.expert_layers)
         loss, lr = counts.mean_nll(totals.nll), learning_rate(step, run.config.train)
-        if not totals.finite:
-            raise broken_step(run, step, loss=loss, lr=lr, order=order)
+        if routers or not totals.finite:
+            raise broken_step(run, step, loss=loss, lr=lr, order=order, routers=routers)
         try:
             grad_norm = run.engine.step(lr)
         except GradientError as error:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.wording import first_names
-from longctx.errors import TrainingError
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import sum_over_ranks
@@ -41,17 +39,10 @@ class StepTotals:
         """Whether every part of the loss is."""
         return all(math.isfinite(part) for part in (self.nll, self.balance, self.router_z))
 
-    def check_router_logits(self, layers: Sequence[int], step: int) -> None:
-        """TrainingError naming step and layers when a router's logits were not finite; the same on every rank."""
+    def broken_routers(self, layers: Sequence[int]) -> list[str]:
+        """The expert layers whose router's logits were not finite, with how many tokens; the same on every rank."""
         counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
-        wrong = [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
-        if wrong:
-            raise TrainingError(
-                f"router logits are not finite in step {step}: {first_names(wrong, thing='layers')}.\n"
-                "The step was not taken: weights and checkpoints are those of the step before. Go on from the newest "
-                "checkpoint (--run.resume latest) with a lower train.lr, a lower train.clip_norm or a "
-                "model.router_z_loss_weight (1e-3), which keeps logits small."
-            )
+        return [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
 
 
 class StepSums:

@@ -8,13 +8,21 @@ import torch
 
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, model_config
 from longctx.conversion import load_hf
-from longctx.errors import CheckpointError
+from longctx.errors import CheckpointError, ConfigError
 from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 
 
 def find_model(folder: str | Path) -> Path:
-    """A checkpoint or a Hugging Face folder as it is; of a run folder, its newest checkpoint."""
+    """A checkpoint or a Hugging Face folder as it is; of a run folder, its newest checkpoint.
+
+    ConfigError for a path that leads nowhere, CheckpointError for a folder that holds neither.
+    """
+    if not Path(folder).exists():
+        raise ConfigError(
+            f"checkpoint {folder} does not exist here. Name a checkpoint, a run folder or a Hugging Face folder that "
+            "this machine sees."
+        )
     if is_hf_folder(folder):
         return Path(folder)
     return find_checkpoint(folder)

@@ -76,6 +76,13 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     return {file: fingerprint for fingerprint, file in found.items()}
 
 
+def generation_settings(folder: Path) -> bytes | None:
+    """A folder's generation_config.json, if it has one; DataError for a link that leads out of it."""
+    if (folder / GENERATION_CONFIG).is_symlink():
+        check_link(folder, GENERATION_CONFIG)
+    return _bytes_or_none(folder / GENERATION_CONFIG)
+
+
 def same_files(folder: Path, other: Path) -> bool:
     """Whether two folders hold the same bytes of all that decides ids: then nothing need be loaded to compare them."""
     names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
@@ -100,6 +107,12 @@ def _load_folder(folder: Path) -> Tokenizer:
     files = _companions(folder, CARRIED_FILES)
     if MODEL_FILE not in files and JSON_FILE not in files:
         raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
+    return load_files(files, folder)
+
+
+def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
+    """The tokenizer of these files, of which one is a tokenizer; messages name ``folder`` as theirs."""
+    files = dict(files)
     if MODEL_FILE in files:
         model = _load_own_model(files, folder)
         if model is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,8 @@ from longctx.errors import ClusterError, LongCtxError
 
 T = TypeVar("T")
 
+_PATIENCE = timedelta(days=7)
+"""How long ranks wait for one that prepares data, or for those with more to do."""
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -62,6 +65,28 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def process_group(*, timeout_seconds: float, device: torch.device) -> Iterator[None]:
+    """Be one of the ranks that a launcher started, within the block. A process that is alone needs no group."""
+    # Ranks of a test have their group already.
+    starts = environment_rank()[1] > 1 and not dist.is_initialized()
+    if starts:
+        start_process_group(timeout_seconds=timeout_seconds, device=device)
+    try:
+        yield
+    finally:
+        if starts:
+            stop_process_group()
+
+
+def patient_group() -> dist.ProcessGroup:
+    """A group of all ranks, for CPU tensors, in which a rank may be days late. Collective.
+
+    Collectives of the usual groups give up after run.timeout_seconds. A rank that dies still ends the wait.
+    """
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_PATIENCE))
+
+
 def agree_or_raise(problem: LongCtxError | None) -> None:
     """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
 
@@ -95,8 +120,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
     """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
     if not dist.is_initialized():
         return action()
-    # Collectives of the usual groups give up after run.timeout_seconds. A rank 0 that dies still ends the wait.
-    patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(days=7)))
+    patient = patient_group()
     problem, result = None, None
     if dist.get_rank() == 0:
         try:

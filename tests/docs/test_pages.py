@@ -21,7 +21,9 @@ from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
 
-SCRIPT, EVALUATION, LM_EVAL = "launcher/pretrain.py", "launcher/evaluate.py", "launcher/lm_eval.py"
+SCRIPT, LM_EVAL = "launcher/pretrain.py", "launcher/lm_eval.py"
+VERBS = {"launcher/evaluate.py": "evaluate", "launcher/generate.py": "generate"}
+"""Scripts with the options of a verb."""
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
 
 
@@ -31,8 +33,9 @@ def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...]
     program, *words = command
     if program == "longctx":
         parse(words)
-    elif program in ("deepspeed", "torchrun") and EVALUATION in words:
-        parse(["evaluate", *words[words.index(EVALUATION) + 1 :]])
+    elif program in ("deepspeed", "torchrun") and set(VERBS) & set(words):
+        at = next(at for at, word in enumerate(words) if word in VERBS)
+        parse([VERBS[words[at]], *words[at + 1 :]])
     elif program == "deepspeed" and LM_EVAL in words:
         # The options are lm-eval's, which need not be installed; the model's are ours.
         check_model_args(words[words.index("--model_args") + 1])

@@ -6,24 +6,20 @@ Tasks, data sets, scores and files are rank 0's alone. The others see settings a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
-from launcher.evaluation.harness.worker import Worker, open_subject
-from launcher.evaluation.subject import Subject
+from launcher.evaluation.harness.worker import Worker
+from launcher.evaluation.opened import OpenedModel, open_model
 from longctx.errors import LongCtxError
 from longctx.generation.scoring import Pair, Score
-from parallel.runtime.process import agree_or_raise, gather_objects, on_every_rank
+from parallel.runtime.process import agree_or_raise, gather_objects, on_every_rank, patient_group
 
 Value = TypeVar("Value")
-
-_PATIENCE = timedelta(days=7)
-"""How long a rank waits for rank 0, which may prepare data sets for hours, and for ranks with longer texts."""
 
 
 class Ranks:
@@ -35,7 +31,8 @@ class Ranks:
         self._has_ended = False
         self._patient: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_PATIENCE))
+            # Rank 0 may prepare data sets for hours, and other ranks may have longer texts.
+            self._patient = patient_group()
 
     @property
     def data_degree(self) -> int:
@@ -43,7 +40,7 @@ class Ranks:
         assert self._worker is not None, "no model is loaded"
         return self._worker.mesh.data
 
-    def load(self, settings: Settings) -> Subject:
+    def load(self, settings: Settings) -> OpenedModel:
         """Load a model on all ranks. Rank 0 calls this."""
         return self._ask("load", settings)
 
@@ -87,10 +84,10 @@ class Ranks:
             self._has_ended = True
             raise
 
-    def _load(self, settings: Settings) -> Subject:
-        subject = on_every_rank(lambda: open_subject(settings))
-        self._worker = Worker(settings, subject, self._device)
-        return subject
+    def _load(self, settings: Settings) -> OpenedModel:
+        opened = on_every_rank(lambda: _opened(settings))
+        self._worker = Worker(settings, opened, self._device)
+        return opened
 
     def _gathered(self, action: Callable[[], dict[int, Value]]) -> dict[int, Value]:
         """What the ranks found, each in its share."""
@@ -115,6 +112,12 @@ class Ranks:
         if self._patient is not None:
             dist.broadcast_object_list(holder, src=0, group=self._patient)
         return holder[0]
+
+
+def _opened(settings: Settings) -> OpenedModel:
+    opened = open_model(settings.checkpoint, settings.tokenizer)
+    settings.limit(opened.model)
+    return opened
 
 
 def _in_order(found: dict[int, Value]) -> list[Value]:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from launcher.evaluation.opened import check_positions
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
@@ -72,18 +73,15 @@ class Settings:
 
     def limit(self, model: ModelConfig) -> int:
         """Tokens that a text may have; ConfigError where the model has fewer positions than were asked for."""
-        if self.max_length <= model.max_positions:
-            return self.max_length or model.max_positions
-        advice = f"Ask for max_length={model.max_positions} or less"
-        # A learned table has no row for them: there is nothing to try.
-        if model.position == "learned":
-            raise ConfigError(f"max_length={self.max_length}: the model has {model.max_positions} positions. {advice}.")
-        if not self.beyond_positions:
-            raise ConfigError(
-                f"max_length={self.max_length}: the model is meant for {model.max_positions} positions.\n"
-                f"{advice}, or add beyond_positions=true to see what it does there all the same."
-            )
-        return self.max_length
+        check_positions(
+            model,
+            self.max_length,
+            asked=f"max_length={self.max_length}",
+            advice=f"Ask for max_length={model.max_positions} or less",
+            beyond=self.beyond_positions,
+            option="add beyond_positions=true",
+        )
+        return self.max_length or model.max_positions
 
 
 def device_wish(device: str | None) -> str:

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.checkpoint.tokenizers import check_vocabulary, known_decoder, tokenizer_of
+from launcher.checkpoint.tokenizers import known_decoder
 from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
 from launcher.evaluation.memory import fitting_together
 from launcher.evaluation.model import build_decoder, check_mesh
-from launcher.evaluation.subject import Subject, open_reader
-from longctx.evaluation import Setting
+from launcher.evaluation.opened import OpenedModel
 from longctx.generation import Beams, Greedy, Sample, StopStrings, generate, generate_batch
-from longctx.generation.load import find_model
 from longctx.generation.scoring import Pair, Score, can_share, score_behind, score_packed
 from parallel.mesh import Mesh
 
@@ -26,36 +24,19 @@ REPEATED_TOKENS = 512
 """Tokens of a context that are read again with each of its continuations, rather than in a pass of their own."""
 
 
-def open_subject(settings: Settings) -> Subject:
-    """The checkpoint and its tokenizer; an error of one screen where they do not fit the settings."""
-    folder = find_model(settings.checkpoint)
-    reader, model, fingerprint = open_reader(folder)
-    settings.limit(model)
-    tokenizer = tokenizer_of(folder, settings.tokenizer)
-    check_vocabulary(tokenizer, model)
-    return Subject(
-        folder=folder,
-        reader=reader,
-        model=model,
-        fingerprint=fingerprint,
-        setting=Setting(tokenizer=tokenizer),
-        text_folder=None,
-    )
-
-
 class Worker:
     """This rank's part of the model, and its share of the work. Ranks of a context group work on one text together."""
 
-    def __init__(self, settings: Settings, subject: Subject, device: torch.device) -> None:
+    def __init__(self, settings: Settings, opened: OpenedModel, device: torch.device) -> None:
         """Load the model. Collective."""
         world_size = 1
         if dist.is_initialized():
             world_size = dist.get_world_size()
-        check_mesh(settings, subject.model, world_size)
+        check_mesh(settings, opened.model, world_size)
         self.mesh = Mesh.build(context=settings.context or world_size, expert=settings.expert)
-        self._settings, self._subject, self._device = settings, subject, device
-        self._decode = known_decoder(subject.tokenizer)
-        self._model = build_decoder(subject, self.mesh, getattr(torch, settings.dtype), device)
+        self._settings, self._opened, self._device = settings, opened, device
+        self._decode = known_decoder(opened.tokenizer)
+        self._model = build_decoder(opened, self.mesh, getattr(torch, settings.dtype), device)
 
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:
         """The score of each pair of this rank's share, by its index."""
@@ -100,7 +81,7 @@ class Worker:
         assert isinstance(generation.strategy, (Greedy, Beams))
         # Of all prompts and not of this rank's share: every rank asks for as many.
         many = fitting_together(
-            self._subject.model,
+            self._opened.model,
             self.mesh,
             self._device,
             max(costs),
@@ -132,7 +113,7 @@ class Worker:
     def _options(self, generation: Generation) -> dict[str, Any]:
         options: dict[str, Any] = {
             "penalties": generation.penalties,
-            "stop_ids": set(self._subject.tokenizer.special.stops),
+            "stop_ids": set(self._opened.tokenizer.special.stops),
             "chunk_tokens": self._settings.chunk_tokens,
         }
         if generation.until:

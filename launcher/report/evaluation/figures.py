@@ -126,7 +126,9 @@ def ruler_figure(rows: Rows, caption: str, name: str) -> str:
         edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
     )
     for y, x in np.argwhere(np.isfinite(grid)):
-        axes.text(x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(grid[y, x] / 100))
+        axes.text(
+            x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(float(grid[y, x]) / 100)
+        )
     # The average stands apart from what it is of.
     axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
     axes.grid(False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,15 +13,23 @@ import torch
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from data_pipeline.shards.reader import ShardSet
+from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.config.sections import RunConfig
-from launcher.training.setup import build_run
+from launcher.training.setup import _tokenizer_files, build_run
+from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
+from longctx.conversion import export_checkpoint, save_hf
 from longctx.errors import DataError
+from longctx.model.decoder import Decoder
 from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import GENERATION_CONFIG
+from parallel.mesh import Mesh
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_config, tiny_start
 from tests.launcher.workers import run, train
 from tests.longctx.conversion.tiny_tokenizer import corpus
+from tests.longctx.samples import dense_config
 
 VOCAB_SIZE = 512
 ONE_STEP = {"train.steps": 1, "train.warmup_steps": 0, "checkpoint.every_steps": 1, "validation.rows": 0}
@@ -61,6 +71,65 @@ def refuse(config: RunConfig, said: str) -> None:
 def test_data_of_another_tokenizer_is_refused_on_every_rank(shards, other, tmp_path):
     assert load_tokenizer(other).vocab_size == load_tokenizer(shards).vocab_size == VOCAB_SIZE
     run(refuse_each, 2, shards, other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "travels"),
+    [
+        (b'{"temperature": 0.6, "eos_token_id": [2, 7]}\r\n', True),
+        (b'{"eos_token_id": 3}', False),
+        (b'{"eos_token_id": 128001}', False),
+        (b"{", False),
+        (None, False),
+    ],
+)
+def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path, caplog, content, travels):
+    """Nothing was compared, and not a word said; its generation settings were lost."""
+    logging.getLogger("launcher").propagate = True
+    (tmp_path / "vocab.json").write_text("{}")
+    if content is not None:
+        (tmp_path / GENERATION_CONFIG).write_bytes(content)
+    loader = SimpleNamespace(shards=ShardSet.open(shards))
+    files = _tokenizer_files(tmp_path, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "nothing to compare with" in said[0]
+    assert "vocab.json" in said[1]
+    data = load_tokenizer(shards)
+    wanted = dict(data.files)
+    if travels:
+        assert content is not None
+        wanted[GENERATION_CONFIG] = content
+    assert files == wanted
+    assert any(GENERATION_CONFIG in line for line in said) == (content is not None and not travels)
+    # The run goes on from its own checkpoints, and stops where the settings say.
+    own = tmp_path / "own"
+    own.mkdir()
+    for name, bytes_of_file in files.items():
+        (own / name).write_bytes(bytes_of_file)
+    check_same_tokenizer(own, loader.shards)
+    assert (7 in load_tokenizer(own).special.stops) == travels
+    # Without a checkpoint there is nothing to say.
+    caplog.clear()
+    assert _tokenizer_files(None, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)) == data.files
+    assert not caplog.records
+
+
+def train_from(shards: Path, source: Path, output: Path) -> None:
+    start: dict[str, Any] = {**ONE_STEP, "train.lr": 1e-4, "run.start_from": source}
+    Trainer(build_run(tiny_start(shards, output, start), torch.device("cpu"))).train()
+
+
+@pytest.mark.slow
+def test_generation_settings_of_a_model_without_a_tokenizer_go_out_after_training(shards, tmp_path):
+    model = dense_config(vocab_size=VOCAB_SIZE, qkv_bias=False, tie_embeddings=False, max_positions=256)
+    given = save_hf(model, Decoder(model).state_dict(), tmp_path / "given")
+    content = b'{"temperature": 0.6, "eos_token_id": 2}'
+    (given / GENERATION_CONFIG).write_bytes(content)
+    run(train_from, 2, shards, given, tmp_path / "run")
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert log.count("nothing to compare with") == 1
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "exported").folder
+    assert (exported / GENERATION_CONFIG).read_bytes() == content
 
 
 def test_an_export_has_the_tokenizer_that_it_is_asked_for(shards, other, tmp_path, capsys):

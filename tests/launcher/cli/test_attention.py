@@ -68,7 +68,7 @@ BAD = [
     ({"length": 10_000_000}, 1, "10,000,000 are asked for"),
     ({"blocks": 1}, 2, "at least 2 blocks"),
     ({"text": "NOWHERE"}, 2, "NOWHERE does not exist"),
-    ({"checkpoint": "NOWHERE"}, 1, "NOWHERE"),
+    ({"checkpoint": "NOWHERE"}, 2, "NOWHERE"),
 ]
 
 

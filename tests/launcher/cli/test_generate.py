@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.cli.calls import call
+from launcher.cli import main
+from tests.launcher.cli.calls import call, start
 
 
 def words(run: Path, **options: object) -> list[object]:
@@ -65,6 +70,11 @@ def test_sampling_follows_its_seed(capsys, run):
         {"length-penalty": 2},
         {"stop": ""},
         {"max-sequences": 2},
+        {"max-new-tokens": -1},
+        {"chunk-tokens": 0},
+        {"timeout-seconds": 0},
+        {"parallel.context": 3},
+        {"parallel.expert": 2},
     ],
 )
 def test_sampling_options_out_of_range_are_wrong_usage(capsys, run, options):
@@ -73,7 +83,7 @@ def test_sampling_options_out_of_range_are_wrong_usage(capsys, run, options):
 
 
 def test_it_ends_with_the_document(capsys, run, monkeypatch):
-    from longctx.generation import loop as generation
+    from launcher.generation import run as generation
 
     asked = []
     monkeypatch.setattr(generation, "stream", lambda *args, **options: asked.append(options) or iter([300, 2]))
@@ -111,8 +121,8 @@ def test_a_prompt_of_any_length_comes_from_a_file(capsys, run, tmp_path, monkeyp
 def test_a_prompt_file_that_is_not_text_is_refused(capsys, run, tmp_path):
     (tmp_path / "prompt").write_bytes(b"abc\xff")
     code, _, err = call(capsys, *from_file(run, tmp_path / "prompt"))
-    assert (code, "not UTF-8 at byte 3" in err) == (1, True)
-    assert call(capsys, *from_file(run, tmp_path / "none"))[0] == 1
+    assert (code, "not UTF-8 at byte 3" in err) == (2, True)
+    assert call(capsys, *from_file(run, tmp_path / "none"))[0] == 2
 
 
 def from_file(run: Path, path: object) -> list[object]:
@@ -121,7 +131,7 @@ def from_file(run: Path, path: object) -> list[object]:
 
 def test_text_comes_token_by_token(capsys, run, monkeypatch):
     """Each token is written before the next one is computed."""
-    from longctx.generation import loop as generation
+    from launcher.generation import run as generation
 
     written, stream = [], generation.stream
     monkeypatch.setattr("launcher.cli.generate.write", lambda text: written.append(text))
@@ -133,7 +143,7 @@ def test_text_comes_token_by_token(capsys, run, monkeypatch):
 
     monkeypatch.setattr(generation, "stream", watched)
     assert call(capsys, *words(run))[0] == 0
-    assert len(written) == 8
+    assert len(written) == 9, "and the newline"
 
 
 def test_the_other_ways_to_choose(capsys, run):
@@ -157,8 +167,8 @@ def test_the_other_ways_to_choose(capsys, run):
 
 def test_the_text_ends_before_a_stop_string(capsys, run):
     whole = reference(run, "def main", 8)
-    for start in (1, len(whole) // 2):
-        stop = whole[start : start + 3]
+    for at in (1, len(whole) // 2):
+        stop = whole[at : at + 3]
         code, out, _ = call(capsys, *words(run), "--stop=never there", f"--stop={stop}")
         assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
     assert call(capsys, *words(run), "--stop=never there")[1] == whole + "\n"
@@ -172,12 +182,23 @@ def test_many_prompts_come_from_a_file(capsys, run, tmp_path):
     asked = ["generate", f"--checkpoint={run}", f"--prompts-file={path}", "--max-new-tokens=8", "--max-sequences=2"]
     code, out, err = call(capsys, *asked)
     assert (code, "4 prompts" in err) == (0, True)
-    results = {result["index"]: result for result in map(json.loads, out.splitlines())}
-    assert sorted(results) == [0, 1, 2, 3]
-    for index, prompt in enumerate(prompts):
-        result = results[index]
-        assert (result["prompt"], result["name"]) == (prompt, f"p{index}")
+    results = list(map(json.loads, out.splitlines()))
+    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        assert (result["prompt"], result["name"], result["index"]) == (prompt, f"p{index}", index)
         assert result["continuation"] == reference(run, prompt, 8)
+    assert call(capsys, *asked, f"--output={tmp_path}/out.jsonl")[:2] == (0, "")
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == out
+
+
+def test_lines_have_the_order_of_the_prompts_whichever_ends_first(capsys, run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "def main"}\n{"prompt": "import os"}\n{"prompt": "class X:"}\n')
+    whole = reference(run, "import os", 8)
+    stop = next(text for text in (whole[n : n + 2] for n in range(len(whole))) if text.isascii())
+    asked = ["generate", f"--checkpoint={run}", f"--prompts-file={path}", "--max-new-tokens=8", f"--stop={stop}"]
+    results = list(map(json.loads, call(capsys, *asked)[1].splitlines()))
+    assert results[1]["tokens"] < results[0]["tokens"]
+    assert [result["index"] for result in results] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +208,134 @@ def test_many_prompts_come_from_a_file(capsys, run, tmp_path):
         ('{"prompt": "a"}\n{"text": "b"}', "line 2"),
         ("{", "line 1 is no JSON"),
         ("[1]", "line 1"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2: Text with a lone surrogate"),
+        ('{"prompt": "a"}\n \n{"prompt": "b"}\n', "line 2 is empty"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(capsys, run, tmp_path, content, said):
     (tmp_path / "prompts.jsonl").write_text(content)
     asked = ["generate", f"--checkpoint={run}", f"--prompts-file={tmp_path}/prompts.jsonl", "--max-new-tokens=8"]
     code, out, err = call(capsys, *asked)
-    assert (code, out, said in err) == (1, "", True), err
+    assert (code, out, said in err) == (2, "", True), err
+
+
+def test_the_text_may_go_to_a_file(capsys, run, tmp_path):
+    path = tmp_path / "out.txt"
+    assert call(capsys, *words(run, output=path))[:2] == (0, "")
+    assert path.read_text() == reference(run, "def main", 8) + "\n"
+    code, _, err = call(capsys, *words(run, output=path))
+    assert (code, "is there already" in err) == (2, True)
+    code, _, err = call(capsys, *words(run, output=tmp_path / "none/out.txt"))
+    assert (code, "does not exist" in err) == (2, True)
+
+
+@pytest.fixture
+def unloaded(monkeypatch) -> None:
+    """The test ends where a model is allocated."""
+    monkeypatch.setattr("launcher.generation.run.build_decoder", lambda *_: pytest.fail("the model was loaded"))
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_checkpoint_that_is_not_there_is_wrong_usage(capsys, run, tmp_path):
+    code, out, err = call(capsys, *words(run, checkpoint=tmp_path / "none"))
+    assert (code, out, "none does not exist here" in err) == (2, "", True)
+    assert call(capsys, *words(run, checkpoint=tmp_path))[0] == 1, "a folder of something else"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_another_tokenizer_than_the_checkpoints_is_refused(capsys, run, tmp_path):
+    """A model would answer, in words that it never meant."""
+    other = another_tokenizer(run, tmp_path)
+    code, out, err = call(capsys, *words(run, tokenizer=other))
+    assert (code, out) == (2, "")
+    assert "is another tokenizer than" in err
+    assert "Leave --tokenizer out" in err
+
+
+def another_tokenizer(run: Path, folder: Path) -> Path:
+    """One with fewer ids, so that their number says nothing."""
+    path = folder / "other.model"
+    source = str(run.parent / "corpus")
+    assert main(["tokenizer", "train", "--source", source, "--vocab-size", "500", "--output", str(path)]) == 0
+    return path
+
+
+def test_the_checkpoints_own_tokenizer_may_be_named(capsys, run, world):
+    assert call(capsys, *words(run, tokenizer=world / "tokenizer.model"))[1] == reference(run, "def main", 8) + "\n"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_an_answer_beyond_the_models_positions_is_refused(capsys, run, tmp_path):
+    """It used to be a warning, beside a text that may mean nothing."""
+    num_positions = positions_of(run)
+    code, out, err = call(capsys, *words(run, **{"max-new-tokens": num_positions}))
+    assert (code, out) == (2, "")
+    assert f"meant for {num_positions} positions" in err
+    length = int(re.findall(r"(\d+) tokens, ", err)[0])
+    assert f"Take --max-new-tokens {num_positions - length}," in err
+    assert "--beyond-positions" in err
+    # Of a file the longest is named, and how many there are.
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a b c d e f g"}\n{"prompt": "b"}\n')
+    code, _, err = call(capsys, "generate", f"--checkpoint={run}", f"--prompts-file={path}", "--max-new-tokens=4095")
+    assert (code, "line 2" in err, "3 of 3 prompts are too long" in err) == (2, True, True), err
+
+
+def positions_of(run: Path) -> int:
+    from longctx.checkpoint_format import CheckpointReader, find_checkpoint, model_config
+
+    return model_config(CheckpointReader(find_checkpoint(run))).max_positions
+
+
+def test_an_option_goes_beyond_the_positions_that_are_no_table(capsys, run, monkeypatch):
+    from launcher.generation import run as generation
+
+    # Tokens are chosen elsewhere: this is about what is allowed.
+    monkeypatch.setattr(generation, "stream", lambda *_, **__: iter([300, 2]))
+    far = {"max-new-tokens": positions_of(run)}
+    code, out, _ = call(capsys, *words(run, **far), "--beyond-positions")
+    assert (code, bool(out)) == (0, True)
+    monkeypatch.setattr(generation, "build_decoder", lambda *_: pytest.fail("the model was loaded"))
+    opened = generation.open_model
+    monkeypatch.setattr(generation, "open_model", lambda *given: with_a_table(opened(*given)))
+    code, out, err = call(capsys, *words(run, **far), "--beyond-positions")
+    assert (code, out, "learned positions" in err) == (2, "", True)
+
+
+def with_a_table(opened):
+    model = replace(opened.model, position="learned")
+    return replace(opened, model=model)
+
+
+def test_a_prompt_without_an_id_is_refused(capsys, run, monkeypatch):
+    """Of a tokenizer that begins no document with one."""
+    monkeypatch.setattr("longctx.tokenizer.contract.Tokenizer.encode_prompt", lambda self, text: [])
+    code, out, err = call(capsys, *words(run, prompt=""))
+    assert (code, out, "the prompt is empty" in err) == (2, "", True)
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_leaves_whole_lines(run, tmp_path):
+    """After Ctrl-C, and after a kill that nothing can hear."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "def main{n}"}}\n' for n in range(4000)))
+    asked = ["generate", f"--checkpoint={run}", f"--prompts-file={prompts}", "--max-new-tokens=64"]
+    for ending, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        process = start(*asked, f"--output={output}")
+        deadline = time.monotonic() + 60
+        while not output.exists() or output.read_bytes().count(b"\n") < 20:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(ending)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == code
+        assert "Traceback" not in err
+        content = output.read_bytes()
+        assert content.endswith(b"\n")
+        assert [json.loads(line)["index"] for line in content.splitlines()] == list(range(content.count(b"\n")))
+        if ending == signal.SIGINT:
+            (said,) = re.findall(r"(\d+) of 4,000 prompts are written", err)
+            # The signal may come between a line and its being counted.
+            assert content.count(b"\n") - int(said) in (0, 1)
+        output.unlink()

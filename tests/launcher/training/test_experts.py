@@ -17,9 +17,7 @@ from longctx.errors import TrainingError
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain
 from tests.launcher.workers import (
-    breaking_step,
     build,
-    end_guarded_each,
     leave_out_pictures,
     refuse_each,
     rows,
@@ -166,7 +164,7 @@ def step_with_a_broken_router(shards: Path, output: Path, stage: int) -> None:
     before = owned(trainer.run)
     with pytest.raises(TrainingError) as caught:
         trainer.take_step()
-    assert "step 3: model.layers.1 (" in str(caught.value), "on every rank"
+    assert "router logits of step 3 are not finite: model.layers.1 (" in str(caught.value), "on every rank"
     assert "model.layers.0" not in str(caught.value)
     assert trainer.progress.step == 2
     after = owned(trainer.run)
@@ -178,19 +176,6 @@ def step_with_a_broken_router(shards: Path, output: Path, stage: int) -> None:
 def test_router_logits_that_are_not_finite_end_the_run_before_the_update(shards, tmp_path, stage):
     """Quickly in stage 0, which DeepSpeed would update all the same."""
     run(step_with_a_broken_router, 2, shards, tmp_path, stage)
-
-
-def end_with_a_broken_router(shards: Path, output: Path) -> None:
-    broken = breaking_step(5, lambda run: break_a_router(run, 0))
-    cases = [({"parallel.expert": 2}, 1, ["TrainingError", "step 5", "model.layers.0"])]
-    end_guarded_each(shards, output, cases, broken)
-
-
-@pytest.mark.slow
-def test_it_is_said_on_one_screen_and_the_checkpoint_before_it_is_there(shards, tmp_path):
-    run(end_with_a_broken_router, 2, shards, tmp_path / "run")
-    assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 2, 3, 4]
-    assert list_checkpoints(tmp_path / "run")[-1].name == "step_000004"
 
 
 # Dead experts.

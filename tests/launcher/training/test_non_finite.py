@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite ends the run: before anything is changed, on all ranks, on one screen."""
+"""What is not finite (loss, router logits, gradient) ends the run: nothing is changed, on all ranks, on one screen."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ pytestmark = pytest.mark.timeout(240)
 
 EXPERT = "model.layers.1.mlp.experts.down_proj"
 LAST_NORM = "model.norm.weight"
+ROUTER = "model.layers.1.mlp.gate.weight"
 
 
-def break_a_weight(run: Run) -> None:
-    """The last norm is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
+def break_a_weight(run: Run, name: str = LAST_NORM) -> None:
+    """A weight is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
     engine, mesh = run.engine, run.mesh
-    p = dict(engine.model.decoder.named_parameters())[LAST_NORM]
+    p = dict(engine.model.decoder.named_parameters())[name]
     if engine.stage == 3 or mesh.rank == mesh.world_size - 1:
-        engine.partition.set_weight(p, lambda: torch.full((engine.shapes[LAST_NORM].numel(),), torch.nan))
+        engine.partition.set_weight(p, lambda: torch.full((engine.shapes[name].numel(),), torch.nan))
+
+
+def break_a_router(run: Run) -> None:
+    break_a_weight(run, ROUTER)
 
 
 def break_a_gradient(run: Run) -> None:
@@ -51,6 +56,10 @@ BREAKS: dict[str, tuple[Callable[[Run], None], list[str]]] = {
     "loss": (
         break_a_weight,
         ["the loss of step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
+    ),
+    "router": (
+        break_a_router,
+        ["router logits of step 3 are not finite: model.layers.1 (", f"before this step: {ROUTER}.", "z_loss_weight"],
     ),
     "gradient": (
         break_a_gradient,
@@ -92,8 +101,8 @@ def break_each(shards: Path, output: Path, changed: dict[str, Any], kinds: list[
 
 def check_record(record: Any, kind: str) -> None:
     assert (record["kind"], record["step"]) == ("train", 3)
-    assert math.isnan(record["loss"]) == (kind == "loss")
-    assert record["grad_norm"] is None if kind == "loss" else record["grad_norm"] == math.inf
+    assert math.isfinite(record["loss"]) == (kind == "gradient")
+    assert record["grad_norm"] == (math.inf if kind == "gradient" else None)
 
 
 BIAS = {"model.selection_bias": True, "model.selection_bias_rate": 0.01}
@@ -118,8 +127,8 @@ def test_so_it_is_on_one_rank(shards, tmp_path, stage):
 def end_with(kind: str, shards: Path, output: Path) -> None:
     act, _ = BREAKS[kind]
     words = [
-        "TrainingError: the",
-        "of step 6 is not finite",
+        "TrainingError: ",
+        "of step 6",
         "step_000004 (--run.resume latest)",
         "The step was not taken",
     ]
@@ -137,7 +146,7 @@ def test_the_run_ends_and_goes_on_from_its_newest_checkpoint(shards, tmp_path, k
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000004"]
     assert [row["step"] for row in trained(folder)] == [1, 2, 3, 4, 5, 6]
     last = trained(folder)[-1]
-    assert math.isnan(last["loss"]) == (kind == "loss")
+    assert math.isfinite(last["loss"]) == (kind == "gradient")
     if kind == "loss":
         assert "The loss was not finite in 1 step" in " ".join(remarks(load_run(folder)))
     run(train, 2, shards, folder, {"parallel.expert": 2, "run.resume": "latest"})

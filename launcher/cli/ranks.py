@@ -1,0 +1,32 @@
+"""The options of every verb that computes with a checkpoint's decoder, on one process or over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """Device, memory, and ranks that deepspeed or torchrun starts."""
+
+    chunk_tokens: int = 4096
+    """Tokens that are read at a time, on however many ranks."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and of the computation; bfloat16 takes half the memory."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs where every rank has one."""
+    context: Annotated[int, arg(name="parallel.context")] = 0
+    """Ranks that share a prompt; 0 is all."""
+    expert: Annotated[int, arg(name="parallel.expert")] = 1
+    """Ranks that share the experts; a divisor of parallel.context."""
+    hostfile: Annotated[str, arg(name="run.hostfile")] = "launcher"
+    """As of pretrain.py: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
+    timeout_seconds: float = 1800.0
+    """How long a rank waits for another."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields of ``Computation``."""
+        return asdict(self)

@@ -1,0 +1,155 @@
+"""``generate``: check everything, load the model, continue one prompt or many, on one process or over ranks.
+
+The ranks of a context group continue prompts together; each group has prompts of its own. Rank 0 reads the prompts and
+gets all continuations.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from launcher.checkpoint.tokenizers import known_decoder
+from launcher.cluster.hostfile import check_hostfile
+from launcher.evaluation.memory import fitting_together
+from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.opened import OpenedModel, open_model
+from launcher.generation.options import Options
+from launcher.generation.prompts import Prompt, check_space, encode_prompts
+from launcher.generation.shares import Shares
+from longctx.errors import ConfigError
+from longctx.generation.batch import MAX_SEQUENCES, generate_batch
+from longctx.generation.beams import Beams
+from longctx.generation.loop import stream
+from longctx.generation.stop_strings import StopStrings
+from longctx.model.decoder import Decoder
+from parallel.mesh import Mesh
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import environment_rank, on_every_rank, on_rank_0, process_group
+
+
+class Session:
+    """Prompts and a model that passed all checks. Every rank calls every method, at the same time."""
+
+    def __init__(
+        self,
+        options: Options,
+        opened: OpenedModel,
+        mesh: Mesh,
+        device: torch.device,
+        prompts: Sequence[Prompt],
+        prompt_ids: Sequence[array[int]],
+    ) -> None:
+        self.opened, self.mesh = opened, mesh
+        self.prompts = prompts
+        """On rank 0; empty on the others."""
+        self.prompt_ids = prompt_ids
+        self.stop_ids = set(opened.tokenizer.special.stops)
+        """A token of these ends a continuation."""
+        self._options, self._device = options, device
+        self._model: Decoder | None = None
+
+    def load(self) -> None:
+        """Load the model."""
+        self._model = build_decoder(self.opened, self.mesh, getattr(torch, self._options.dtype), self._device)
+
+    def stream(self) -> Iterator[int]:
+        """The tokens of the only prompt's continuation, each as soon as it is chosen, on every rank."""
+        (prompt_ids,) = self.prompt_ids
+        return stream(self._loaded(), list(prompt_ids), self._options.max_new_tokens, **self._choosing())
+
+    def each(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield (prompt, new tokens) on rank 0, in the prompts' order, each as soon as those before it have ended."""
+        model = self._loaded()
+        costs = [len(ids) + self._options.max_new_tokens for ids in self.prompt_ids]
+        shares, together = Shares(self.mesh, costs), self._together(max(costs))
+        yield from shares.in_order(self._continued(model, shares.mine, together))
+
+    def _continued(self, model: Decoder, indices: Sequence[int], together: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (prompt, new tokens) of these prompts, each as soon as it has ended."""
+        # More groups than prompts leave some without one.
+        if not indices:
+            return
+        batch = generate_batch(
+            model,
+            [list(self.prompt_ids[index]) for index in indices],
+            self._options.max_new_tokens,
+            max_sequences=together,
+            **self._choosing(),
+        )
+        for at, ids in batch:
+            yield indices[at], ids
+
+    def _together(self, num_tokens: int) -> int:
+        """Prompts of at most so many tokens, answers included, that each group has under way."""
+        if self._options.max_sequences is not None:
+            return self._options.max_sequences
+        if isinstance(self._options.strategy, Beams):
+            return 1
+        return fitting_together(
+            self.opened.model,
+            self.mesh,
+            self._device,
+            num_tokens,
+            dtype=getattr(torch, self._options.dtype),
+            chunk_tokens=self._options.chunk_tokens,
+            most=MAX_SEQUENCES,
+        )
+
+    def _choosing(self) -> dict[str, Any]:
+        """How tokens are chosen and when they end, for ``stream`` and ``generate_batch``."""
+        stop_strings = None
+        if self._options.stops:
+            stop_strings = StopStrings(known_decoder(self.opened.tokenizer), self._options.stops)
+        return {
+            "strategy": self._options.strategy,
+            "penalties": self._options.penalties,
+            "stop_ids": self.stop_ids,
+            "stop_strings": stop_strings,
+            "chunk_tokens": self._options.chunk_tokens,
+        }
+
+    def _loaded(self) -> Decoder:
+        assert self._model is not None, "load() comes first"
+        return self._model
+
+
+@contextmanager
+def session(options: Options) -> Iterator[Session]:
+    """A session on the ranks that a launcher started, or in this process, within the block. Collective.
+
+    What the user gave is checked, the same on all ranks, before anything is allocated.
+    """
+    _, world_size = environment_rank()
+    check_hostfile(options.hostfile, world_size)
+    device = choose_device(options.device, "--device")
+    with process_group(timeout_seconds=options.timeout_seconds, device=device):
+        yield _checked_session(options, device, world_size)
+
+
+def _checked_session(options: Options, device: torch.device, world_size: int) -> Session:
+    opened = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
+    check_mesh(options, opened.model, world_size)
+    mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+    if not options.has_many and mesh.data > 1:
+        raise ConfigError(
+            f"parallel.context={mesh.context} of {world_size} ranks: the ranks that share one prompt would leave the "
+            f"others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
+        )
+    prompts: list[Prompt] = []
+    prompt_ids = on_rank_0(lambda: _read_and_check(options, opened, prompts))
+    return Session(options, opened, mesh, device, prompts, prompt_ids)
+
+
+def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]) -> list[array[int]]:
+    """Add what is to be continued to ``prompts``, and return the ids of each."""
+    source = options.prompts
+    prompts += source.read()
+    prompt_ids = encode_prompts(source, prompts, opened)
+    lengths = [len(ids) for ids in prompt_ids]
+    check_space(source, lengths, options.max_new_tokens, opened, beyond=options.beyond_positions)
+    return prompt_ids
