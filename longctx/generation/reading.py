@@ -145,9 +145,13 @@ def read_chunks(
 
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
     """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
-    start = chunk.start - first
     # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
-    return torch.tensor(ids[start : start + chunk.num_tokens])[chunk.indices - chunk.start]
+    parts = [
+        torch.tensor(ids[part.start - first : part.stop - first : part.step], dtype=torch.int64) for part in chunk.given
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 def _device_of(model: Decoder) -> torch.device:

@@ -1,8 +1,9 @@
-"""The dtype that partial results are kept in."""
+"""The dtype of partial results, and conversion."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -10,3 +11,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.float64:
         return torch.float64
     return torch.float32
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this dtype: itself where it has it."""
+    # ``to`` finds that out as well, in the time of a small operation.
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype)

@@ -32,7 +32,7 @@ from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import RotaryTable, rotary_table
+from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -145,11 +145,10 @@ class Backbone(nn.Module):
     def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
         config = self.config
         if rope is not None:
-            cos, sin = rotary_table(positions_Bt, rope, config.rotary_size, dtype, length=length)
             rotated = config.head_dim
             if config.is_latent:
                 rotated = config.rope_head_dim
-            return RotaryTable.of(cos, sin, rotated)
+            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=length, head_dim=rotated)
         if config.position == "relative":
             return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None

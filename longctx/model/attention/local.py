@@ -21,9 +21,10 @@ from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.dtypes import as_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored, with_sinks
+from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import attend_alone
@@ -116,8 +117,8 @@ class LocalAttention:
             )
             if plan.newest is not None:
                 # No slices and no tiles: what surrounds the kernel takes longer than a generated token's attention.
-                out, lse = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores)
-                return with_sinks(out, lse, sinks_H).to(q_BtHD.dtype)
+                out = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores, sinks_H=sinks_H)
+                return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
                 return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
         else:
