@@ -21,7 +21,7 @@ from longctx.kernels.dtypes import accumulate_dtype
 _FEW_VALUES = 1 << 14
 """Most values that PyTorch's operator normalises: to the same bits, in less time, with more memory."""
 _FEW_ROWS = 32
-"""Most rows that are normalised in the fewest operations, as in decoding: they round in another order."""
+"""Most rows that generation normalises in the fewest operations, which round in another order."""
 
 
 def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -31,7 +31,8 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
     """
     if not torch.is_grad_enabled():
         is_plain = x_NM.dtype == weight_M.dtype == torch.float32 and not offset
-        if is_plain and x_NM.numel() <= _FEW_ROWS * x_NM.shape[-1]:
+        # In generation alone: likelihoods and validations, which are compared by their digits, stay as they are.
+        if is_plain and torch.is_inference_mode_enabled() and x_NM.numel() <= _FEW_ROWS * x_NM.shape[-1]:
             return _normalize_few(x_NM, weight_M, eps)
         if is_plain and x_NM.numel() <= _FEW_VALUES:
             return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
