@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
+from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.core import KVCache, TokenChunk
 from longctx.model.attention.sequences import SequencesCache, join, tokens_of
 from longctx.model.decoder import Decoder
@@ -70,8 +71,8 @@ def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) ->
     """Read one token of each sequence; their hidden states [N, M]."""
     cache, device = SequencesCache(caches), _device_of(model)
     chunk = cache.chunk(len(ids))
-    tokens_BN, positions_BN = torch.tensor([ids], device=device), chunk.indices[None].to(device)
-    return model(tokens_BN, positions_BN, cache=cache, chunk=chunk)[0]
+    tokens_N, positions_N = int64_tensor(ids).to(device), chunk.indices.to(device)
+    return model(tokens_N[None], positions_N[None], cache=cache, chunk=chunk)[0]
 
 
 def _last_hidden(
@@ -146,9 +147,7 @@ def read_chunks(
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
     """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
     # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
-    parts = [
-        torch.tensor(ids[part.start - first : part.stop - first : part.step], dtype=torch.int64) for part in chunk.given
-    ]
+    parts = [int64_tensor(ids[part.start - first : part.stop - first : part.step]) for part in chunk.given]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts)

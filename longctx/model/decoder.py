@@ -359,10 +359,13 @@ def _build_moe_call(
     dispatcher = decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
+    recompute = execution.recompute_experts
+    if not torch.is_grad_enabled():
+        recompute = "all"  # nothing is saved for a backward pass
     run = ExpertRun(
         dispatcher,
         tile_tokens=execution.expert_tile_tokens,
-        recompute=execution.recompute_experts,
+        recompute=recompute,
         products=execution.products,
     )
     capacity = build_capacity(config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens)

@@ -82,8 +82,8 @@ def apply_rotary_to_both(
     # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
     x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
     swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
-    q, k = x.mul_(cos).add_(swapped).split((q_BtHD.shape[-2], k_BtKD.shape[-2]), dim=-2)
-    return q, k
+    x, num_heads = x.mul_(cos).add_(swapped), q_BtHD.shape[-2]
+    return x[..., :num_heads, :], x[..., num_heads:, :]
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 
@@ -123,7 +124,7 @@ class TokenChunk:
         """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
         # As numbers where they are few, as in decoding: an operator for each range would take longer.
         if self.num_given <= _FEW_TOKENS:
-            return torch.tensor(list(chain.from_iterable(self.given)), dtype=torch.int64)
+            return int64_tensor(list(chain.from_iterable(self.given)))
         return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
 
     @property

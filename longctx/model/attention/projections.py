@@ -67,7 +67,8 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = self.q_proj(x_BtM), self.k_proj(x_BtM), self.v_proj(x_BtM)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        B, t, D = x_BtM.shape[0], x_BtM.shape[1], self.head_dim
+        q, k, v = q.view(B, t, -1, D), k.view(B, t, -1, D), v.view(B, t, -1, D)
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if table is None:

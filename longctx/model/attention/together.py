@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import NewestTokensKernel, Scores
-from longctx.kernels.dtypes import as_dtype
+from longctx.kernels.dtypes import as_dtype, int64_tensor
 from longctx.model.attention.cache import LayerBuffer
 from longctx.model.attention.core import AttentionShapes, PassCore, TokenChunk
 from longctx.model.attention.mask import AttentionMask
@@ -61,8 +61,8 @@ class Together:
         slots, tokens = [slot for slot, _ in by_slot], [token for _, token in by_slot]
         rows, tokens_n = [chunks[token].start for token in tokens], None
         if tokens != list(range(len(chunks))):
-            tokens_n = torch.tensor(tokens)
-        rows_n, longest, bias_n11s = torch.tensor(rows), max(rows) + 1, None
+            tokens_n = int64_tensor(tokens)
+        rows_n, longest, bias_n11s = int64_tensor(rows), max(rows) + 1, None
         if min(rows) + 1 < longest:
             is_other_n11s = torch.arange(longest) > rows_n[:, None, None, None]
             bias_n11s = torch.zeros(is_other_n11s.shape).masked_fill_(is_other_n11s, -torch.inf)
@@ -70,7 +70,7 @@ class Together:
             kernel=kernel,
             tokens=tuple(tokens),
             tokens_n=tokens_n,
-            slots_n=torch.tensor(slots),
+            slots_n=int64_tensor(slots),
             slots=as_range(slots),
             rows_n=rows_n,
             longest=longest,
