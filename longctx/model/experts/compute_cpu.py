@@ -9,14 +9,13 @@ and up together: 2F), e experts of this process.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longctx.kernels.dtypes import accumulate_dtype, int64_tensor
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_rows
 from longctx.model.experts.blocks import Blocks, SavedChunks
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
@@ -152,39 +151,40 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
     if len(tokens.x_SM) == 1:
         return _forward_token(tokens, weights, call), []
     k, wide = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
-    # Sorted here: an operator takes longer to call than so few numbers take to sort.
-    ids = tokens.experts_Sk.flatten().tolist()
-    chosen = sorted((expert, n) for n, expert in enumerate(ids) if expert >= 0)
-    if not chosen:
+    # By NumPy: PyTorch's operators take longer to call than so few numbers take to sort.
+    ids = tokens.experts_Sk.flatten().numpy()
+    order = ids.argsort(kind="stable")
+    # Ids below 0 are no experts, and come first.
+    num_missing = int((ids < 0).sum())
+    if num_missing == len(ids):
         return torch.zeros(tokens.x_SM.shape, dtype=wide), []
-    choice_R = int64_tensor([n for _, n in chosen])
-    token_R = int64_tensor([n // k for _, n in chosen])
+    choice_R, token_R = torch.from_numpy(order[num_missing:]), torch.from_numpy(order[num_missing:] // k)
+    counts = np.bincount(ids[order[num_missing:]], minlength=len(weights.down_eMF))
+    ends_e = torch.from_numpy(counts.cumsum(dtype=np.int32))  # grouped_mm takes int32 only
     gates_R1 = tokens.gates_Sk.flatten().index_select(0, choice_R).unsqueeze(-1)
-    expert_R = [expert for expert, _ in chosen]
-    y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, expert_R, weights, call)
-    if len(chosen) < len(ids):
+    y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
+    if num_missing:
         # In the order of the experts, as blocks are added.
         out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
         return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
     # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
-    row_of = sorted(range(len(chosen)), key=lambda row: chosen[row][1])
-    return y_RM.index_select(0, int64_tensor(row_of)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
+    row_of_choice = torch.from_numpy(order.argsort())
+    return y_RM.index_select(0, row_of_choice).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
 
 
-def _forward_sorted(x_RM: Tensor, gates_R1: Tensor, expert_R: list[int], weights: Weights, call: ExpertsCall) -> Tensor:
-    """gate · expert(x) of assignments in the order of their experts, [R, M]."""
-    counts = Counter(expert_R)
-    ends = list(accumulate(counts[expert] for expert in range(len(weights.down_eMF))))
-    ends_e = int64_tensor(ends).int()  # grouped_mm takes int32 only
+def _forward_sorted(
+    x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: Weights, call: ExpertsCall
+) -> Tensor:
+    """gate · expert(x) of assignments in the order of their experts, [R, M]; each expert has so many of them."""
     products = call.run.products
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
-        gate_up_RF += weights.gate_up_bias_eF[expert_R]
+        gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
     inner_RF = x_RM.new_empty(len(x_RM), weights.down_eMF.shape[2])
     _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
     y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
     if weights.down_bias_eM is not None:
-        y_RM += gates_R1 * weights.down_bias_eM[expert_R]
+        y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
     return y_RM
 
 
