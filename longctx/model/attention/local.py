@@ -30,7 +30,7 @@ from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import attend_alone
 from longctx.model.attention.slots import SlotPool
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
-from longctx.model.attention.together import SequencesPlan, Together
+from longctx.model.attention.together import Alike, SequencesPlan, Together
 from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 
@@ -160,12 +160,33 @@ class LocalAttention:
         check_no_gradient(q_BtHD)
         if scores is None:
             scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
+        if plan.alike is not None:
+            return self._attend_alike(q_BtHD, k_BtKD, v_BtKV, plan.alike, caches, scores, sinks_H)
         outs = []
         if plan.together is not None:
             outs.append(plan.together.attend(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
         if plan.alone is not None:
             outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, sinks_H))
         return plan.in_order(outs)
+
+    def _attend_alike(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        alike: Alike,
+        caches: Sequence[Any],
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of the first tokens of sequences, equally many of each, in one call for all."""
+        plan: LocalPlan = alike.of_batch
+        q, k, v = alike.rows(q_BtHD), alike.rows(k_BtKD), alike.rows(v_BtKV)
+        for n, cache in enumerate(caches):
+            own = slice(n, n + 1)
+            append_rows(cache, k[own], v[own], plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows)
+        out, _ = _attend(q, k, v, sinks_H, plan.work, _eager(plan.kernel, q), scores)
+        return out.flatten(0, 1).unsqueeze(0)
 
     def _request(self, mask: AttentionMask, shapes: AttentionShapes) -> KernelRequest:
         return KernelRequest(

@@ -7,7 +7,8 @@ D query/key head size, V value head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,9 +121,36 @@ def pool_of(buffers: Sequence[LayerBuffer]) -> SlotLayer:
 
 
 @dataclass(frozen=True, eq=False)
+class Alike:
+    """The plan of sequences that begin with equally many tokens, as the rows of one batch."""
+
+    num_sequences: int
+    of_batch: Any
+    """The core's own plan of the batch."""
+
+    @classmethod
+    def build(
+        cls, core: PassCore, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
+    ) -> Alike | None:
+        """The plan of these chunks, None where one has another length, or follows what is cached."""
+        lengths = {(chunk.start, chunk.num_tokens, chunk.later_tokens) for chunk in chunks}
+        start, num_tokens, later_tokens = next(iter(lengths))
+        if len(lengths) > 1 or start or num_tokens == 1 or len(chunks) == 1:
+            return None
+        batch = {"batch": len(chunks), "tokens": num_tokens, "cached_tokens": 0, "later_tokens": later_tokens}
+        return cls(len(chunks), core.plan(mask, replace(shapes, **batch), None))
+
+    def rows(self, x_BtHX: Tensor) -> Tensor:
+        """The tokens [1, t, H, X] of all sequences as rows of a batch."""
+        return x_BtHX.unflatten(1, (self.num_sequences, -1))[0]
+
+
+@dataclass(frozen=True, eq=False)
 class SequencesPlan:
     """Which sequences are attended to together, and which alone."""
 
+    alike: Alike | None
+    """The plan of all of them, where they are alike; there is no other then."""
     together: Together | None
     alone: EachAlone | None
     order_t: Tensor | None
@@ -139,6 +167,9 @@ class SequencesPlan:
         together: Together | None,
     ) -> SequencesPlan:
         """The plan of all sequences, of which some are together."""
+        alike = Alike.build(core, mask, shapes, chunks)
+        if alike is not None:
+            return cls(alike, None, None, None)
         tokens: list[int] = []
         if together is not None:
             tokens += together.tokens
@@ -151,7 +182,7 @@ class SequencesPlan:
         # Where some are together, each sequence has one token.
         if tokens + others != list(range(len(chunks))):
             order_t = torch.tensor(tokens + others).argsort()
-        return cls(together, alone, order_t)
+        return cls(None, together, alone, order_t)
 
     def in_order(self, outs: Sequence[Tensor]) -> Tensor:
         """The results of both parts, [1, t, H, V], in the order of the tokens."""

@@ -148,18 +148,19 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
 
     Blocks of two or three tokens would have more calls than work.
     """
-    if len(tokens.x_SM) == 1:
+    if tokens.x_SM.shape[0] == 1:
         return _forward_token(tokens, weights, call), []
     k, wide = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
     # By NumPy: PyTorch's operators take longer to call than so few numbers take to sort.
     ids = tokens.experts_Sk.flatten().numpy()
     order = ids.argsort(kind="stable")
     # Ids below 0 are no experts, and come first.
-    num_missing = int((ids < 0).sum())
+    num_missing = int(ids[order].searchsorted(0))
     if num_missing == len(ids):
         return torch.zeros(tokens.x_SM.shape, dtype=wide), []
-    choice_R, token_R = torch.from_numpy(order[num_missing:]), torch.from_numpy(order[num_missing:] // k)
-    counts = np.bincount(ids[order[num_missing:]], minlength=len(weights.down_eMF))
+    chosen = order[num_missing:]
+    choice_R, token_R = torch.from_numpy(chosen), torch.from_numpy(chosen // k)
+    counts = np.bincount(ids[chosen], minlength=weights.down_eMF.shape[0])
     ends_e = torch.from_numpy(counts.cumsum(dtype=np.int32))  # grouped_mm takes int32 only
     gates_R1 = tokens.gates_Sk.flatten().index_select(0, choice_R).unsqueeze(-1)
     y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
@@ -168,8 +169,9 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
         out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
         return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
     # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
-    row_of_choice = torch.from_numpy(order.argsort())
-    return y_RM.index_select(0, row_of_choice).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
+    row_of_choice = np.empty_like(order)
+    row_of_choice[order] = np.arange(len(order))
+    return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
 
 
 def _forward_sorted(
@@ -180,7 +182,7 @@ def _forward_sorted(
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
-    inner_RF = x_RM.new_empty(len(x_RM), weights.down_eMF.shape[2])
+    inner_RF = x_RM.new_empty(x_RM.shape[0], weights.down_eMF.shape[2])
     _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
     y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
     if weights.down_bias_eM is not None:

@@ -130,7 +130,7 @@ def backward_tiles(
 
 def is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
     """Whether these are generated tokens: too few for the calls of a block for each expert."""
-    return call.without_backward and len(experts_Nk) <= _DECODED_TOKENS
+    return call.without_backward and experts_Nk.shape[0] <= _DECODED_TOKENS
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:
