@@ -122,7 +122,9 @@ def bounds(pair: list[dict[str, Any]], growth: list[dict[str, Any]], windows: li
     """What the rows may be."""
     one, two = pair
     yield Bound("memory rise over one process's", two["rise_mib"] / one["rise_mib"], MEMORY_BOUND)
-    yield Bound("CPU seconds over half of one process's", 2 * two["cpu_seconds"] / one["cpu_seconds"], CPU_BOUND)
+    yield Bound(
+        "CPU seconds over half of one process's", 2 * two["cpu_seconds"] / one["cpu_seconds"], CPU_BOUND, again=()
+    )
     same = sum(a == b for a, b in zip(one["ids"], two["ids"], strict=True))
     yield Bound("new ids that are one process's", same, len(one["ids"]), at_least=True)
     if growth:
@@ -131,9 +133,10 @@ def bounds(pair: list[dict[str, Any]], growth: list[dict[str, Any]], windows: li
         grown = last["beside_cache_mib"] / first["beside_cache_mib"]
         yield Bound(f"memory beside the cache {ends}", grown, GROWTH_BOUND)
         keys = last["tokens"] / first["tokens"]
-        yield Bound(f"CPU seconds of a new token {ends}", _new_token(last) / _new_token(first), keys * GROWTH_BOUND)
+        each = _new_token(last) / _new_token(first)
+        yield Bound(f"CPU seconds of a new token {ends}", each, keys * GROWTH_BOUND, again=())
         flat = _new_token(windows[-1]) / _new_token(windows[0])
-        yield Bound(f"CPU seconds of a new token with windows {ends}", flat, FLAT_BOUND)
+        yield Bound(f"CPU seconds of a new token with windows {ends}", flat, FLAT_BOUND, again=())
 
 
 def _new_token(row: dict[str, Any]) -> float:

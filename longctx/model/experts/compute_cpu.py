@@ -161,7 +161,7 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
     chosen = order[num_missing:]
     choice_R, token_R = torch.from_numpy(chosen), torch.from_numpy(chosen // k)
     counts = np.bincount(ids[chosen], minlength=weights.down_eMF.shape[0])
-    ends_e = torch.from_numpy(counts.cumsum(dtype=np.int32))  # grouped_mm takes int32 only
+    ends_e = torch.from_numpy(counts.cumsum().astype(np.int32))  # grouped_mm takes int32 only
     gates_R1 = tokens.gates_Sk.flatten().index_select(0, choice_R).unsqueeze(-1)
     y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
     if num_missing:
@@ -182,8 +182,8 @@ def _forward_sorted(
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
-    inner_RF = x_RM.new_empty(x_RM.shape[0], weights.down_eMF.shape[2])
-    _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
+    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    inner_RF = gated(call.activation, gate_RF, up_RF).mul_(gates_R1)
     y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
