@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
 
-NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation", "generation_batch", "start")
+NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation", "generation_batch", "long_prompt", "start")
 TIMEOUT_SECONDS = 7200
 
 

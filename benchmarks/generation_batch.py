@@ -117,7 +117,7 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
     """What a row may be."""
     name, count = row["case"].rsplit("-", 1)
     what, limit = "tokens a CPU second over transformers'", SPEED_BOUND[name.split("-")[0]]
-    yield Bound(what, row["speed_ratio"], limit, row["case"], at_least=True)
+    yield Bound(what, row["speed_ratio"], limit, row["case"], at_least=True, again=("--only", row["case"]))
     yield Bound("prompts whose ids are transformers'", row["same_prompts"], int(count), row["case"], at_least=True)
 
 

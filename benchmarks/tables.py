@@ -121,6 +121,62 @@ def generation(result: Result) -> str:
     return markdown(head, rows)
 
 
+def generation_batch(result: Result) -> str:
+    """Several prompts at once beside transformers'."""
+    head = ("shape and prompts", "tokens a CPU second", "transformers, dynamic cache", "static cache", "over the faster",
+            "same prompts")  # fmt: skip
+    rows = [
+        [
+            row["case"],
+            *(f"{row['tokens_a_cpu_second'][who]:.0f}" for who in ("longctx", "dynamic", "static")),
+            f"**{row['speed_ratio']:.2f}**",
+            str(row["same_prompts"]),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(head, rows)
+
+
+def long_prompt(result: Result) -> str:
+    """A long prompt and a short answer, on one rank and on two."""
+    head = ("prompt and new tokens", "ranks", "CPU s, each rank", "resident rise, each rank", "cache alone")
+    rows = [
+        [
+            f"{row['tokens']:,} + {row['new_tokens']}",
+            str(row["ranks"]),
+            f"{row['cpu_seconds']:.1f}",
+            f"{row['rise_mib']:.0f} MiB",
+            f"{row['cache_mib']:.0f} MiB",
+        ]
+        for row in result["pair"]
+    ]
+    return markdown(head, rows)
+
+
+def prompt_growth(result: Result) -> str:
+    """What grows with the prompt on two ranks, with all keys seen and with windows."""
+    head = (
+        "prompt",
+        "cache, each rank",
+        "beside it",
+        "CPU ms a new token",
+        "windows: beside the cache",
+        "CPU ms a token",
+    )
+    rows = [
+        [
+            f"{full['tokens']:,}",
+            f"{full['cache_mib']:.0f} MiB",
+            f"{full['beside_cache_mib']:.1f} MiB",
+            f"{full['cpu_ms_a_later_token']:.1f}",
+            f"{window['beside_cache_mib']:.1f} MiB",
+            f"{window['cpu_ms_a_later_token']:.1f}",
+        ]
+        for full, window in zip(result["growth"], result["windows"], strict=True)
+    ]
+    return markdown(head, rows)
+
+
 # --- attention across ranks ---------------------------------------------------------------------------------
 
 _ERRORS = ("out", "dq", "dk", "dv")
@@ -253,6 +309,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "loss": ("loss", loss),
     "generation": ("generation", generation),
+    "generation-batch": ("generation_batch", generation_batch),
+    "long-prompt": ("long_prompt", long_prompt),
+    "prompt-growth": ("long_prompt", prompt_growth),
     "ring": ("attention", ring),
     "packed": ("attention", packed),
     "exactness": ("attention", exactness),

@@ -75,7 +75,7 @@ class _Sequence:
     cache: KVCache
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _continued(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:

@@ -16,7 +16,8 @@ def cache_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype, *, chu
     A layer with a window stores that and a chunk; a linear layer has one state, whole on every process.
     """
     one = torch.zeros(1, 1, dtype=torch.int64)
-    shapes = layer_shapes(config, one, dtype, TokenChunk(start=0, num_tokens=1, sequence_tokens=1, indices=one[0]))
+    chunk = TokenChunk(start=0, num_tokens=1, sequence_tokens=1, given=(range(1),))
+    shapes = layer_shapes(config, one, dtype, chunk)
     row_numbers = shapes.num_kv_heads * shapes.head_dim
     if not shapes.values_in_keys:
         row_numbers += shapes.num_kv_heads * shapes.value_dim

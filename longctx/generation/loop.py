@@ -98,7 +98,7 @@ def stream(
     return _tokens(model, prompt_ids, Continuation(request, prompt_ids), cache, chunk_tokens)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _tokens(
     model: Decoder, prompt_ids: list[int], continuation: Continuation, cache: KVCache, chunk_tokens: int
 ) -> Iterator[int]:
@@ -112,7 +112,7 @@ def _tokens(
         yield new_ids[0]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _tokens_without_cache(model: Decoder, ids: list[int], continuation: Continuation) -> Iterator[int]:
     """Yield token after token; ``ids`` grows by each."""
     device = next(model.parameters()).device

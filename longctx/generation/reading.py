@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
+from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.core import KVCache, TokenChunk
 from longctx.model.attention.sequences import SequencesCache, join, tokens_of
 from longctx.model.decoder import Decoder
@@ -70,7 +71,7 @@ def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) ->
     """Read one token of each sequence; their hidden states [N, M]."""
     cache, device = SequencesCache(caches), _device_of(model)
     chunk = cache.chunk(len(ids))
-    tokens_BN = torch.tensor([ids]).to(device, non_blocking=True)
+    tokens_BN = int64_tensor(ids)[None].to(device, non_blocking=True)
     positions_BN = chunk.indices[None].to(device, non_blocking=True)
     return model(tokens_BN, positions_BN, cache=cache, chunk=chunk)[0]
 
@@ -149,9 +150,11 @@ def read_chunks(
 
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
     """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
-    start = chunk.start - first
     # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
-    return torch.tensor(ids[start : start + chunk.num_tokens])[chunk.indices - chunk.start]
+    parts = [int64_tensor(ids[part.start - first : part.stop - first : part.step]) for part in chunk.given]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 def _device_of(model: Decoder) -> torch.device:

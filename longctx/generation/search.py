@@ -20,7 +20,7 @@ _NONE = -1
 """Told in place of a token that there is not."""
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def search(
     model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache, chunk_tokens: int
 ) -> Iterator[int]:

@@ -68,13 +68,15 @@ def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
 
 
-def takes_grouped_mm(*operands: Tensor, products: Products) -> bool:
+def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
     """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64."""
-    if multiplies_in_float32(operands[0], products):
+    if multiplies_in_float32(a, products):
         return False
-    return all(
-        x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0 for x in operands
-    )
+    return _has_grouped_mm(a) and _has_grouped_mm(b)
+
+
+def _has_grouped_mm(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0
 
 
 def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:

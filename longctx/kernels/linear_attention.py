@@ -238,6 +238,7 @@ class _Chunks:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # training may find what generation left
 def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chunks:
     """The chunks of these segments; the last one is filled up with rows that hold zeros."""
     t = segments.num_tokens

@@ -32,7 +32,7 @@ from longctx.model.layers.initialize import initial_value
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import RotaryTable, rotary_table
+from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -146,11 +146,10 @@ class Backbone(nn.Module):
     def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
         config = self.config
         if rope is not None:
-            cos, sin = rotary_table(positions_Bt, rope, config.rotary_size, dtype, length=length)
             rotated = config.head_dim
             if config.is_latent:
                 rotated = config.rope_head_dim
-            return RotaryTable.of(cos, sin, rotated)
+            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=length, head_dim=rotated)
         if config.position == "relative":
             return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None
@@ -361,10 +360,13 @@ def _build_moe_call(
     dispatcher = decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
+    recompute = execution.recompute_experts
+    if not torch.is_grad_enabled():
+        recompute = "all"  # nothing is saved for a backward pass
     run = ExpertRun(
         dispatcher,
         tile_tokens=execution.expert_tile_tokens,
-        recompute=execution.recompute_experts,
+        recompute=recompute,
         products=execution.products,
     )
     capacity = build_capacity(config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens)

@@ -9,6 +9,7 @@ Axes: B rows, t tokens of this rank, H heads, D head size, C channel pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,20 @@ class RotaryTable(NamedTuple):
     """For few tokens and whole heads: the cosines twice, and −sines before sines, [B, t, 1, 2C]."""
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, head_dim: int) -> RotaryTable:
-        """The table of heads of this size."""
-        num_tokens = cos.shape[0] * cos.shape[1]
-        if torch.is_grad_enabled() or num_tokens > _FEW_TOKENS or 2 * cos.shape[-1] != head_dim:
-            return cls(cos, sin)
-        return cls(cos, sin, (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+    def build(
+        cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, head_dim: int
+    ) -> RotaryTable:
+        """The table of these positions, for heads of this size (``rotary_table``)."""
+        if torch.is_grad_enabled() or positions_Bt.numel() > _FEW_TOKENS or rotary_size != head_dim:
+            return cls(*rotary_table(positions_Bt, rope, rotary_size, dtype, length=length))
+        # Both halves at once, for a cosine is even and a sine is odd.
+        angles = positions_Bt[..., None, None] * _signed_frequencies(rope, rotary_size, length, positions_Bt.device)
+        cos, sin = angles.cos(), angles.sin()
+        if rope.scale() != 1:
+            cos, sin = cos * rope.scale(), sin * rope.scale()
+        cos, sin = cos.to(accumulate_dtype(dtype)), sin.to(accumulate_dtype(dtype))
+        pairs = rotary_size // 2
+        return cls(cos[..., pairs:], sin[..., pairs:], (cos, sin))
 
 
 def rotary_table(
@@ -73,9 +82,15 @@ def apply_rotary_to_both(
     # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
     x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
     swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
-    x = x.mul_(cos).add_(swapped)
-    num_heads = q_BtHD.shape[-2]
+    x, num_heads = x.mul_(cos).add_(swapped), q_BtHD.shape[-2]
     return x[..., :num_heads, :], x[..., num_heads:, :]
+
+
+@lru_cache(maxsize=64)
+def _signed_frequencies(rope: Rope, rotary_size: int, length: int, device: torch.device) -> Tensor:
+    """Frequencies [2C] of both halves of a head's channels, those of the first half negative."""
+    frequencies = torch.tensor(rope.frequencies(rotary_size, length), device=device, dtype=torch.float64)
+    return torch.cat((-frequencies, frequencies))
 
 
 def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:

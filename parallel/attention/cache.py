@@ -109,7 +109,7 @@ class ShardedKVCache:
             start=start,
             num_tokens=num_tokens,
             sequence_tokens=start + left,
-            indices=torch.cat([torch.arange(run.start, run.stop, run.step) for run in given]),
+            given=tuple(range(run.start, run.stop, run.step) for run in given),
             is_replicated=not is_split,
             expected_tokens=self._expected,
             placement=placement,

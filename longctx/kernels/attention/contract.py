@@ -154,12 +154,18 @@ class NewestTokensKernel(Protocol):
     """A kernel that attends for the newest tokens of several sequences in one call."""
 
     def forward_newest(
-        self, q_N1HD: Tensor, k_NsKD: Tensor, v_NsKV: Tensor, bias_Ns: Tensor | None, *, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """Partial output [N, 1, H, V] and log-sum-exp [N, 1, H] of one query a sequence over all of its keys.
+        self,
+        q_N1HD: Tensor,
+        k_NsKD: Tensor,
+        v_NsKV: Tensor,
+        bias_N11s: Tensor | None,
+        *,
+        scores: Scores,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Partial output [N, 1, H, V] of one query a sequence over all of its keys, and over the sinks.
 
-        ``bias_Ns`` is −inf where a row is not the sequence's; it must be finite all the same. A log-sum-exp is as exact
-        as the output: enough for sinks, not to be merged.
+        ``bias_N11s`` is −inf where a row is not the sequence's; it must be finite all the same.
         """
         ...
 

@@ -31,9 +31,10 @@ from torch.nn import functional
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.sinks import apply_sinks
 from longctx.kernels.attention.slices import once_per_table, table_slices
 from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import fastest_products
 
 log = logging.getLogger(__name__)
@@ -106,21 +107,32 @@ class CpuFlashKernel:
         return out, lse
 
     def forward_newest(
-        self, q_N1HD: Tensor, k_NsKD: Tensor, v_NsKV: Tensor, bias_Ns: Tensor | None, *, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        mask: Tensor | None = None
-        if bias_Ns is not None:
-            mask = bias_Ns[:, None, None]
-        if q_N1HD.dtype == torch.float32 and v_NsKV.shape[-1] == q_N1HD.shape[-1]:
-            q, k, v = q_N1HD.transpose(1, 2), k_NsKD.transpose(1, 2), v_NsKV.transpose(1, 2)
-            out, lse = _forward(q, k, v, 0.0, False, attn_mask=mask, scale=scores.scale)
-            return out.transpose(1, 2), lse.transpose(1, 2)
-        op = self._op(q_N1HD, v_NsKV, scores)
-        if mask is not None:
-            mask = mask.to(op.dtype)
-        q, k, v = op.take(q_N1HD, 1), op.take(k_NsKD, 1), op.take(v_NsKV, 1)
-        out, lse = _forward(q, k, v, 0.0, False, attn_mask=mask, scale=op.scale)
-        return op.give(out, op.sizes[1]), lse.transpose(1, 2)
+        self,
+        q_N1HD: Tensor,
+        k_NsKD: Tensor,
+        v_NsKV: Tensor,
+        bias_N11s: Tensor | None,
+        *,
+        scores: Scores,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        N, _, H, D = q_N1HD.shape
+        V, op = v_NsKV.shape[3], self._op(q_N1HD, v_NsKV, scores)
+        # Query heads that share keys are rows of one head: its keys are read once, and not once for each of them.
+        rows = H // k_NsKD.shape[2]
+        if N * H // rows < torch.get_num_threads():
+            rows = 1  # the op runs a thread for each head
+        q = op.fit(q_N1HD.reshape(N, H // rows, rows, D))
+        k, v = op.fit(k_NsKD.transpose(1, 2)), op.fit(v_NsKV.transpose(1, 2))
+        if bias_N11s is not None:
+            bias_N11s = as_dtype(bias_N11s, op.dtype)
+        out, lse = _forward(q, k, v, 0.0, False, attn_mask=bias_N11s, scale=op.scale)
+        if out.shape[-1] > V:
+            out = out[..., :V]
+        out = as_dtype(out.reshape(N, 1, H, V), accumulate_dtype(out.dtype))
+        if sinks_H is None:
+            return out
+        return apply_sinks(out, lse.reshape(N, 1, H), sinks_H)[0]
 
     def backward(
         self,
@@ -287,18 +299,21 @@ class _Op(NamedTuple):
         Where ``meeting``, the number of query rows, is large, in one piece of memory, a head after another: on strided
         rows the op takes 4 to 9 % longer. For few query rows, as in decoding, the copy would take longer than that.
         """
-        x = x_BsHX[:, rows].transpose(1, 2)
-        missing = max(self.sizes) - x.shape[-1]
-        if missing:
-            x = functional.pad(x, (0, missing))
         layout = torch.preserve_format
         if meeting >= _PACKED_ROWS:
             layout = torch.contiguous_format
-        if x.dtype != self.dtype:
-            return x.to(self.dtype, memory_format=layout)
+        return self.fit(x_BsHX[:, rows].transpose(1, 2), layout)
+
+    def fit(self, x_BHsX: Tensor, layout: torch.memory_format = torch.preserve_format) -> Tensor:
+        """A tensor in the op's dtype and with the larger of the two head sizes."""
+        missing = max(self.sizes) - x_BHsX.shape[-1]
+        if missing:
+            x_BHsX = functional.pad(x_BHsX, (0, missing))
+        if x_BHsX.dtype != self.dtype:
+            return x_BHsX.to(self.dtype, memory_format=layout)
         if layout == torch.contiguous_format:
-            return x.contiguous()
-        return x
+            return x_BHsX.contiguous()
+        return x_BHsX
 
     def give(self, x: Tensor, size: int) -> Tensor:
         """A partial result [B, rows, H, size] from what the op returned."""
@@ -316,6 +331,7 @@ def _is_causal(tile: Tile) -> bool:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # training may find what generation left
 def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
     """0 where lo ≤ i − j ≤ hi, −inf elsewhere, [rows, keys]: at most 2^20 elements, and the same for most blocks."""
     apart = torch.arange(rows)[:, None] - torch.arange(keys)

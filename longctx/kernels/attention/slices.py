@@ -67,6 +67,7 @@ def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
 
 
 @lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take memory on the device
+@torch.inference_mode(False)  # training may find what generation left
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
     rows = []
     for s in slices:

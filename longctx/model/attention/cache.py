@@ -101,7 +101,9 @@ class LayerBuffer:
 
     def _relaid(self, old: Tensor | None, like_BtKX: Tensor, num_rows: int) -> Tensor:
         B, _, K, X = like_BtKX.shape
-        new = like_BtKX.new_zeros(B, num_rows, K, X)
+        # Generation runs in inference mode, but its cache may go on outside of it.
+        with torch.inference_mode(False):
+            new = like_BtKX.new_zeros(B, num_rows, K, X)
         if old is not None:
             new[:, : self.num_rows] = old[:, self._first : self._stop]
         return new
@@ -170,12 +172,11 @@ class LocalKVCache:
 
     def _chunk(self, num_tokens: int, left: int) -> TokenChunk:
         start = self.num_tokens
-        indices = torch.arange(start, start + num_tokens)
         return TokenChunk(
             start=start,
             num_tokens=num_tokens,
             sequence_tokens=start + left,
-            indices=indices,
+            given=(range(start, start + num_tokens),),
             expected_tokens=self._expected,
             placement=self._slot,
         )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.sinks import apply_sinks
 from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 
@@ -55,10 +54,3 @@ def sees_all(mask: AttentionMask) -> bool:
     """Whether every cached token may be seen by some later query."""
     # Sink tokens and those of a stride are seen from anywhere.
     return mask.window is None or bool(mask.sink_tokens or mask.stride)
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """The output with a layer's learnable sinks, if it has any."""
-    if sinks_H is None:
-        return out
-    return apply_sinks(out, lse, sinks_H)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
+
+_FEW_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,8 @@ class TokenChunk:
     """Tokens of the chunk, on however many processes."""
     sequence_tokens: int
     """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
-    indices: Tensor
-    """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
+    given: tuple[range, ...]
+    """Indices in the sequence of the tokens that this process is given, in their order."""
     is_replicated: bool = True
     """Whether every process is given all tokens of the chunk."""
     expected_tokens: int = 0
@@ -109,6 +113,19 @@ class TokenChunk:
 
     ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
     """
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that this process is given."""
+        return sum(map(len, self.given))
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
+        # As numbers where they are few, as in decoding: an operator for each range would take longer.
+        if self.num_given <= _FEW_TOKENS:
+            return int64_tensor(list(chain.from_iterable(self.given)))
+        return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
 
     @property
     def later_tokens(self) -> int:

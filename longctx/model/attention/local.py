@@ -21,15 +21,16 @@ from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.dtypes import as_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored, with_sinks
+from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import attend_alone
 from longctx.model.attention.slots import SlotPool
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
-from longctx.model.attention.together import SequencesPlan, Together
+from longctx.model.attention.together import Alike, SequencesPlan, Together
 from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 
@@ -116,8 +117,8 @@ class LocalAttention:
             )
             if plan.newest is not None:
                 # No slices and no tiles: what surrounds the kernel takes longer than a generated token's attention.
-                out, lse = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores)
-                return with_sinks(out, lse, sinks_H).to(q_BtHD.dtype)
+                out = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores, sinks_H=sinks_H)
+                return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
                 return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
         else:
@@ -159,12 +160,33 @@ class LocalAttention:
         check_no_gradient(q_BtHD)
         if scores is None:
             scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
+        if plan.alike is not None:
+            return self._attend_alike(q_BtHD, k_BtKD, v_BtKV, plan.alike, caches, scores, sinks_H)
         outs = []
         if plan.together is not None:
             outs.append(plan.together.attend(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
         if plan.alone is not None:
             outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, sinks_H))
         return plan.in_order(outs)
+
+    def _attend_alike(
+        self,
+        q_BtHD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKV: Tensor,
+        alike: Alike,
+        caches: Sequence[Any],
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """Output [1, t, H, V] of the first tokens of sequences, equally many of each, in one call for all."""
+        plan: LocalPlan = alike.of_batch
+        q, k, v = alike.rows(q_BtHD), alike.rows(k_BtKD), alike.rows(v_BtKV)
+        for n, cache in enumerate(caches):
+            own = slice(n, n + 1)
+            append_rows(cache, k[own], v[own], plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows)
+        out, _ = _attend(q, k, v, sinks_H, plan.work, _eager(plan.kernel, q), scores)
+        return out.flatten(0, 1).unsqueeze(0)
 
     def _request(self, mask: AttentionMask, shapes: AttentionShapes) -> KernelRequest:
         return KernelRequest(

@@ -37,7 +37,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         M, D, H, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
-        self.head_dim = D
+        self.num_heads, self.num_kv_heads, self.head_dim = H, K, D
         self.qk_norm = config.qk_norm
         self.interleaved = config.rope_of(layer).interleaved
         self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
@@ -67,7 +67,8 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = self.q_proj(x_BtM), self.k_proj(x_BtM), self.v_proj(x_BtM)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        B, t, H, K, D = x_BtM.shape[0], x_BtM.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
+        q, k, v = q.view(B, t, H, D), k.view(B, t, K, D), v.view(B, t, K, D)
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if table is None:

@@ -51,7 +51,7 @@ def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
         start=0,
         num_tokens=sum(chunk.num_tokens for chunk in chunks),
         sequence_tokens=max(chunk.sequence_tokens for chunk in chunks),
-        indices=torch.cat([chunk.indices for chunk in chunks]),
+        given=tuple(part for chunk in chunks for part in chunk.given),
         is_replicated=chunks[0].is_replicated,
         sequences=tuple(chunks),
     )
@@ -118,11 +118,9 @@ def plan_alone(
         chunk, placement = chunks[sequence], None
         if has_placement:
             placement = chunk.placement
-        place = chunk.start, len(chunk.indices), chunk.later_tokens, placement
+        place = chunk.start, chunk.num_given, chunk.later_tokens, placement
         if place not in known:
-            of_one = replace(
-                shapes, tokens=len(chunk.indices), cached_tokens=chunk.start, later_tokens=chunk.later_tokens
-            )
+            of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)
             known[place] = core.plan(mask, of_one, placement)
         plans.append(known[place])
     return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
@@ -132,8 +130,8 @@ def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
     """Where the tokens of each sequence are in a pass's row on this process."""
     found, start = [], 0
     for chunk in chunks:
-        found.append(slice(start, start + len(chunk.indices)))
-        start += len(chunk.indices)
+        found.append(slice(start, start + chunk.num_given))
+        start += chunk.num_given
     return found
 
 

@@ -7,14 +7,15 @@ D query/key head size, V value head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import NewestTokensKernel, Scores
+from longctx.kernels.dtypes import as_dtype, int64_tensor
 from longctx.model.attention.cache import LayerBuffer
-from longctx.model.attention.cached import with_sinks
 from longctx.model.attention.core import AttentionShapes, PassCore, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone, plan_alone
@@ -28,8 +29,8 @@ class Together:
     kernel: NewestTokensKernel
     tokens: tuple[int, ...]
     """Which of the pass's tokens they are, in the order of their slots."""
-    tokens_n: slice | Tensor
-    """The same, to take them."""
+    tokens_n: Tensor | None
+    """The same, to take them; None for all tokens in their order."""
     slots_n: Tensor
     slots: slice | Tensor
     """The same, as a range where they are one: its rows are not copied."""
@@ -37,7 +38,7 @@ class Together:
     """The rows of the new tokens in their slots."""
     longest: int
     """Rows of the longest sequence, with its new token."""
-    bias_ns: Tensor | None
+    bias_n11s: Tensor | None
     """0 for rows of the token's own sequence, −inf for others; None where all are as long."""
     value_dim: int
     values_in_keys: bool
@@ -59,20 +60,22 @@ class Together:
         if len(by_slot) < 2:
             return None
         slots, tokens = [slot for slot, _ in by_slot], [token for _, token in by_slot]
-        rows = [chunks[token].start for token in tokens]
-        rows_n, longest, bias_ns = torch.tensor(rows), max(rows) + 1, None
+        rows, tokens_n = [chunks[token].start for token in tokens], None
+        if tokens != list(range(len(chunks))):
+            tokens_n = int64_tensor(tokens)
+        rows_n, longest, bias_n11s = int64_tensor(rows), max(rows) + 1, None
         if min(rows) + 1 < longest:
-            is_other_ns = torch.arange(longest) > rows_n[:, None]
-            bias_ns = torch.zeros(is_other_ns.shape).masked_fill_(is_other_ns, -torch.inf)
+            is_other_n11s = torch.arange(longest) > rows_n[:, None, None, None]
+            bias_n11s = torch.zeros(is_other_n11s.shape).masked_fill_(is_other_n11s, -torch.inf)
         return cls(
             kernel=kernel,
             tokens=tuple(tokens),
-            tokens_n=as_range(tokens),
-            slots_n=torch.tensor(slots),
+            tokens_n=tokens_n,
+            slots_n=int64_tensor(slots),
             slots=as_range(slots),
             rows_n=rows_n,
             longest=longest,
-            bias_ns=bias_ns,
+            bias_n11s=bias_n11s,
             value_dim=shapes.value_dim,
             values_in_keys=shapes.values_in_keys,
         )
@@ -89,20 +92,21 @@ class Together:
         """Output [1, n, H, V] of these tokens, which join their caches."""
         # Keys are stored first: a token sees itself.
         q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
-        pool = pool_of([caches[token] for token in self.tokens])
-        if self.values_in_keys:
-            pool.put(self.slots_n, self.rows_n, k_nKD, None, stop=self.longest)
-        else:
-            pool.put(self.slots_n, self.rows_n, k_nKD, v_nKV, stop=self.longest)
+        pool, stored_nKV = pool_of([caches[token] for token in self.tokens]), None
+        if not self.values_in_keys:
+            stored_nKV = v_nKV
+        pool.put(self.slots_n, self.rows_n, k_nKD, stored_nKV, stop=self.longest)
         keys, values = pool.first_rows(self.slots, self.longest)
         if values is None:
             values = keys[..., : self.value_dim]
-        out, lse = self.kernel.forward_newest(q_nHD.unsqueeze(1), keys, values, self.bias_ns, scores=scores)
-        return with_sinks(out, lse, sinks_H).transpose(0, 1).to(q_BtHD.dtype)
+        out = self.kernel.forward_newest(
+            q_nHD.unsqueeze(1), keys, values, self.bias_n11s, scores=scores, sinks_H=sinks_H
+        )
+        return as_dtype(out.transpose(0, 1), q_BtHD.dtype)
 
     def _take(self, x_BtHX: Tensor) -> Tensor:
-        if isinstance(self.tokens_n, slice):
-            return x_BtHX[0, self.tokens_n]
+        if self.tokens_n is None:
+            return x_BtHX[0]
         return x_BtHX[0].index_select(0, self.tokens_n)
 
 
@@ -117,9 +121,36 @@ def pool_of(buffers: Sequence[LayerBuffer]) -> SlotLayer:
 
 
 @dataclass(frozen=True, eq=False)
+class Alike:
+    """The plan of sequences that begin with equally many tokens, as the rows of one batch."""
+
+    num_sequences: int
+    of_batch: Any
+    """The core's own plan of the batch."""
+
+    @classmethod
+    def build(
+        cls, core: PassCore, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
+    ) -> Alike | None:
+        """The plan of these chunks, None where one has another length, or follows what is cached."""
+        lengths = {(chunk.start, chunk.num_tokens, chunk.later_tokens) for chunk in chunks}
+        start, num_tokens, later_tokens = next(iter(lengths))
+        if len(lengths) > 1 or start or num_tokens == 1 or len(chunks) == 1:
+            return None
+        batch = {"batch": len(chunks), "tokens": num_tokens, "cached_tokens": 0, "later_tokens": later_tokens}
+        return cls(len(chunks), core.plan(mask, replace(shapes, **batch), None))
+
+    def rows(self, x_BtHX: Tensor) -> Tensor:
+        """The tokens [1, t, H, X] of all sequences as rows of a batch."""
+        return x_BtHX.unflatten(1, (self.num_sequences, -1))[0]
+
+
+@dataclass(frozen=True, eq=False)
 class SequencesPlan:
     """Which sequences are attended to together, and which alone."""
 
+    alike: Alike | None
+    """The plan of all of them, where they are alike; there is no other then."""
     together: Together | None
     alone: EachAlone | None
     order_t: Tensor | None
@@ -136,6 +167,9 @@ class SequencesPlan:
         together: Together | None,
     ) -> SequencesPlan:
         """The plan of all sequences, of which some are together."""
+        alike = Alike.build(core, mask, shapes, chunks)
+        if alike is not None:
+            return cls(alike, None, None, None)
         tokens: list[int] = []
         if together is not None:
             tokens += together.tokens
@@ -148,7 +182,7 @@ class SequencesPlan:
         # Where some are together, each sequence has one token.
         if tokens + others != list(range(len(chunks))):
             order_t = torch.tensor(tokens + others).argsort()
-        return cls(together, alone, order_t)
+        return cls(None, together, alone, order_t)
 
     def in_order(self, outs: Sequence[Tensor]) -> Tensor:
         """The results of both parts, [1, t, H, V], in the order of the tokens."""

@@ -9,10 +9,9 @@ and up together: 2F), e experts of this process.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,39 +144,50 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
 
 
 def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """``forward_blocks`` of a few tokens, as in decoding several sequences: one product for all experts, nothing saved.
+    """``forward_blocks`` of a few tokens, as in decoding: one product for all experts, nothing saved.
 
     Blocks of two or three tokens would have more calls than work.
     """
-    x_SM, k = tokens.x_SM, tokens.experts_Sk.shape[1]
-    out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
-    # Sorted here: an operator takes longer to call than so few numbers take to sort.
-    ids = tokens.experts_Sk.flatten().tolist()
-    chosen = sorted((expert, n) for n, expert in enumerate(ids) if expert >= 0)
-    if not chosen:
-        return out_SM, []
-    counts = Counter(expert for expert, _ in chosen)
-    ends = list(accumulate(counts[expert] for expert in range(len(weights.down_eMF))))
-    ends_e = torch.tensor(ends, dtype=torch.int32)  # grouped_mm takes int32 only
-    expert_R, token_R = [expert for expert, _ in chosen], torch.tensor([n // k for _, n in chosen])
-    gates_R1 = tokens.gates_Sk.flatten()[[n for _, n in chosen]].unsqueeze(-1)
+    if tokens.x_SM.shape[0] == 1:
+        return _forward_token(tokens, weights, call), []
+    k, wide = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
+    # By NumPy: PyTorch's operators take longer to call than so few numbers take to sort.
+    ids = tokens.experts_Sk.flatten().numpy()
+    order = ids.argsort(kind="stable")
+    # Ids below 0 are no experts, and come first.
+    num_missing = int(ids[order].searchsorted(0))
+    if num_missing == len(ids):
+        return torch.zeros(tokens.x_SM.shape, dtype=wide), []
+    chosen = order[num_missing:]
+    choice_R, token_R = torch.from_numpy(chosen), torch.from_numpy(chosen // k)
+    counts = np.bincount(ids[chosen], minlength=weights.down_eMF.shape[0])
+    ends_e = torch.from_numpy(counts.cumsum().astype(np.int32))  # grouped_mm takes int32 only
+    gates_R1 = tokens.gates_Sk.flatten().index_select(0, choice_R).unsqueeze(-1)
+    y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
+    if num_missing:
+        # In the order of the experts, as blocks are added.
+        out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
+        return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
+    # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
+    row_of_choice = np.empty_like(order)
+    row_of_choice[order] = np.arange(len(order))
+    return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
 
+
+def _forward_sorted(
+    x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: Weights, call: ExpertsCall
+) -> Tensor:
+    """gate · expert(x) of assignments in the order of their experts, [R, M]; each expert has so many of them."""
     products = call.run.products
-    x_RM = x_SM.index_select(0, token_R)
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
-        gate_up_RF += weights.gate_up_bias_eF[expert_R]
-    inner_RF = x_SM.new_empty(len(chosen), weights.down_eMF.shape[2])
-    _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
+        gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
+    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    inner_RF = gated(call.activation, gate_RF, up_RF).mul_(gates_R1)
     y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
     if weights.down_bias_eM is not None:
-        y_RM += gates_R1 * weights.down_bias_eM[expert_R]
-    if len(chosen) < len(ids):
-        # In the order of the experts, as blocks are added.
-        return out_SM.index_add_(0, token_R, y_RM.to(out_SM.dtype)), []
-    # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
-    row_of = sorted(range(len(chosen)), key=lambda row: chosen[row][1])
-    return y_RM[row_of].unflatten(0, (-1, k)).sum(1, dtype=out_SM.dtype), []
+        y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
+    return y_RM
 
 
 def _gate_up(

@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.experts.call import ExpertsCall, Needs, Weights
+from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
+from longctx.model.experts.compute_cpu import forward_few
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.operators import backward_in_graph, forward_in_graph
-from longctx.model.experts.tiles import Routed, backward_tiles, forward_tiles
+from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
 
 
@@ -58,13 +59,16 @@ class Experts(nn.Module):
         """
         run = run or ExpertRun(LocalDispatcher())
         assert run.dispatcher.local_experts == self.local_experts
-        if recompute_cache is not None or not self._is_trained(x_NM, gates_Nk):
+        if run.recompute != "all" and (recompute_cache is not None or not self._is_trained(x_NM, gates_Nk)):
             run = replace(run, recompute="all")  # nothing is saved but what was given
         is_eager = recompute_cache is None and not torch.compiler.is_compiling()
         without_backward = is_eager and not torch.is_grad_enabled()
         call = ExpertsCall(self.activation, run, recompute_cache, without_backward=without_backward)
         if without_backward and not run.dispatcher.is_distributed:
             weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+            if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
+                # Nothing is sent or saved: what surrounds a tile takes longer than to compute so few tokens.
+                return forward_few(Tokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         apply = _Experts.apply
         if run.dispatcher.is_distributed:

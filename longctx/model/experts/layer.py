@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
+from longctx.kernels.dtypes import as_dtype
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.replay import RoutingReplay
-from longctx.model.experts.router import Router, RouterStats, Routing, no_stats, route, router_stats
+from longctx.model.experts.router import Router, Routing, route, router_stats
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import FeedForward
@@ -55,7 +56,7 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_BtM: Tensor, call: MoECall | None = None, recompute_cache: RecomputeCache | None = None
     ) -> tuple[Tensor, ...]:
-        """Output [B, t, M], and ``RouterStats.tensors`` (S = 0 where the call wants none).
+        """Output [B, t, M], and ``RouterStats.tensors`` where the call wants them.
 
         A ``recompute_cache`` saves the choices of a layer that backward will recompute. The second run weighs them
         anew, chooses nothing and counts nothing.
@@ -75,10 +76,21 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_expert:
             out_NM = out_NM + self._shared(x_NM)
 
+        out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
+        if call.documents_Bt is None:
+            return (out_BtM,)
         # the first run has counted already what is computed a second time
         counting = recompute_cache is None or not recompute_cache.recomputing
-        stats = self._stats(logits_NE, routing, chosen_Nk, call, counting)
-        return out_NM.to(x_BtM.dtype).view_as(x_BtM), *stats.tensors()
+        stats = router_stats(
+            logits_NE,
+            routing,
+            chosen_Nk,
+            call.documents_Bt.flatten(),
+            call.num_documents,
+            counting=counting,
+            z_gradient=self.config.router_z_loss_weight > 0,
+        )
+        return out_BtM, *stats.tensors()
 
     def _route(
         self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
@@ -119,19 +131,3 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_gate:
             shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
         return shared_NM
-
-    def _stats(
-        self, logits_NE: Tensor, routing: Routing, chosen_Nk: Tensor, call: MoECall, counting: bool
-    ) -> RouterStats:
-        """What the router did with the tokens of each document."""
-        if call.documents_Bt is None:
-            return no_stats(logits_NE)
-        return router_stats(
-            logits_NE,
-            routing,
-            chosen_Nk,
-            call.documents_Bt.flatten(),
-            call.num_documents,
-            counting=counting,
-            z_gradient=self.config.router_z_loss_weight > 0,
-        )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 NO_EXPERT = -1
 """Id of an assignment without an expert: its token is not sent for it, and its gate is 0."""
@@ -156,10 +156,10 @@ class _Logits(torch.autograd.Function):
 def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
     """x·Wᵀ + b, converted to float32 chunk by chunk."""
     wide = accumulate_dtype(x_NM.dtype)
-    weight, bias = weight_EM.to(wide), bias_E
+    weight, bias = as_dtype(weight_EM, wide), bias_E
     if bias is not None:
-        bias = bias.to(wide)
-    return _cat([nn.functional.linear(chunk.to(wide), weight, bias) for chunk in _chunks(x_NM, wide)])
+        bias = as_dtype(bias, wide)
+    return _cat([nn.functional.linear(as_dtype(chunk, wide), weight, bias) for chunk in _chunks(x_NM, wide)])
 
 
 def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
@@ -224,12 +224,6 @@ class RouterStats(NamedTuple):
         """The inverse of ``tensors``."""
         counts_SE, prob_sums_SE, z_sum = tensors[:3]
         return cls(counts_SE, prob_sums_SE, z_sum, RouterDiagnostics._make(tensors[3:]))
-
-
-def no_stats(logits_NE: Tensor) -> RouterStats:
-    """Of no document."""
-    nothing_0E = logits_NE.new_zeros(0, logits_NE.shape[1])
-    return RouterStats(nothing_0E.long(), nothing_0E, logits_NE.new_zeros(()), RouterDiagnostics.none(logits_NE))
 
 
 def router_stats(

@@ -53,7 +53,7 @@ def forward_tiles(
     dispatcher, compute = call.run.dispatcher, forward_grouped
     if computes_in_blocks(x_NM):
         compute = forward_blocks
-        if _is_decoding(experts_Nk, call):
+        if is_decoding(experts_Nk, call):
             compute = forward_few
     tiles = tiles_of(len(x_NM), call.run.tile_tokens)
     sizes = dispatcher.plan(experts_Nk, tiles)
@@ -128,10 +128,9 @@ def backward_tiles(
     return [dx_NM, dgates.all(), *gradients.results()]
 
 
-def _is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
-    """Whether these are the new tokens of several sequences: too few for the calls of a block for each expert."""
-    # A single token has a way of its own, in the function for blocks.
-    return call.without_backward and 1 < len(experts_Nk) <= _DECODED_TOKENS
+def is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
+    """Whether these are generated tokens: too few for the calls of a block for each expert."""
+    return call.without_backward and experts_Nk.shape[0] <= _DECODED_TOKENS
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:

@@ -229,9 +229,13 @@ def test_queries_and_keys_are_rotated_as_each_alone(tokens, dtype):
     g = torch.Generator().manual_seed(0)
     for size, interleaved in ((16, False), (16, True), (8, False)):
         q, k = (torch.randn(1, tokens, heads, 16, generator=g).to(dtype) for heads in (4, 2))
-        table = rotary_table(torch.randint(100_000, (1, tokens), generator=g), Rope(), size, dtype)
+        positions = torch.randint(100_000, (1, tokens), generator=g)
+        table = rotary_table(positions, Rope(), size, dtype)
         with torch.no_grad():
-            both = apply_rotary_to_both(q, k, RotaryTable.of(*table, 16), interleaved=interleaved)
+            of_both = RotaryTable.build(positions, Rope(), size, dtype, length=0, head_dim=16)
+            both = apply_rotary_to_both(q, k, of_both, interleaved=interleaved)
+        assert torch.equal(of_both.cos, table[0])
+        assert torch.equal(of_both.sin, table[1])
         alone = (apply_rotary(x, *table, interleaved=interleaved) for x in (q, k))
         assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
 

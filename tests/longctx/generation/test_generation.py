@@ -54,6 +54,19 @@ def test_sampling_is_transformers_sampling_token_for_token(model, reference, opt
     assert found == theirs(reference, PROMPT, 30, do_sample=True, **({"top_k": 0} | options))
 
 
+def test_what_generation_leaves_behind_serves_other_modes(model):
+    """Generation runs in inference mode: its cache goes on outside of it, and training trains."""
+    cache = LocalKVCache()
+    new_ids = generate(model, PROMPT, 9, cache=cache)
+    with torch.no_grad():
+        cached = model(torch.tensor([new_ids[-1:]]), torch.tensor([[cache.num_tokens]]), cache=cache)
+        ids = torch.tensor([PROMPT + new_ids])
+        whole = model(ids, torch.arange(ids.shape[1])[None])
+    torch.testing.assert_close(cached[:, -1], whole[:, -1], atol=1e-5, rtol=1e-4)
+    model(ids, torch.arange(ids.shape[1])[None]).sum().backward()
+    model.zero_grad()
+
+
 @pytest.mark.parametrize("strategy", [Greedy(), Sample(seed=3, temperature=0.9, top_p=0.95)])
 def test_the_cache_changes_nothing(model, strategy):
     assert generate(model, PROMPT, 40, strategy) == generate(model, PROMPT, 40, strategy, use_cache=False)

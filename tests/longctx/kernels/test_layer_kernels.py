@@ -102,6 +102,18 @@ def test_norm_values_and_gradients(offset):
     torch.testing.assert_close(rms_norm(x, weight, 1e-6, offset=offset), wanted)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 32, 33])
+def test_norm_of_generated_tokens(rows):
+    """Generation takes other operations for few rows; outside of it bits do not depend on how many rows there are."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, rows, 64), torch.randn(64)
+    wanted = nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
+    with torch.inference_mode():
+        torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), wanted, atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, weight, 1e-6)[:, :1], rms_norm(x[:, :1], weight, 1e-6))
+
+
 def test_norm_keeps_its_input_and_one_number_a_row():
     kept = []
     norm = RMSNorm(64, eps=1e-6).bfloat16()

@@ -140,3 +140,27 @@ def test_memory_does_not_grow_with_the_square(kernel, limit):
         with _Largest() as largest:
             forward_backward(kernel, [q, k, v], q, [one], scores)
         assert largest.bytes <= max(limit, 8 * S * 2 * 4)
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value_dim", [8, 6])
+def test_newest_tokens_in_one_call(threads, dtype, value_dim, monkeypatch):
+    """Heads that share keys are rows of one head, or with more threads than key heads each is by itself."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 1, 6, 8, generator=g, dtype=torch.float64)
+    k, v = (torch.randn(3, 11, 2, size, generator=g, dtype=torch.float64) for size in (8, value_dim))
+    bias, sinks = torch.zeros(3, 1, 1, 11), torch.randn(6, generator=g, dtype=torch.float64)
+    bias[1, ..., 4:] = -torch.inf
+    for bias_N11s, sinks_H in ((None, None), (bias, None), (bias, sinks)):
+        kernel, inputs = CpuFlashKernel("float32"), (x.to(dtype) for x in (q, k, v))
+        found = kernel.forward_newest(*inputs, bias_N11s, scores=Scores(scale=SCALE), sinks_H=sinks_H)
+        score = torch.einsum("nqhd,nshd->nhs", q, k.repeat_interleave(3, 2)) * SCALE
+        if bias_N11s is not None:
+            score = score + bias_N11s[:, 0]
+        if sinks_H is not None:
+            score = torch.cat((score, sinks_H.expand(3, 6)[..., None]), dim=-1)
+        wanted = torch.einsum("nhs,nshv->nhv", score.softmax(-1)[..., :11], v.repeat_interleave(3, 2))
+        assert found.shape == (3, 1, 6, value_dim)
+        assert relative_error(found[:, 0].double(), wanted) < {torch.bfloat16: 1e-2}.get(dtype, 1e-6)
