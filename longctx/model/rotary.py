@@ -87,15 +87,16 @@ def apply_rotary_to_both(
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # training may find what generation left
 def _signed_frequencies(rope: Rope, rotary_size: int, length: int, device: torch.device) -> Tensor:
     """Frequencies [2C] of both halves of a head's channels, those of the first half negative."""
-    frequencies = torch.tensor(rope.frequencies(rotary_size, length), device=device, dtype=torch.float64)
-    return torch.cat((-frequencies, frequencies))
+    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
+    frequencies = torch.tensor(rope.frequencies(rotary_size, length), dtype=torch.float64)
+    return torch.cat((-frequencies, frequencies)).to(device, non_blocking=True)
 
 
 def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, t, C] of position · frequency, in float64."""
-    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
     radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
     angles = positions_Bt.double().unsqueeze(-1) * radians
     return angles.cos(), angles.sin()
