@@ -69,10 +69,10 @@ print(json.dumps(rope))
 PYTHON
 needles --checkpoint "$run/recall-with-yarn" --output "$model/two-ranks-with-yarn"
 
-say "6/6 pictures: needles side by side, and what the heads of the last layer attend to in held-out documents"
+say "6/6 pictures: needles side by side, and what the heads of layer 1 attend to in held-out documents"
 show longctx report "$model/one-process" "$model/two-ranks" "$model/two-ranks-with-yarn" --output "$run/needles.html"
 for head in 0 1 2 3; do
-  show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 2 --head "$head" \
+  show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 1 --head "$head" \
     --output "$model/attention"
 done
 
@@ -98,6 +98,6 @@ say "done in $((SECONDS - start)) s. What there is now:"
 cat <<END
     $run/needles.html    the needles: score by length and depth, in one process, over two ranks, and with YaRN
     $model/report.html    loss, speed and every evaluation
-    $model/attention/attention_layer2_head0.html    point at a token: what it attends to
+    $model/attention/attention_layer1_head0.html    point at a token: what it attends to
 END
 [ -z "${DISPLAY:-}${WAYLAND_DISPLAY:-}" ] || python -m webbrowser "file://$(realpath "$run/needles.html")"
