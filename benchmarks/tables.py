@@ -123,8 +123,7 @@ def generation(result: Result) -> str:
 
 def generation_batch(result: Result) -> str:
     """Several prompts at once beside transformers'."""
-    head = ("shape and prompts", "tokens a CPU second", "transformers, dynamic cache", "static cache", "over the faster",
-            "same prompts")  # fmt: skip
+    head = ("shape and prompts", "tokens a CPU second", "transformers, dynamic", "static", "over both", "same prompts")
     rows = [
         [
             row["case"],
