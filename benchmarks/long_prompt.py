@@ -152,7 +152,7 @@ def main() -> int:
     """Print the tables, save them, and fail when a figure is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="a prompt of 8,192 tokens, and no growth")
-    # PyTorch records the last 2,000 messages: 0.8 MiB that a long prompt fills and a short one does not, and no more.
+    # PyTorch records the last 2,000 messages, which a long prompt reaches and a short one does not.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # read by each process that sends
     length, lengths = 65_536, (16_384, 32_768, 65_536, 131_072)
     if options.quick:

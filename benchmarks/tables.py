@@ -123,8 +123,7 @@ def generation(result: Result) -> str:
 
 def generation_batch(result: Result) -> str:
     """Several prompts at once beside transformers'."""
-    theirs = ("transformers, dynamic cache", "static cache")
-    head = ("shape and prompts", "tokens a CPU second", *theirs, "over the faster", "same prompts")
+    head = ("shape and prompts", "tokens a CPU second", "transformers, dynamic", "static", "over both", "same prompts")
     rows = [
         [
             row["case"],
