@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from launcher.evaluation.opened import OpenedModel, Reader
 from longctx.checkpoint_format import CheckpointReader
-from longctx.config import ModelConfig
-from longctx.errors import CheckpointError, ConfigError
+from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
-from parallel.mesh import Mesh, check_degrees, nearest
-from parallel.parallelize import build_empty_decoder, check_experts
+from parallel.mesh import Mesh
+from parallel.parallelize import build_empty_decoder
 
 LAYOUT = "zigzag"
 """How a chunk is split. Its queries visit the keys of every rank, so work is even in all layouts."""
-
-
-class Degrees(Protocol):
-    """How many ranks share what."""
-
-    @property
-    def context(self) -> int:
-        """Ranks that share a prompt; 0 for all."""
-        ...
-
-    @property
-    def expert(self) -> int:
-        """Ranks that share the experts."""
-        ...
-
-
-def check_mesh(options: Degrees, model: ModelConfig, world_size: int) -> None:
-    """ConfigError unless the degrees fit the ranks, the experts and one another."""
-    context = options.context or world_size
-    check_degrees(world_size, context=context, expert=options.expert)
-    check_experts(model, options.expert, world_size)
-    # Ranks that share experts must decode one sequence together.
-    if context % options.expert:
-        fits = [degree for degree in range(1, context + 1) if context % degree == 0]
-        raise ConfigError(
-            f"parallel.expert={options.expert} does not divide parallel.context={context}: ranks that share experts "
-            f"continue one prompt together.\nTry parallel.expert={nearest(options.expert, fits)} (any of {fits})."
-        )
 
 
 def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Decoder:

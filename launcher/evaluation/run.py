@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from launcher.cluster.hostfile import check_hostfile
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
 from launcher.evaluation.memory import fitting_together
-from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.model import build_decoder
 from launcher.evaluation.options import Options
+from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.results import write_results
 from launcher.evaluation.store import Store, locked, settings_of, text_settings
 from launcher.evaluation.subject import Subject, open_subject
@@ -35,14 +35,11 @@ from longctx.generation.batch import MAX_SEQUENCES
 from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
 from parallel.mesh import Mesh
-from parallel.runtime.device import choose_device
 from parallel.runtime.process import (
     agree_or_raise,
-    environment_rank,
     gather_objects,
     on_every_rank,
     on_rank_0,
-    process_group,
 )
 
 Update = Callable[..., None]
@@ -68,25 +65,18 @@ class Job:
 
 def evaluate(options: Options, progress: Progress) -> Path:
     """Evaluate on the ranks that a launcher started, or in this process; returns the page with the results."""
-    _, world_size = environment_rank()
-    check_hostfile(options.hostfile, world_size)
-    device = choose_device(options.device, "--device")
-    with process_group(timeout_seconds=options.timeout_seconds, device=device):
+    with joined_ranks(options) as device:
         return run(options, device, progress)
 
 
 def run(options: Options, device: torch.device, progress: Progress) -> Path:
     """``evaluate`` on the process group that is there, if any. Collective."""
-    rank, world_size = 0, 1
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank != 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
         progress = _no_progress
     # From cheap to expensive, and all of it before anything is allocated.
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
-        check_mesh(options, subject.model, world_size)
-        mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+        mesh = build_mesh(options, subject.model)
         texts = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
     with ExitStack() as stack:

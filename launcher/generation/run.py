@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from launcher.checkpoint.tokenizers import known_decoder
-from launcher.cluster.hostfile import check_hostfile
 from launcher.evaluation.memory import fitting_together
-from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.model import build_decoder
 from launcher.evaluation.opened import OpenedModel, open_model
+from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.generation.options import Options
 from launcher.generation.prompts import Prompt, check_space, encode_prompts
 from launcher.generation.shares import Shares
@@ -28,8 +28,7 @@ from longctx.generation.loop import stream
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 from parallel.mesh import Mesh
-from parallel.runtime.device import choose_device
-from parallel.runtime.process import environment_rank, on_every_rank, on_rank_0, process_group
+from parallel.runtime.process import on_every_rank, on_rank_0
 
 
 class Session:
@@ -124,21 +123,17 @@ def session(options: Options) -> Iterator[Session]:
 
     What the user gave is checked, the same on all ranks, before anything is allocated.
     """
-    _, world_size = environment_rank()
-    check_hostfile(options.hostfile, world_size)
-    device = choose_device(options.device, "--device")
-    with process_group(timeout_seconds=options.timeout_seconds, device=device):
-        yield _checked_session(options, device, world_size)
+    with joined_ranks(options) as device:
+        yield _checked_session(options, device)
 
 
-def _checked_session(options: Options, device: torch.device, world_size: int) -> Session:
+def _checked_session(options: Options, device: torch.device) -> Session:
     opened = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
-    check_mesh(options, opened.model, world_size)
-    mesh = Mesh.build(context=options.context or world_size, expert=options.expert)
+    mesh = build_mesh(options, opened.model)
     if not options.has_many and mesh.data > 1:
         raise ConfigError(
-            f"parallel.context={mesh.context} of {world_size} ranks: the ranks that share one prompt would leave the "
-            f"others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
+            f"parallel.context={mesh.context} of {mesh.world_size} ranks: the ranks that share one prompt would leave "
+            f"the others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
         )
     prompts: list[Prompt] = []
     prompt_ids = on_rank_0(lambda: _read_and_check(options, opened, prompts))

@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from launcher.checkpoint.tokenizers import known_decoder
 from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
 from launcher.evaluation.memory import fitting_together
-from launcher.evaluation.model import build_decoder, check_mesh
+from launcher.evaluation.model import build_decoder
 from launcher.evaluation.opened import OpenedModel
+from launcher.evaluation.ranks import build_mesh
 from longctx.generation import Beams, Greedy, Sample, StopStrings, generate, generate_batch
 from longctx.generation.scoring import Pair, Score, can_share, score_behind, score_packed
-from parallel.mesh import Mesh
 
 REPEATED_TOKENS = 512
 """Tokens of a context that are read again with each of its continuations, rather than in a pass of their own."""
@@ -29,11 +28,7 @@ class Worker:
 
     def __init__(self, settings: Settings, opened: OpenedModel, device: torch.device) -> None:
         """Load the model. Collective."""
-        world_size = 1
-        if dist.is_initialized():
-            world_size = dist.get_world_size()
-        check_mesh(settings, opened.model, world_size)
-        self.mesh = Mesh.build(context=settings.context or world_size, expert=settings.expert)
+        self.mesh = build_mesh(settings, opened.model)
         self._settings, self._opened, self._device = settings, opened, device
         self._decode = known_decoder(opened.tokenizer)
         self._model = build_decoder(opened, self.mesh, getattr(torch, settings.dtype), device)

@@ -1,0 +1,61 @@
+"""The ranks of a command that computes with a checkpoint: how they meet, and which of them share what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from launcher.cluster.hostfile import check_hostfile
+from launcher.evaluation.computation import Computation
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from parallel.mesh import Mesh, check_degrees, nearest
+from parallel.parallelize import check_experts
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import environment_rank, process_group
+
+
+class Degrees(Protocol):
+    """How many ranks share what."""
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a prompt; 0 for all."""
+        ...
+
+    @property
+    def expert(self) -> int:
+        """Ranks that share the experts."""
+        ...
+
+
+@contextmanager
+def joined_ranks(options: Computation) -> Iterator[torch.device]:
+    """Be one of the ranks that a launcher started, or a process alone, within the block; yields the rank's device."""
+    _, world_size = environment_rank()
+    check_hostfile(options.hostfile, world_size)
+    device = choose_device(options.device, "--device")
+    with process_group(timeout_seconds=options.timeout_seconds, device=device):
+        yield device
+
+
+def build_mesh(options: Degrees, model: ModelConfig) -> Mesh:
+    """The mesh of all ranks. Collective. ConfigError unless the degrees fit the ranks, the experts and one another."""
+    world_size = 1
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+    context = options.context or world_size
+    check_degrees(world_size, context=context, expert=options.expert)
+    check_experts(model, options.expert, world_size)
+    # Ranks that share experts must decode one sequence together.
+    if context % options.expert:
+        fits = [degree for degree in range(1, context + 1) if context % degree == 0]
+        raise ConfigError(
+            f"parallel.expert={options.expert} does not divide parallel.context={context}: ranks that share experts "
+            f"continue one prompt together.\nTry parallel.expert={nearest(options.expert, fits)} (any of {fits})."
+        )
+    return Mesh.build(context=context, expert=options.expert)
