@@ -29,9 +29,9 @@ needles() {
 start=$SECONDS
 mkdir -p "$text"
 say "1/6 text, tokenizer, shards"
-practise short 10000 --words 0 30 --pairs 1 1 --mentions 2 5 --questions 1 1
+practise short 12000 --words 0 30 --pairs 1 1 --mentions 2 5 --questions 1 1
 practise middle 4000 --words 10 380 --pairs 1 1 --mentions 1 5 --questions 1 1 --seed 1
-practise long 2000 --words 200 820 --pairs 1 1 --mentions 1 4 --questions 1 1 --seed 2
+practise long 2800 --words 300 830 --pairs 1 1 --mentions 1 3 --questions 1 1 --seed 2
 practise haystack 60 --words 500 500 --pairs 0 0 --seed 3
 [ -e "$text/tokenizer.model" ] ||
   show longctx tokenizer train --source "$text/short.jsonl" --vocab-size 1152 --output "$text/tokenizer.model"
@@ -42,7 +42,7 @@ done
 say "2/6 pretraining on two ranks: short documents, longer ones, documents of up to 1,024 tokens"
 pretrain short "$run/1-short"
 pretrain middle "$run/2-middle" --run.start_from "$run/1-short" --train.steps 400 --train.lr 2e-3
-pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.lr 1.5e-3 --train.final_lr_ratio 0.05
+pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.steps 800 --train.lr 2e-3 --train.final_lr_ratio 0.05
 model=$run/3-long
 
 say "3/6 needles up to twice the length of training, in one process"

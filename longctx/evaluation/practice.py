@@ -74,7 +74,7 @@ class Practice:
         hidden = []
         for key, code in pairs:
             mentions = _between(random, self.mentions)
-            hidden += [(random.random(), needle_sentence(key, code)) for _ in range(mentions)]
+            hidden += [(_depth(random), needle_sentence(key, code)) for _ in range(mentions)]
         context, _ = insert_sentences(sentences, hidden)
         asked = random.sample(pairs, min(num_pairs, _between(random, self.questions)))
         questions = [f"{question_of(key)} {code}." for key, code in asked]
@@ -84,6 +84,14 @@ class Practice:
 def _between(random: Random, bounds: Range) -> int:
     low, high = bounds
     return random.randint(low, high)
+
+
+def _depth(random: Random) -> float:
+    """Where a pair stands, from 0 (the beginning of the text) to 1: each end comes up about once in nine.
+
+    An evaluation asks for both ends as often as for the depths between them. An even draw would hardly ever hit them.
+    """
+    return min(max(random.uniform(-0.15, 1.15), 0.0), 1.0)
 
 
 def _sentences(random: Random, num_words: int) -> list[str]:

@@ -55,6 +55,21 @@ def test_a_document_continues_a_prompt_of_the_task():
         assert re.search(r"\n\nQuestion: What is the secret code of (\S+)\?\nAnswer: The secret code of \1 is$", text)
 
 
+def test_codes_stand_at_both_ends_as_often_as_an_evaluation_asks_there():
+    single = Practice(words=(300, 300), pairs=(1, 1), mentions=(1, 1), questions=(1, 1))
+    places = []
+    for index in range(400):
+        context, *_ = single.document(index).split("\n\nQuestion:")
+        # The introduction is a paragraph of its own.
+        needle = NEEDLE.search(context := context.split("\n\n")[1])
+        assert needle is not None
+        places.append((needle.start() == 0, needle.end() == len(context)))
+    first, last = (sum(ends) / len(places) for ends in zip(*places, strict=True))
+    # One of eleven depths of the task's grid is an end's.
+    assert 0.09 < first < 0.2
+    assert 0.09 < last < 0.2
+
+
 def test_plain_documents_hold_no_code_and_no_number():
     document = Practice(words=(500, 500), pairs=(0, 0), mentions=(1, 1), questions=(0, 0)).document(1)
     assert 500 <= len(document.split()) < 515
@@ -71,7 +86,7 @@ def test_documents_depend_on_seed_and_index_alone():
     assert hashlib.sha256(together.encode()).hexdigest()[:16] == GOLDEN
 
 
-GOLDEN = "d39f9cddfc145a77"
+GOLDEN = "1ab5361c571da398"
 
 
 @pytest.mark.parametrize(
