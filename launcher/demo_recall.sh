@@ -71,7 +71,7 @@ needles --checkpoint "$run/recall-with-yarn" --output "$model/two-ranks-with-yar
 
 say "6/6 pictures: needles side by side, and what the heads of layer 1 attend to in held-out documents"
 show longctx report "$model/one-process" "$model/two-ranks" "$model/two-ranks-with-yarn" --output "$run/needles.html"
-for head in 0 1 2 3; do
+for head in {0..7}; do
   show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 1 --head "$head" \
     --output "$model/attention"
 done

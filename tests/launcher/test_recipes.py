@@ -48,7 +48,7 @@ class Plan:
 PLANS = {
     "quickstart": Plan(ranks=2, parameters=1_609_088),
     "quickstart-experts": Plan(ranks=2, parameters=1_214_848),
-    "recall": Plan(ranks=2, parameters=320_128),
+    "recall": Plan(ranks=2, parameters=508_736),
     "dense-1b": Plan(ranks=8, parameters=1_235_814_400),
     "moe-fine-7b-a1b": Plan(ranks=8, source="OLMoE-1B-7B-0924"),
     "llama-3.1-8b-128k": Plan(ranks=8, source="Llama-3.1-8B"),
