@@ -29,7 +29,7 @@ class Degrees(Protocol):
         ...
 
 
-class RanksOfSequence(Degrees, Protocol):
+class RanksOfSequence(Protocol):
     """The ranks that agree: a mesh."""
 
     @property
@@ -40,6 +40,11 @@ class RanksOfSequence(Degrees, Protocol):
     @property
     def context(self) -> int:
         """How many ranks share the sequence."""
+        ...
+
+    @property
+    def ulysses(self) -> int:
+        """How many of them split heads."""
         ...
 
     @property

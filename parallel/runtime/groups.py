@@ -41,7 +41,7 @@ _control: _Control | None = None
 def control_group() -> ProcessGroup:
     """The group of all ranks, for CPU tensors, in which a rank may be hours late. Collective when it is made."""
     global _control
-    world = _world()
+    world = world_group()
     if _control is None or _control.world is not world:
         group = make_group(range(world.size()), backend="gloo")
         # Only now: ranks that do not come to make the group are not waited for.
@@ -99,7 +99,7 @@ def groups_of_library() -> Iterator[None]:
 def world_timeout() -> timedelta:
     """How long collectives of the world group wait."""
     # torch has no question for it; every world group of ours has gloo for CPU tensors.
-    return _world()._get_backend(torch.device("cpu")).options._timeout
+    return world_group()._get_backend(torch.device("cpu")).options._timeout
 
 
 def device_backend() -> str:
@@ -116,5 +116,6 @@ def forget_groups() -> None:
     _control = None
 
 
-def _world() -> ProcessGroup:
+def world_group() -> ProcessGroup:
+    """The group of all ranks."""
     return cast(ProcessGroup, dist.group.WORLD)

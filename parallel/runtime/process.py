@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from longctx import errors
 from longctx.errors import ClusterError, LongCtxError
-from parallel.runtime.groups import control_group, forget_groups, warm
+from parallel.runtime.groups import control_group, forget_groups, warm, world_group
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def start_process_group(*, timeout_seconds: float, device: torch.device | None =
             backend = "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
         # The first call on every group is one that all ranks enter alike, also on the world's.
-        warm(dist.group.WORLD)
+        warm(world_group())
         control_group()
     except (RuntimeError, ValueError, OSError) as error:
         raise ClusterError(
