@@ -50,12 +50,20 @@ class FlashKernel(VarlenKernel):
         self.library, self.ops, self.deterministic = library, ops, deterministic
 
     def supports(self, request: KernelRequest) -> str | None:
-        library = self.library
-        if why := _refusal(request, library) or self._not_deterministic(request):
-            return why
+        return self.unsuited(request) or self.missing()
+
+    def missing(self) -> str | None:
+        """Why the library cannot be had on this machine; None where it can."""
         functions = self._functions()
         if isinstance(functions, str):
             return functions
+        return None
+
+    def unsuited(self, request: KernelRequest) -> str | None:
+        """Why the request could not be served on this device even if the library were installed."""
+        library = self.library
+        if why := _refusal(request, library) or self._not_deterministic(request):
+            return why
         capability = self.device_capability()
         why = capability_refusal(capability, library.generations)
         if capability is None or why:
