@@ -18,7 +18,8 @@ from typing import NoReturn
 from longctx.errors import ConfigError, LongCtxError
 from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
 from parallel.runtime.watch.failure import Failure
-from parallel.runtime.watch.member import Member, end_process, say
+from parallel.runtime.watch.last_words import end_process, say
+from parallel.runtime.watch.member import Member, text_of
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
@@ -44,10 +45,10 @@ def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -
     if code == DONE:
         stop_watch()
         sys.exit(DONE)
+    # Not sys.exit: leaving the process group, and a GPU that computes, may wait for ever for other ranks.
     member = watching()
     if member is not None:
-        member.linger()
-    # Not sys.exit: leaving the process group, and a GPU that computes, may wait for ever for other ranks.
+        member.end(code)
     end_process(code)
 
 
@@ -63,10 +64,13 @@ def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO
         try:
             return action() or DONE
         except BaseException as error:
+            member = watching()
+            if member is not None:
+                member.take_over()
             return _end(_failure_of(error, interrupted))
     except KeyboardInterrupt:
-        # One more while the first error was told.
-        return INTERRUPTED
+        # It came while an error was told: the user's, or the watch's, which knows of another rank's failure.
+        return _code_of_first() or INTERRUPTED
 
 
 def _failure_of(error: BaseException, interrupted: str) -> Failure:
@@ -91,7 +95,7 @@ def _failure(code: int, text: str, *, alike: bool, follows: bool = False) -> Fai
     member = watching()
     if follows and member is not None:
         # Gone is gone within milliseconds; only who went first takes a while to be told.
-        first = member.wait(_HEARD_SECONDS)
+        first = member.line.wait(_HEARD_SECONDS)
         if first is not None:
             return first
     return Failure(rank=_rank(), code=code, text=text, alike=alike)
@@ -110,7 +114,7 @@ def _end(failure: Failure) -> int:
             _log(failure.text)
             time.sleep(HEAD_START_SECONDS)
         return failure.code
-    first = member.announce(failure)
+    first = member.line.announce(failure)
     if first.rank == _rank() or (first.alike and failure.alike):
         _report_together(member, failure)
     elif first.alike and _rank() == 0:
@@ -124,11 +128,11 @@ def _report_together(member: Member, failure: Failure) -> None:
     if not failure.alike:
         _report(failure.text)
     elif _rank() == 0:
-        _report(failure.text)
-        member.reported()
+        _report(text_of(failure, _rank()))
+        member.line.reported()
     else:
         _log(failure.text)
-        if not member.wait_reported(HEAD_START_SECONDS):
+        if not member.line.wait_reported(HEAD_START_SECONDS):
             _report(failure.text)
 
 
@@ -139,6 +143,14 @@ def _code_of(ending: SystemExit) -> int:
     if isinstance(ending.code, int):
         return ending.code
     return FAILED
+
+
+def _code_of_first() -> int | None:
+    """The exit code of the run's first failure, if there is one."""
+    member = watching()
+    if member is None or member.line.first is None:
+        return None
+    return member.line.first.code
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:

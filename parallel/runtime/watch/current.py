@@ -46,8 +46,8 @@ def start_watch(
 ) -> None:
     """Watch over all ranks, which meet in ``store``; each waits so many ``seconds`` for rank 0. Collective.
 
-    ``remark`` follows the message about a rank that died without one; ``last_act`` is called before another rank's
-    failure ends this one. OSError where rank 0's machine cannot be reached.
+    ``remark`` follows the message about a rank that died without one; ``last_act`` is called before a failure of any
+    rank ends this process. OSError where rank 0's machine cannot be reached.
     """
     global _member
     hub, host = None, os.environ["MASTER_ADDR"]

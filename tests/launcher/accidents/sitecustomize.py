@@ -1,7 +1,7 @@
 """Python imports this when it starts: one rank of a run then meets an accident, of which the product knows nothing.
 
-``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), the number of the call,
-what happens in it and after how many seconds. The time is written to a file.
+``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), the number of the
+call, what happens in it and after how many seconds. The time is written to a file.
 """
 
 from __future__ import annotations
