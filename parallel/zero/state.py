@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
-from parallel.zero.partition import MASTER, Partition
+from parallel.zero.partition import MASTER, Partition, set_steps
 from parallel.zero.tensors import ModelTensors
 
 ReadRange = Callable[[str, str, int, int], Tensor]
@@ -65,7 +64,4 @@ def write_state(
             # The weights that forward reads follow their masters; DeepSpeed would only do so after its next step.
             num_local = tensors.local[name].numel()
             partition.set_weight(p, lambda name=name, first=first, n=num_local: read(name, MASTER, first, n))
-    for state in partition.inner.state.values():
-        if "step" in state:
-            # One tensor each: AdamW counts up in place, and a common one would count once a parameter.
-            state["step"] = torch.tensor(float(steps_taken))
+    set_steps(partition.inner, steps_taken)
