@@ -30,6 +30,8 @@ def happen(kind: str) -> None:
     if kind == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "SIGINT":
+        # A shell starts what runs in the background without it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
         return
     if kind == "exit":

@@ -82,4 +82,6 @@ def act() -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in the background without it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ending.run_script(act, interrupted="It was interrupted.")
