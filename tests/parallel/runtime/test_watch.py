@@ -34,6 +34,17 @@ class Ended:
     """What each rank wrote."""
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_none_behind():
+    """Those that block hear nothing but this."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
+
+
 class Ranks:
     """Ranks under the watch, each a process; ``acts`` are what they do."""
 
@@ -51,6 +62,7 @@ class Ranks:
             )
             for rank, act in enumerate(acts)
         ]
+        STARTED.extend(self.processes)
 
     def wait_until_met(self) -> None:
         """Return once all ranks are about to act."""
@@ -61,14 +73,8 @@ class Ranks:
         time.sleep(0.2)
 
     def wait(self) -> Ended:
-        """Wait for the end of all; a rank that goes on for too long is killed."""
-        said = []
-        try:
-            for process in self.processes:
-                said.append(process.communicate(timeout=SECONDS)[0])
-        finally:
-            for process in self.processes:
-                process.kill()
+        """Wait for the end of all."""
+        said = [process.communicate(timeout=SECONDS)[0] for process in self.processes]
         return Ended([process.returncode for process in self.processes], said)
 
 
