@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(1700)
 
 ACCIDENTS = Path(__file__).with_name("accidents")
 RANKS, DRAWS = 4, 40
-BOUND_SECONDS = 10.0
-"""From the accident to the end of the last rank; the median is a few seconds."""
+BOUND_SECONDS = 60.0
+"""From the accident to the end of the last rank. It takes a few seconds; a machine that others use takes longer."""
 
 
 class Place(NamedTuple):
