@@ -26,8 +26,11 @@ log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
-# What gloo and NCCL say when another rank has ended.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+# What gloo, NCCL and the store by which ranks met say when another rank has ended.
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
+    *("remote process exited", "ncclRemoteError", "failed to recv"),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HEAD_START_SECONDS = 10.0
