@@ -20,6 +20,7 @@ from parallel.runtime.watch.current import say_when_interrupted, stop_watch, wat
 from parallel.runtime.watch.failure import Failure
 from parallel.runtime.watch.last_words import end_process, say
 from parallel.runtime.watch.member import Member, text_of
+from parallel.runtime.watch.member import log as watch_log
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
@@ -40,6 +41,11 @@ _HEARD_SECONDS = 3.0
 """How long a rank that lost contact with another one waits to hear why."""
 
 _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
+
+
+def is_for_console(record: logging.LogRecord) -> bool:
+    """Whether a console shows this record: what ends a run is written to standard error, once for all ranks."""
+    return record.name not in (__name__, watch_log.name)
 
 
 def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> NoReturn:

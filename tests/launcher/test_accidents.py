@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,6 +91,7 @@ class Accident:
     stalling: bool = False
     """Whether groups block for ever where another rank is gone, as NCCL's."""
     ranks: int = RANKS
+    script: str = "launcher/pretrain.py"
 
     def words(self) -> str:
         """What the user must read."""
@@ -136,23 +137,27 @@ def environment_of(accident: Accident, happened: Path) -> dict[str, str]:
 def commands_of(accident: Accident, arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """The commands to start, each with what its environment has besides."""
     if accident.launcher == "torchrun":
-        return [(torchrun(*arguments, ranks=accident.ranks).split(), {})]
+        return [(torchrun(*arguments, ranks=accident.ranks, script=accident.script).split(), {})]
     if accident.launcher == "deepspeed":
-        start = ["deepspeed", "--num_gpus", str(accident.ranks), "--master_port", str(free_port())]
-        return [([*start, "launcher/pretrain.py", *arguments], {})]
+        launch = ["deepspeed", "--num_gpus", str(accident.ranks), "--master_port", str(free_port())]
+        return [([*launch, accident.script, *arguments], {})]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(accident.ranks)}
-    command = [sys.executable, "launcher/pretrain.py", *arguments]
+    command = [sys.executable, accident.script, *arguments]
     return [
         (command, {**here, "LOCAL_SIZE": str(accident.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(accident.ranks)
     ]
 
 
-def run(accident: Accident, shards: Path, folder: Path, *, limit: float = 240.0) -> Outcome:
+def run(accident: Accident, shards: Path, folder: Path) -> Outcome:
     """A tiny run that meets the accident."""
-    happened, output = folder / "happened", folder / "output"
     changed = {"train.steps": 4, "checkpoint.every_steps": 2, "validation.every_steps": 2, "run.hostfile": "none"}
-    arguments = flags(shards, folder / "run", {**changed, "run.timeout_seconds": 600.0})
+    return start(accident, flags(shards, folder / "run", {**changed, "run.timeout_seconds": 600.0}), folder)
+
+
+def start(accident: Accident, arguments: list[str], folder: Path, *, limit: float = 240.0) -> Outcome:
+    """The accident's script with these arguments, to its end; ``folder`` is for notes."""
+    happened, output = folder / "happened", folder / "output"
     environment = environment_of(accident, happened)
     with output.open("w") as file:
         started = [
@@ -195,7 +200,7 @@ def _is_rank(process: psutil.Process) -> bool:
         words = process.cmdline()
         return (
             process.status() != psutil.STATUS_ZOMBIE
-            and "launcher/pretrain.py" in words
+            and any(word.startswith("launcher/") for word in words)
             and not any(word.endswith(("torchrun", "deepspeed")) or "deepspeed.launcher" in word for word in words)
         )
     except psutil.Error:
@@ -273,6 +278,21 @@ def test_a_run_on_groups_that_block_ends_as_any_other(shards, tmp_path):
     never = Accident(rank=0, place=STEP._replace(call=10_000), kind="MemoryError", stalling=True)
     outcome = run(never, shards, tmp_path)
     assert outcome.codes == [0] * RANKS, outcome.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MemoryError", "SIGKILL", "DataError"])
+def test_commands_that_compute_with_a_checkpoint_end_alike(kind, finished, tmp_path):
+    checkpoint = ["--checkpoint", str(finished.folder), "--run.hostfile", "none"]
+    place = Place("start", "launcher.evaluation.run", "build_decoder")
+    accident = Accident(rank=1, place=place, kind=kind, ranks=2, script="launcher/evaluate.py", stalling=True)
+    (tmp_path / "evaluate").mkdir()
+    options = [*checkpoint, "--tasks", "ppl", "--lengths", "128", "--output", str(tmp_path / "output")]
+    check(accident, start(accident, options, tmp_path / "evaluate"))
+    place = Place("start", "launcher.generation.run", "build_mesh")
+    accident = replace(accident, place=place, script="launcher/generate.py")
+    (tmp_path / "generate").mkdir()
+    check(accident, start(accident, [*checkpoint, "--prompt", "def", "--max-new-tokens", "4"], tmp_path / "generate"))
 
 
 @pytest.mark.slow

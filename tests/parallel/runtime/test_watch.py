@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from parallel.runtime.watch.failure import Failure, Lines, line_of
+from parallel.runtime.watch.hub import Hub
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.timeout(400)
@@ -209,6 +211,22 @@ def test_strangers_are_not_listened_to(tmp_path):
             connection.sendall(data)
     ended = ranks.wait()
     assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
+
+
+def test_hundreds_of_ranks_hear_at_once():
+    hub, ranks = Hub(), 300
+    failed = line_of("failed", **Failure(rank=7, code=1, text="x" * 8_000).to_values())
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(("127.0.0.1", hub.port))) for _ in range(ranks)]
+        for rank, line in enumerate(lines):
+            line.sendall(line_of("hello", rank=rank, token=hub.token, host=""))
+        lines[7].sendall(failed)
+        for line in lines:
+            received = b""
+            while len(received) < len(failed):
+                received += line.recv(65_536)
+            assert received == failed
+    hub.stop()
 
 
 def test_messages_arrive_whole_however_they_are_cut():
