@@ -136,6 +136,9 @@ def _report_together(member: Member, failure: Failure) -> None:
     """Report where this rank is the one to do so; else wait until rank 0 has."""
     if not failure.alike:
         _report(failure.text)
+    elif _rank() == 0 and not member.may_report():
+        # The watch has: this rank was late.
+        _log(failure.text)
     elif _rank() == 0:
         _report(text_of(failure, _rank()))
         member.line.reported()

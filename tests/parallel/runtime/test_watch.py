@@ -135,6 +135,13 @@ def test_what_all_ranks_meet_is_said_by_rank_0_however_late_it_comes(tmp_path):
     assert (ended.codes, ended.said) == ([2] * RANKS, ["\nConfigError: x=1 (0)\n\n", "", ""])
 
 
+def test_rank_0_does_not_say_again_what_its_watch_has_said(tmp_path):
+    late = "watching().line.wait(60.0); watching().may_report(); watching().line.reported()\n"
+    late += "raise RuntimeError('Connection closed by peer')"
+    ended = Ranks(tmp_path, acts_of(0, late, others="raise ConfigError('x=1')")).wait()
+    assert (ended.codes, ended.said) == ([2] * RANKS, [""] * RANKS)
+
+
 def test_an_error_of_all_ranks_that_was_not_foreseen_is_told_by_one(tmp_path):
     ended = Ranks(tmp_path, ["raise KeyError('a bug')"] * RANKS).wait()
     assert ended.codes == [1] * RANKS
