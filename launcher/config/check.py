@@ -13,11 +13,11 @@ from parallel.parallelize import check_experts, check_layers
 from parallel.schedule.heads import check_heads
 
 
-def check_run(config: RunConfig, world_size: int) -> None:
-    """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
-    # Importing DeepSpeed takes seconds: only a run that starts pays for it.
-    from parallel.zero.deepspeed_config import check_zero
+def check_run(config: RunConfig, world_size: int, *, with_zero: bool = True) -> None:
+    """ConfigError for the first rule between fields, or between fields and world, that does not hold.
 
+    Without ``with_zero`` DeepSpeed's own rules are left out, where it is not installed.
+    """
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -26,7 +26,11 @@ def check_run(config: RunConfig, world_size: int) -> None:
         expert=config.parallel.expert,
     )
     check_experts(config.model, config.parallel.expert, world_size)
-    check_zero(config.zero.stage, config.dtype)
+    if with_zero:
+        # Importing DeepSpeed takes seconds: only a run that starts pays for it.
+        from parallel.zero.deepspeed_config import check_zero
+
+        check_zero(config.zero.stage, config.dtype)
     _check_built(config)
     _check_ranges(config)
     _check_routing(config)
