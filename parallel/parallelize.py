@@ -31,54 +31,27 @@ def build_parallel_model(
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     execution: Execution | None = None,
+    dispatcher: TokenDispatcher | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> CausalLM:
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its local experts. ConfigError when the layers cannot have this layout, or the experts this degree.
+    its local experts. None leaves them unset, for a checkpoint to fill. ``dispatcher`` None is the mesh's. ConfigError
+    when the layers cannot have this layout, or the experts this degree.
     """
-    module = build_empty_model(
-        config,
-        mesh,
-        layout=layout,
-        kernel=kernel,
-        transport=transport,
-        communication_dtype=communication_dtype,
-        deterministic=deterministic,
-        execution=execution,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-    )
-    # Weights before anything is partitioned: they depend on names and seed, not on who holds them.
-    module.decoder.initialize(seed)
-    return module
-
-
-def build_empty_model(
-    config: ModelConfig,
-    mesh: Mesh,
-    *,
-    layout: str,
-    kernel: str = "auto",
-    transport: str = "auto",
-    communication_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    execution: Execution | None = None,
-    dispatcher: TokenDispatcher | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-) -> CausalLM:
-    """``build_parallel_model`` with its weights unset. ``dispatcher`` None is the mesh's."""
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
     decoder = build_empty_decoder(
         config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher
     )
-    # 2. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
+    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
+    if seed is not None:
+        decoder.initialize(seed)
+    # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 

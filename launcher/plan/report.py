@@ -62,8 +62,8 @@ def remarks(run: RunTrace) -> list[str]:
 _NOTES = (
     "kept, passing, operators, host waits and links are traced: forward and backward of one micro-batch, on tensors "
     "without data.",
-    "weights, gradients and optimizer are arithmetic, from the model's shapes and what ZeRO leaves on a rank; so is "
-    "what DeepSpeed sends for it.",
+    "weights, gradients and optimizer are arithmetic, from the model's shapes and what ZeRO leaves on a rank. What "
+    "DeepSpeed sends for them is not among the links.",
     "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
     "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
     "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",

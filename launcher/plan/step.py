@@ -30,7 +30,7 @@ from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
-from parallel.parallelize import build_empty_model
+from parallel.parallelize import build_parallel_model
 
 DEVICE = torch.device("cuda", 0)
 
@@ -87,7 +87,7 @@ def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
     if parallel.communication_dtype != "float32":
         communication_dtype = getattr(torch, parallel.communication_dtype)
     with DEVICE:
-        module = build_empty_model(
+        module = build_parallel_model(
             model,
             mesh,
             layout=parallel.layout,
@@ -99,6 +99,7 @@ def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
             dispatcher=dispatcher,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
+            seed=None,
         )
     _convert(module, config.dtype)
     # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.
