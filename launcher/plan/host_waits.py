@@ -72,6 +72,7 @@ class HostWaits:
         else:
             source = args[0]
             to, non_blocking = kwargs.get("device") or source.device, kwargs.get("non_blocking") or False
+        # Within one device nobody waits, and nothing is copied of an empty tensor.
         to = torch.device(to)
         if to.type == source.device.type or not source.numel():
             return

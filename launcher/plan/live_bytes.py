@@ -45,6 +45,7 @@ class LiveBytes:
         # A view, or a result that was written into memory that is known.
         if key in self._sizes:
             return
+        # Python keeps one object a storage for as long as the storage lives, so its end is that of the memory.
         self._sizes[key] = storage.nbytes()
         weakref.finalize(storage, self._gone, key)
         self.now += storage.nbytes()

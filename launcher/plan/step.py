@@ -135,12 +135,14 @@ class _Step:
         held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
         live.ignore(*held, *self.module.buffers())
         self._begin()
+        # The schedule starts from the same layout, which travels with the batch.
         shard = self._shard(batch)
         # Counted on the CPU before the first forward, as in a run.
         counts = count_step([shard])
         training_pass = TrainingPass(seed=self.config.run.seed, first_token=0)
         loss = LossSum.from_tensors(self.module(shard.to(DEVICE), training_pass))
         self.kept = live.now
+        # DeepSpeed averages over all ranks, which a run undoes in the same way.
         (counts.loss(loss, self.config.model) * self.mesh.world_size).backward()
         self._note_peak()
         self._update()
@@ -178,7 +180,7 @@ class _Step:
         live, train = self.recorder.live, self.config.train
         masters = [self._master(numel) for numel in _partition(self.module, self.config, self.mesh)]
         optimizer = AdamW(masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False)
-        # The first step makes the moments; the second is one of those that follow.
+        # The first step makes the moments, which count as held; the second is one of those that follow.
         optimizer.step()
         before = live.now
         live.restart_peak()

@@ -69,6 +69,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
     config = config.resolve(native_bfloat16=True)
     model, parallel = config.model.config(), config.parallel
     _check(config, world)
+    # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout == AUTO:
         layout, _ = choose_layout(
             num_tokens=config.data.seq_len * config.train.micro_batch_rows,
@@ -134,6 +135,7 @@ def _has_score_rules(config: RunConfig) -> bool:
 
 def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
     """The trace of one rank, from a process of its own."""
+    # The worker imports the packages from where this process has them, whatever the folder it starts in.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

@@ -46,6 +46,7 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
 
     # PyTorch says of many things what a trace cannot mend.
     logging.disable(logging.WARNING)
+    # A GPU that is here is the one to choose kernels for.
     capability = tuple(orders["capability"])
     if finish is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()

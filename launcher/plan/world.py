@@ -48,6 +48,7 @@ class RankKind:
 def rank_kinds(config: RunConfig) -> list[RankKind]:
     """The ranks to look at: first, middle and last of the first ring, first and last of the first expert group."""
     parallel = config.parallel
+    # A rank may be of several kinds, and is traced once.
     ring = parallel.context // parallel.ulysses
     names: dict[int, list[str]] = {0: []}
     if ring > 1:
