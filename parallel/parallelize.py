@@ -31,6 +31,7 @@ def build_parallel_model(
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     execution: Execution | None = None,
+    dispatcher: TokenDispatcher | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     seed: int | None = 0,
@@ -38,13 +39,15 @@ def build_parallel_model(
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its local experts. None leaves them unset, for a checkpoint to fill. ConfigError when the layers cannot have this
-    layout, or the experts this degree.
+    its local experts. None leaves them unset, for a checkpoint to fill. ``dispatcher`` None is the mesh's. ConfigError
+    when the layers cannot have this layout, or the experts this degree.
     """
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
-    decoder = build_empty_decoder(config, mesh, layout=layout, options=options, execution=execution)
+    decoder = build_empty_decoder(
+        config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher
+    )
     # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
     if seed is not None:
         decoder.initialize(seed)
@@ -59,10 +62,11 @@ def build_empty_decoder(
     layout: str,
     options: AttentionOptions | None = None,
     execution: Execution | None = None,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Decoder:
     """A decoder whose attention and experts span the mesh's ranks, its weights unset: for a state dict to fill.
 
-    ConfigError when the layers cannot have this layout, or the experts this degree.
+    ``dispatcher`` None is the mesh's. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
@@ -70,7 +74,7 @@ def build_empty_decoder(
         config,
         ContextParallelAttention(mesh, layout, options or AttentionOptions()),
         linear_core=ContextParallelLinearAttention(mesh, layout),
-        dispatcher=_dispatcher(config, mesh),
+        dispatcher=dispatcher or _dispatcher(config, mesh),
         execution=execution,
         seed=None,
     )
