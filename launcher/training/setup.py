@@ -18,6 +18,7 @@ from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.compiling import compiler_of, settle_compile
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
@@ -122,7 +123,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
-    config = settle_layout(config, model, loader)
+    config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     _say_start(config, model, mesh, device, origin, loader)
@@ -276,7 +277,9 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
+        execution=Execution(
+            train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products, compiler_of(config)
+        ),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=config.run.seed,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state, set_z3_leaf_modules
 from torch import Tensor, nn
 
+from longctx.model.block import Block
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
@@ -23,6 +24,9 @@ class Sharded:
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
         for module, parameter in wrapping.model.decoder.external_parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
+        # A compiled graph spans modules, and no hook runs inside of it: a block's weights are gathered before it.
+        if wrapping.model.decoder.execution.compiler is not None:
+            set_z3_leaf_modules(wrapping.model, [Block])
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
 
     @property

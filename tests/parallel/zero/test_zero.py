@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +74,13 @@ def train_together(
     ulysses: int = 1,
     steps: int = FEW,
     recompute: bool = False,
+    compiler: str | None = None,
+    expert: int = 1,
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
-    mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
-    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
+    mesh = Mesh.build(context=context, ulysses=ulysses, expert=expert, ranks_per_node=2)
+    execution = Execution(recompute, compiler=compiler)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=execution)
     options = OptimizerOptions(clip_norm=CLIP)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
@@ -100,13 +104,13 @@ def train_together(
     return Curve(losses, norms, counts_by_step), engine
 
 
-def check_parity(kind: str, context: int, bound: float, steps: int, stages: tuple[int, ...] = (0, 1, 2, 3)):
+def check_parity(kind: str, context: int, bound: float, steps: int, stages: tuple[int, ...] = (0, 1, 2, 3), **how: Any):
     config = {"dense": DENSE, "moe": MOE}[kind]
     wanted, weights = train_alone(config, [[step_rows(s)] for s in range(steps)], lr=LR, clip_norm=CLIP)
     assert min(wanted.norms) > CLIP, "clipping must be active"
     for stage in stages:
         spread = SPREADS[stage] if context > 1 else {"layout": "zigzag"}
-        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread)
+        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread, **how)
         errors = {
             name: max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
             for name, got, want in (("loss", curve.losses, wanted.losses), ("norm", curve.norms, wanted.norms))
