@@ -19,6 +19,7 @@ from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.compiling import compiler_of, settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
@@ -125,7 +126,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
-    config = settle_layout(config, model, loader)
+    config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     # The others wait as long as it takes: rank 0 alone needs the plan of an epoch's rows now.
@@ -301,7 +302,9 @@ def _build_engine(
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
+        execution=Execution(
+            train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products, compiler_of(config)
+        ),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=seed,
