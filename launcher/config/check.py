@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.config.sections import ModelSection, RunConfig
+from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
 from parallel.layout.select import check_choice
@@ -13,11 +14,8 @@ from parallel.parallelize import check_experts, check_layers
 from parallel.schedule.heads import check_heads
 
 
-def check_run(config: RunConfig, world_size: int, *, with_zero: bool = True) -> None:
-    """ConfigError for the first rule between fields, or between fields and world, that does not hold.
-
-    Without ``with_zero`` DeepSpeed's own rules are left out, where it is not installed.
-    """
+def check_run(config: RunConfig, world_size: int) -> None:
+    """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -26,11 +24,7 @@ def check_run(config: RunConfig, world_size: int, *, with_zero: bool = True) -> 
         expert=config.parallel.expert,
     )
     check_experts(config.model, config.parallel.expert, world_size)
-    if with_zero:
-        # Importing DeepSpeed takes seconds: only a run that starts pays for it.
-        from parallel.zero.deepspeed_config import check_zero
-
-        check_zero(config.zero.stage, config.dtype)
+    check_zero_section(config)
     _check_built(config)
     _check_ranges(config)
     _check_routing(config)
@@ -123,6 +117,7 @@ def _check_ranges(config: RunConfig) -> None:
         "run.seed": (config.run.seed, 0),
         "run.log_every": (config.run.log_every, 1),
         "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
+        "zero.reduce_bucket_size": (config.zero.reduce_bucket_size, 1),
     }
     for name, (value, least) in at_least.items():
         # Not `value < least`, which NaN would pass.

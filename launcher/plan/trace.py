@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.places import ROOT
@@ -66,9 +66,9 @@ def check_cuda_build() -> None:
 
 def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
     """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
-    config = config.resolve(native_bfloat16=True)
+    config = config.resolve(native_bfloat16=True, device_type="cuda")
     model, parallel = config.model.config(), config.parallel
-    _check(config, world)
+    check_run(config, world.ranks)
     # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout == AUTO:
         layout, _ = choose_layout(
@@ -117,14 +117,6 @@ def trace_run(
         kinds=kinds,
         traces=traces,
     )
-
-
-def _check(config: RunConfig, world: World) -> None:
-    """ConfigError for what a run on these ranks would refuse at its start."""
-    from launcher.config.check import check_run
-
-    # DeepSpeed need not be installed where a run is only planned; its own rules are then left out.
-    check_run(config, world.ranks, with_zero=find_spec("deepspeed") is not None)
 
 
 def _has_score_rules(config: RunConfig) -> bool:

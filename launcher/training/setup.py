@@ -16,6 +16,7 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.data_check import check_data
@@ -311,7 +312,12 @@ def _build_engine(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )
     return ZeroEngine(
-        causal_lm, stage=config.zero.stage, dtype=config.dtype, accumulation=accumulation, options=options
+        causal_lm,
+        stage=config.zero_stage,
+        dtype=config.dtype,
+        accumulation=accumulation,
+        options=options,
+        zero=zero_options(config.zero),
     )
 
 
