@@ -22,7 +22,7 @@ def heading(run: RunTrace) -> str:
         documents = f"documents of {run.document_tokens:,} tokens"
     return (
         f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
-        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero.stage}, {config.train.dtype}, layout "
+        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
         f"{parallel.layout}, recompute {str(config.train.recompute).lower()}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}; attention "
         f"traced as {parallel.kernel}, for compute capability {run.capability[0]}.{run.capability[1]}"

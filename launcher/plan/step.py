@@ -31,6 +31,8 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
+from parallel.zero.options import uses_fused_adamw
+from parallel.zero.uncompiled import AdamW
 
 DEVICE = torch.device("cuda", 0)
 
@@ -175,13 +177,12 @@ class _Step:
 
     def _update(self) -> None:
         """AdamW on the float32 masters that this rank updates."""
-        from parallel.zero.options import uses_fused_adamw
-        from parallel.zero.uncompiled import AdamW
-
         live, train = self.recorder.live, self.config.train
         masters = [self._master(numel) for numel in _partition(self.module, self.config, self.mesh)]
-        options = {"foreach": False, "fused": uses_fused_adamw("cuda", None)}
-        optimizer = AdamW(masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **options)
+        fused = uses_fused_adamw(DEVICE.type, None)
+        optimizer = AdamW(
+            masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False, fused=fused
+        )
         # The first step makes the moments, which count as held; the second is one of those that follow.
         optimizer.step()
         before = live.now
@@ -225,7 +226,7 @@ class _Step:
 def _partition(module: CausalLM, config: RunConfig, mesh: Mesh) -> list[int]:
     """Values of the flat masters that this rank updates: matrices, then norms and biases."""
     ranks = mesh.world_size
-    if config.zero.stage == 0:
+    if config.zero_stage == 0:
         ranks = 1
     sizes: dict[bool, int] = {True: 0, False: 0}
     for p in module.parameters():

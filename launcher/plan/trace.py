@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.places import ROOT
@@ -67,7 +68,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
     """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
     config = config.resolve(native_bfloat16=True, device_type="cuda")
     model, parallel = config.model.config(), config.parallel
-    _check(config, world)
+    check_run(config, world.ranks)
     # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout == AUTO:
         layout, _ = choose_layout(
@@ -116,13 +117,6 @@ def trace_run(
         kinds=kinds,
         traces=traces,
     )
-
-
-def _check(config: RunConfig, world: World) -> None:
-    """ConfigError for what a run on these ranks would refuse at its start."""
-    from launcher.config.check import check_run
-
-    check_run(config, world.ranks)
 
 
 def _has_score_rules(config: RunConfig) -> bool:

@@ -28,7 +28,7 @@ def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh) -> Held:
     memory = memory_of_rank(config, config.model.config(), mesh.world_size)
     weights, gathered = memory.weights, 0
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
-    if config.zero.stage == 3:
+    if config.zero_stage == 3:
         gathered = min(whole - weights, MAX_LIVE_VALUES * config.dtype.itemsize)
     else:
         # The traced module's own: what a rank holds is what was built here.
