@@ -37,8 +37,10 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank
+from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +116,13 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
     on_every_rank(check_tensorboard)
+    if config.zero.offload != "none":
+        on_every_rank(compile_cpu_adam)
 
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
