@@ -19,6 +19,7 @@ from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
@@ -127,6 +128,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     config = settle_layout(config, model, loader)
     if validation is None:
@@ -193,6 +195,8 @@ def _say_start(
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
+        # Every rank would read everything: ``check_data`` deals the files out.
+        "verify": False,
         "seq_len": config.data.seq_len,
         "micro_batch_rows": config.train.micro_batch_rows,
         "data_rank": mesh.data_rank,
@@ -213,6 +217,22 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows or not has_folder:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
+    """Read the checksums that data.verify asks for; the log says how much that was. Collective."""
+    folders = [loader.shards]
+    if validation is not None:
+        folders.append(validation.shards)
+    checked = check_data(folders, config.data.verify)
+    log.info(
+        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        config.data.verify,
+        checked.files,
+        checked.bytes / 1e9,
+        checked.read_files,
+        checked.read_bytes / 1e9,
+    )
 
 
 def _tokenizer_files(
