@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
+from launcher.training.feed import StepFeed
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
@@ -82,6 +84,16 @@ class Run:
     def is_rank_0(self) -> bool:
         """Whether this process writes the run's files and the console."""
         return self.mesh.rank == 0
+
+    @cached_property
+    def feed(self) -> StepFeed:
+        """The data of the steps to come, in their order."""
+        return StepFeed(
+            self.loader,
+            self.shard_batch,
+            num_steps=max(0, self.config.last_step - self.progress.step),
+            pin_memory=self.device.type == "cuda",
+        )
 
     @property
     def expert_layers(self) -> list[int]:
