@@ -177,8 +177,33 @@ class ZeroSection:
     memory, 4 bytes each for the message and 2 or 4 for each of two buffers."""
     allgather_bucket_size: int = 500_000_000
     """Updated weights (values, not bytes) that stages 1 and 2 gather at once; an even number."""
-    offload: Literal["none", "cpu"] = "none"
-    """Where optimiser state lives; only none is built."""
+    prefetch_bucket_size: int = 50_000_000
+    """Weights (values, not bytes) that stage 3 gathers before they are needed (stage3_prefetch_bucket_size)."""
+    max_live_parameters: int = 1_000_000_000
+    """Gathered weights (values, not bytes) that stage 3 keeps at most (stage3_max_live_parameters); fewer need less
+    memory and more gathering."""
+    param_persistence_threshold: int = 100_000
+    """Size below which stage 3 keeps a parameter whole on every rank (stage3_param_persistence_threshold)."""
+    sub_group_size: int = 1_000_000_000
+    """Parameters of a rank that stage 3 updates at once."""
+    hpz_partition_size: int = 1
+    """hpZ of stage 3: so many neighbouring ranks, such as those of a node, keep a second copy of the weights among
+    them, so that backward gathers within them (zero_hpz_partition_size); 1 is none. It takes the weights' bytes divided
+    by it on each rank."""
+    quantized_weights: bool = False
+    """qwZ of stage 3: weights travel in 8 bits (zero_quantized_weights). GPUs only; results are not exact."""
+    quantized_gradients: bool = False
+    """qgZ of stage 3: gradients travel in 4 and 8 bits between nodes (zero_quantized_gradients). GPUs only; results are
+    not exact."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where masters, moments and gradients live, and where AdamW runs: none is the device, cpu the machine's memory
+    (offload_optimizer). nvme is not built."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where stage 3 keeps its part of the weights: the device, or cpu, the machine's memory (offload_param). nvme is
+    not built."""
+    pin_memory: bool = True
+    """Whether what is offloaded lies in page-locked memory; false where the machine allows too little of it
+    (ulimit -l)."""
 
 
 @dataclass(frozen=True, kw_only=True)

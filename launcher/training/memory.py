@@ -32,6 +32,8 @@ class Memory:
     """AdamW's two, float32."""
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
+    host: int
+    """Those of all these bytes that are offloaded: in the machine's memory, also beside a GPU."""
     building: int
     """Float32 weights of a model that is not yet spread over ranks: in the machine's memory, also beside a GPU."""
 
@@ -49,6 +51,11 @@ class Memory:
     def training(self) -> int:
         """Bytes that are held at once within a step."""
         return self.state + self.activations
+
+    @property
+    def on_device(self) -> int:
+        """Those of them that lie on the rank's device."""
+        return self.training - self.host
 
 
 def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
@@ -80,11 +87,22 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
+    moments, host = 2 * part * FLOAT32, 0
+    if config.zero.offload != "none":
+        # A copy of the gradients that AdamW reads there; stage 3 collects them there, too.
+        copied = part * FLOAT32
+        host = masters + moments + copied
+        if stage == 3:
+            host += gradients
+        gradients += copied
+    if config.zero.offload_parameters != "none" and stage == 3:
+        host += weights
     return Memory(
         weights=weights,
         gradients=gradients,
         masters=masters,
-        moments=2 * part * FLOAT32,
+        moments=moments,
+        host=host,
         activations=_activation_bytes(config, model),
         building=held * FLOAT32,
     )
@@ -150,9 +168,12 @@ def why_too_large(
     machine.
     """
     ranks, parameters = plural(ranks_here, "rank"), sum(count_parameters(model).values())
-    if gpu_bytes is not None and need.training > gpu_bytes:
+    if gpu_bytes is not None and need.on_device > gpu_bytes:
         has = f"and {gib(gpu_bytes)} are free on its GPU"
-        return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
+        return "\n".join([_headline(need.on_device, has, parameters), *_parts(config, need)])
+    if gpu_bytes is not None and ranks_here * need.host > host_bytes:
+        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free for what is offloaded"
+        return "\n".join([_headline(need.host, has, parameters), *_parts(config, need)])
     if gpu_bytes is None and ranks_here * need.training > host_bytes:
         has = f"{ranks} of it run on this machine, and {gib(host_bytes)} are free"
         return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
@@ -176,7 +197,10 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
         "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
-    return [*lines, f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})"]
+    lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})")
+    if need.host:
+        lines.append(f"  {'offloaded':<12}{gib(need.host):>12}  of these")
+    return lines
 
 
 def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int) -> str:

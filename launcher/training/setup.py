@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.compiling import compiler_of, settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
+from launcher.training.feed import StepFeed
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
@@ -39,8 +41,10 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
+from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,16 @@ class Run:
         """Whether this process writes the run's files and the console."""
         return self.mesh.rank == 0
 
+    @cached_property
+    def feed(self) -> StepFeed:
+        """The data of the steps to come, in their order."""
+        return StepFeed(
+            self.loader,
+            self.shard_batch,
+            num_steps=max(0, self.config.last_step - self.progress.step),
+            pin_memory=self.device.type == "cuda",
+        )
+
     @property
     def expert_layers(self) -> list[int]:
         """The layers that have experts: the rows of every tensor with an L axis."""
@@ -116,10 +130,13 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
     on_every_rank(check_tensorboard)
+    if config.zero.offload != "none":
+        on_every_rank(compile_cpu_adam)
 
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)

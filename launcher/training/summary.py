@@ -136,7 +136,10 @@ def _stages(start: Start) -> list[str]:
         chosen = ""
         if stage == start.config.zero_stage:
             chosen = ", this run"
-        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}).")
+        offloaded = ""
+        if need.host:
+            offloaded = f", {gib(need.host)} of it offloaded"
+        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}){offloaded}.")
     return lines
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Trainer:
             last_step=last,
             every=config.run.log_every,
         )
-        with RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
+        with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             # The first point of the curve: what the weights can do before this run changes them.
@@ -147,7 +148,7 @@ class Trainer:
         # the two are written for people to read.
         training: dict[str, Any] = {
             "step": self.progress.step,
-            "loader": run.loader.state_dict(),
+            "loader": run.feed.state_dict(),
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
             "expert_load": expert_load,

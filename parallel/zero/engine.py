@@ -119,7 +119,8 @@ class ZeroEngine:
         held = dict(self.model.decoder.named_buffers())
         for name, p in self.model.decoder.named_parameters():
             held[name] = self.partition.working_part(name, p)
-        return named_on_any_rank(not_finite(held[name] for name in self.shapes), self.shapes)
+        found = not_finite((held[name] for name in self.shapes), self.partition.engine.device)
+        return named_on_any_rank(found, self.shapes)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
@@ -138,5 +139,6 @@ class ZeroEngine:
     def _broken_gradients(self) -> Tensor:
         """Which of the tensors in ``shapes`` have a gradient that is not finite in this rank's part; on its device."""
         parts = dict(self.partition.local_gradients())
-        nothing = torch.zeros(0, device=self.partition.engine.device)
-        return not_finite(parts.get(name, nothing) for name in self.shapes)
+        device = self.partition.engine.device
+        nothing = torch.zeros(0, device=device)
+        return not_finite((parts.get(name, nothing) for name in self.shapes), device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.zero.options import default_stage, overlaps, uses_fused_adamw
+from parallel.zero.options import aligns, default_stage, overlaps, uses_fused_adamw
 from parallel.zero.partition import fill_moments, set_steps
 from parallel.zero.uncompiled import AdamW
 
 
-def test_a_gpu_gets_stage_2_overlap_and_a_fused_adamw():
+def test_a_gpu_gets_stage_2_overlap_alignment_and_a_fused_adamw():
+    assert [aligns(kind, None) for kind in ("cuda", "cpu")] == [True, False]
     assert [default_stage(kind) for kind in ("cuda", "cpu")] == [2, 1]
     assert [overlaps(stage, "cuda", None) for stage in range(4)] == [False, True, True, True]
     assert [overlaps(stage, "cpu", None) for stage in range(4)] == [False, False, False, True]
