@@ -70,6 +70,9 @@ class DataSection:
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
+    verify: Literal["start", "stamp", "off"] = "stamp"
+    """When shards are read against their checksums: start reads all at every start; stamp each one once, and again
+    after its size, times or inode changed; off none. Ranks that see the same files divide them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import RunConfig
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
@@ -121,6 +122,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     config = settle_layout(config, model, loader)
     if validation is None:
@@ -129,7 +131,11 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
+    # Initial weights are drawn where no checkpoint fills them.
+    seed = None
+    if origin.kind == "new":
+        seed = config.run.seed
+    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step, seed=seed)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model, loader)
@@ -183,6 +189,8 @@ def _say_start(
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
+        # Every rank would read everything: ``check_data`` deals the files out.
+        "verify": False,
         "seq_len": config.data.seq_len,
         "micro_batch_rows": config.train.micro_batch_rows,
         "data_rank": mesh.data_rank,
@@ -203,6 +211,22 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows or not has_folder:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
+    """Read the checksums that data.verify asks for; the log says how much that was. Collective."""
+    folders = [loader.shards]
+    if validation is not None:
+        folders.append(validation.shards)
+    checked = check_data(folders, config.data.verify)
+    log.info(
+        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        config.data.verify,
+        checked.files,
+        checked.bytes / 1e9,
+        checked.read_files,
+        checked.read_bytes / 1e9,
+    )
 
 
 def _tokenizer_files(
@@ -259,8 +283,10 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     return config.with_layout(layout)
 
 
-def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
-    """The model over the mesh's ranks, under ZeRO."""
+def _build_engine(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int, seed: int | None
+) -> ZeroEngine:
+    """The model over the mesh's ranks, under ZeRO, with the initial weights of ``seed``; None leaves them unset."""
     train, parallel = config.train, config.parallel
     communication_dtype = None
     if parallel.communication_dtype != "float32":
@@ -279,7 +305,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
-        seed=config.run.seed,
+        seed=seed,
     )
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm

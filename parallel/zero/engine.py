@@ -120,9 +120,9 @@ class ZeroEngine:
         return read_state(self.model.decoder, self.partition, self.tensors)
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
-        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps.
+        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
 
-        Collective in stage 3. Without ``moments`` the optimiser starts afresh.
+        Over all ranks every value is read once. Without ``moments`` the optimiser starts afresh.
         """
         write_state(self.model.decoder, self.partition, self.tensors, read, step=step, moments=moments)
 

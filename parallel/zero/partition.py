@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
@@ -75,8 +76,6 @@ class Partition(Protocol):
 
     engine: Any
     """DeepSpeed's."""
-    weight_is_master: bool
-    """Whether forward reads the masters themselves; else working weights are copies of them."""
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -94,8 +93,12 @@ class Partition(Protocol):
         """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
         ...
 
-    def part(self, name: str, p: nn.Parameter) -> Part:
-        """What this rank holds of a parameter's master and moments, once ``prime_moments`` has made the latter."""
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
+        """What this rank holds of a parameter in these roles; moments are there once ``prime_moments`` made them."""
+        ...
+
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks that all hold this rank's ``part`` of the parameter ``name``; None where no other rank does."""
         ...
 
     def answers_for(self, index: int, name: str) -> bool:
@@ -106,11 +109,8 @@ class Partition(Protocol):
         """What this rank holds of the weight that forward reads."""
         ...
 
-    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
-        """Give the weight that forward reads these ``values``, all that this rank held of it before ZeRO.
-
-        They are asked for where they are needed. Collective in stage 3.
-        """
+    def refresh_weights(self) -> None:
+        """Set the weights that forward reads from their masters, as a step does after its update. Collective."""
         ...
 
     def prime_moments(self) -> None:
