@@ -14,6 +14,7 @@ from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.flash.adapter import FlashKernel
+from longctx.kernels.attention.flash.cudnn import CudnnKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH3, FLASH4
 from longctx.kernels.attention.flash.varlen import VarlenKernel
@@ -28,6 +29,7 @@ _KERNELS: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH2, deterministic=True),
     FlashKernel(FLASH4, deterministic=True),
     FlashKernel(CUDA_FLASH),  # where no flash-attn is installed
+    CudnnKernel(),  # never by ``auto``, since the one before it serves all that it serves; cudnn.py says why
     FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
     BlockwiseKernel(),  # any device and any score
