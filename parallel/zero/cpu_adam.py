@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from longctx.errors import ConfigError
 
@@ -23,8 +24,8 @@ def compile_cpu_adam() -> None:
 
     Ranks of one machine wait for the first that compiles.
     """
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
+    device = get_accelerator()
+    assert device is not None, "importing DeepSpeed chooses one"
     # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
@@ -36,7 +37,7 @@ def compile_cpu_adam() -> None:
             folder / "lock",
         )
     try:
-        CPUAdamBuilder().load(verbose=False)
+        device.create_op_builder("CPUAdamBuilder").load(verbose=False)
     except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
         raise ConfigError(
             f"zero.offload='cpu' needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
