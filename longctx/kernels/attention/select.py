@@ -114,7 +114,7 @@ def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
 def _first_that_serves(request: KernelRequest) -> KernelChoice:
     """The first kernel in the order of ``auto``. ConfigError, a line a reason, when none serves the request."""
     refusals: dict[str, str] = {}
-    for kernel in order_of_auto(_generation()):
+    for kernel in order_of_auto(device_generation()):
         refusal = kernel.supports(request)
         if refusal is None:
             reason = f"the fastest of those that serve it{_passed_over(refusals)}"
@@ -124,7 +124,7 @@ def _first_that_serves(request: KernelRequest) -> KernelChoice:
     raise ConfigError(f"no attention kernel serves {request}:{lines}")
 
 
-def _generation() -> int | None:
+def device_generation() -> int | None:
     """The major compute capability of the CUDA device, as the kernels see it; None without one."""
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):
