@@ -26,6 +26,8 @@ def compile_cpu_adam() -> None:
     """
     device = get_accelerator()
     assert device is not None, "importing DeepSpeed chooses one"
+    builder = device.create_op_builder("CPUAdamBuilder")
+    assert builder is not None, "every device has this one"
     # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
@@ -37,7 +39,7 @@ def compile_cpu_adam() -> None:
             folder / "lock",
         )
     try:
-        device.create_op_builder("CPUAdamBuilder").load(verbose=False)
+        builder.load(verbose=False)
     except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
         raise ConfigError(
             f"zero.offload='cpu' needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
