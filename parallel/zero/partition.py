@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
+from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.deepspeed_config import deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.tensors import ModelTensors
@@ -51,20 +52,24 @@ class Wrapping:
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
+        # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
+        groups = optimizer_groups(self.model, self.options.weight_decay)
+        experts = self.tensors.experts
+        allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
         # One parameter at a time: the foreach form would hold temporaries of all of them at once.
         optimizer = AdamW(
-            optimizer_groups(self.model, self.options.weight_decay),
+            groups,
             lr=0.0,
             betas=self.options.betas,
             eps=self.options.eps,
             foreach=False,
         )
-        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()):
+            with redirect_stdout(io.StringIO()), nothing_is_sent():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
                 return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
