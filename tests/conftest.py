@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,5 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config) -> None:
-    """Before any test's own settings are read."""
+    """Before any test's own settings are read, and before any process is started."""
+    # What runs remember of the shards they have read must not end up in the developer's own cache.
+    os.environ["LONGCTX_CACHE"] = str(Path(tempfile.gettempdir()) / f"longctx-tests-{os.getuid()}")
     settings.load_profile("search" if config.option.markexpr == "slow" else "repeatable")

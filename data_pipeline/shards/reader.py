@@ -7,6 +7,9 @@ uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the tex
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,35 +22,48 @@ from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 
+MAX_MAPPED = 4096
+"""Shards of a folder that are mapped at once. Linux gives a process 65,530 mappings unless it is told otherwise
+(``vm.max_map_count``), and libraries take some thousands."""
+
 
 class ShardSet:
-    """A shard folder opened for reading: all documents by number, as views into memory-mapped files."""
+    """A shard folder opened for reading: all documents by number, as views into memory-mapped files.
 
-    def __init__(self, folder: Path, manifest: Manifest, shards: list[_Shard]) -> None:
+    At most ``max_mapped`` files are mapped; the one that was used longest ago is unmapped for another. A view keeps its
+    own file mapped as long as it lives. Threads may share a set.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int = MAX_MAPPED) -> None:
         self.folder = folder
         self.manifest = manifest
-        lengths = [np.diff(shard.offsets) for shard in shards]
+        self._max_mapped = max_mapped
+        self._mapped: OrderedDict[int, _Shard] = OrderedDict()
+        self._lock = threading.Lock()
+        lengths: list[np.ndarray] = []
+        for number, entry in enumerate(manifest.shards):
+            shard = _open_shard(folder, entry, verify=verify)
+            lengths.append(np.diff(shard.offsets))
+            self._keep(number, shard)
         self.lengths: np.ndarray = np.empty(0, np.int64)
         """Tokens of each document, int64."""
         if lengths:
             self.lengths = np.concatenate(lengths)
-        self._shards = shards
         self._first_document = list(accumulate((len(part) for part in lengths), initial=0))
 
     @classmethod
-    def open(cls, folder: str | Path, *, verify: bool = True) -> ShardSet:
+    def open(cls, folder: str | Path, *, verify: bool = True, max_mapped: int = MAX_MAPPED) -> ShardSet:
         """Open a folder; ``DataError`` names the file that is missing, truncated or damaged.
 
         Sizes, offsets and counts are always checked; ``verify`` also reads every byte to check the checksums.
         """
         folder = Path(folder)
-        manifest = Manifest.load(folder)
-        return cls(folder, manifest, [_open_shard(folder, entry, verify=verify) for entry in manifest.shards])
+        return cls(folder, Manifest.load(folder), verify=verify, max_mapped=max_mapped)
 
     @classmethod
     def open_one(cls, folder: Path, manifest: Manifest, entry: ShardEntry) -> ShardSet:
         """Open one shard of the folder, its checksum verified: damage can be looked for file by file."""
-        return cls(folder, manifest, [_open_shard(folder, entry, verify=True)])
+        return cls(folder, dataclasses.replace(manifest, shards=[entry]), verify=True)
 
     @property
     def num_documents(self) -> int:
@@ -85,14 +101,30 @@ class ShardSet:
 
     def shard_tokens(self, number: int) -> np.ndarray:
         """All tokens of one shard, one document after the other, as a read-only view."""
-        return self._shards[number].values
+        return self._shard(number).values
 
     def _find(self, index: int) -> tuple[_Shard, int]:
         """The shard of document ``index``, and its number there."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
-        return self._shards[number], index - self._first_document[number]
+        return self._shard(number), index - self._first_document[number]
+
+    def _shard(self, number: int) -> _Shard:
+        """One shard, mapped again where it no longer is; DataError where it is no longer as the manifest says."""
+        with self._lock:
+            shard = self._mapped.get(number)
+            if shard is None:
+                shard = _open_shard(self.folder, self.manifest.shards[number], verify=False)
+            self._keep(number, shard)
+        return shard
+
+    def _keep(self, number: int, shard: _Shard) -> None:
+        """Put a shard last among the mapped ones, and let go of the first where there are too many."""
+        self._mapped[number] = shard
+        self._mapped.move_to_end(number)
+        if len(self._mapped) > self._max_mapped:
+            self._mapped.popitem(last=False)
 
 
 @dataclass(frozen=True)

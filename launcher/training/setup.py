@@ -16,8 +16,10 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
@@ -121,6 +123,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     config = settle_layout(config, model, loader)
     if validation is None:
@@ -185,6 +188,8 @@ def _say_start(
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
+        # Every rank would read everything: ``check_data`` deals the files out.
+        "verify": False,
         "seq_len": config.data.seq_len,
         "micro_batch_rows": config.train.micro_batch_rows,
         "data_rank": mesh.data_rank,
@@ -205,6 +210,22 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     if not config.validation.rows or not has_folder:
         return loader, None
     return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+
+
+def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
+    """Read the checksums that data.verify asks for; the log says how much that was. Collective."""
+    folders = [loader.shards]
+    if validation is not None:
+        folders.append(validation.shards)
+    checked = check_data(folders, config.data.verify)
+    log.info(
+        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        config.data.verify,
+        checked.files,
+        checked.bytes / 1e9,
+        checked.read_files,
+        checked.read_bytes / 1e9,
+    )
 
 
 def _tokenizer_files(
@@ -287,7 +308,12 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )
     return ZeroEngine(
-        causal_lm, stage=config.zero.stage, dtype=config.dtype, accumulation=accumulation, options=options
+        causal_lm,
+        stage=config.zero_stage,
+        dtype=config.dtype,
+        accumulation=accumulation,
+        options=options,
+        zero=zero_options(config.zero),
     )
 
 

@@ -17,9 +17,14 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
+<<<<<<< HEAD
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.deepspeed_config import deepspeed_config
+=======
+from parallel.zero.deepspeed_config import accelerator, deepspeed_config
+>>>>>>> main
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
+from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import AdamW
 
@@ -49,21 +54,23 @@ class Wrapping:
     accumulation: int
     """Micro-batches that make a step."""
     options: OptimizerOptions
+    zero: ZeroOptions
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
         groups = optimizer_groups(self.model, self.options.weight_decay)
         experts = self.tensors.experts
         allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
-        # One parameter at a time: the foreach form would hold temporaries of all of them at once.
+        # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
         optimizer = AdamW(
             groups,
             lr=0.0,
             betas=self.options.betas,
             eps=self.options.eps,
             foreach=False,
+            fused=uses_fused_adamw(accelerator(), self.options.fused),
         )
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
@@ -129,7 +136,22 @@ def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
         # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
         if p.numel() and not inner.state[p]:
             moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
-            inner.state[p].update(step=torch.tensor(0.0), **moments)
+            inner.state[p].update(step=_step_counter(inner, p), **moments)
+
+
+def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor:
+    """A counter of no steps, where AdamW keeps it: on the CPU, or for the fused kernel where the master is."""
+    if inner.defaults.get("fused"):
+        return torch.zeros((), device=master.device)
+    return torch.tensor(0.0)
+
+
+def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
+    """Let the optimiser count on from so many steps."""
+    for state in inner.state.values():
+        if "step" in state:
+            # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
+            state["step"] = torch.full_like(state["step"], float(steps))
 
 
 def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
 from parallel.zero.fill import Read, fill
-from parallel.zero.partition import MASTER, Partition
+from parallel.zero.partition import MASTER, Partition, set_steps
 from parallel.zero.tensors import ModelTensors
 
 ReadRange = Callable[[str, str, int, int], Tensor]
@@ -68,10 +68,7 @@ def write_state(
             own = values.data[: part.numel]
             fill(own, _reader(read, name, role, first), shared_by=partition.replicas(name))
     partition.refresh_weights()
-    for state in partition.inner.state.values():
-        if "step" in state:
-            # One tensor each: AdamW counts up in place, and a common one would count once a parameter.
-            state["step"] = torch.tensor(float(steps_taken))
+    set_steps(partition.inner, steps_taken)
 
 
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:

@@ -148,6 +148,52 @@ def test_without_verify_checksums_are_not_read_but_the_structure_is(damaged: Pat
         ShardSet.open(damaged, verify=False)
 
 
+class TestBoundedMappings:
+    """Only so many files are mapped at once, however many shards there are."""
+
+    @pytest.fixture
+    def many(self, tokenizer: Tokenizer, tmp_path: Path) -> Path:
+        folder = tmp_path / "many"
+        write(folder, tokenizer, [[number + 1] * 4 for number in range(9)], shard_tokens=4)
+        return folder
+
+    def test_every_document_comes_back_in_any_order(self, many: Path):
+        shards = ShardSet.open(many, max_mapped=2)
+        assert len(shards.manifest.shards) == 9
+        assert mapped(many) == 2
+        for number in (0, 8, 0, 4, 4, 7, 1, 0, 8):
+            assert shards.document(number).tolist() == [number + 1] * 4
+            assert mapped(many) <= 2
+        assert shards.lengths.tolist() == [4] * 9
+
+    def test_the_one_used_longest_ago_goes(self, many: Path):
+        shards = ShardSet.open(many, max_mapped=2)
+        for number in (0, 1, 0, 2):
+            shards.document(number)
+        assert mapped(many, "00000.arrow") == 1
+        assert mapped(many, "00001.arrow") == 0
+
+    def test_a_view_outlives_its_place(self, many: Path):
+        shards = ShardSet.open(many, max_mapped=1)
+        view = shards.document(3)
+        for number in range(9):
+            shards.document(number)
+        assert view.tolist() == [4] * 4
+        assert mapped(many) == 2
+
+    def test_a_file_that_changed_since_is_named(self, many: Path):
+        shards = ShardSet.open(many, max_mapped=1)
+        (many / "00000.arrow").write_bytes(b"short")
+        with pytest.raises(DataError, match=r"00000.arrow has 5 bytes"):
+            shards.document(0)
+
+
+def mapped(folder: Path, file: str = ".arrow") -> int:
+    """Mappings of this process into the folder's files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(str(folder) in line and line.endswith(file) for line in lines)
+
+
 def test_a_strange_tokenizer_beside_the_shards_is_refused(damaged: Path, source, tmp_path: Path):
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
 

@@ -1,0 +1,102 @@
+"""Stamps: what the system said of a shard when its checksum was read, so that the next start need not read it again.
+
+They lie in the user's cache folder, never beside the shards: a corpus may be read-only, and a copy of it has stamps of
+its own. A file whose size, times or inode have changed since is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import xxhash
+
+from data_pipeline.shards.manifest import ShardEntry
+from longctx.files import write_atomically
+
+FORMAT = "longctx-shard-stamps-1"
+
+FileState = tuple[int, int, int, int]
+"""Size in bytes, modification and change time in nanoseconds, inode: another content has another one of these."""
+
+_NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "fuse.")
+"""How the types of file systems begin that several hosts see."""
+
+
+def file_state(path: Path) -> FileState:
+    """What the system says of a file; OSError where there is none."""
+    status = path.stat()
+    # The change time too: a tool that sets the modification time back cannot set that one.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def cache_folder() -> Path:
+    """Where stamps are kept: ``$LONGCTX_CACHE``, else ``$XDG_CACHE_HOME/longctx``, else ``~/.cache/longctx``."""
+    own = os.environ.get("LONGCTX_CACHE")
+    if own:
+        return Path(own)
+    users = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(users) / "longctx"
+
+
+def read_stamps(folder: Path, manifest_hash: str) -> dict[str, tuple[FileState, str]]:
+    """State and checksum of each file of a shard folder that was read before, by name; empty if none was."""
+    try:
+        content = json.loads(_stamp_file(folder, manifest_hash).read_bytes())
+        if content["format"] != FORMAT:
+            return {}
+        return {file: ((size, mtime, ctime, inode), hash) for file, size, mtime, ctime, inode, hash in content["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        # Stamps only save work: without them, or with damaged ones, everything is read again.
+        return {}
+
+
+def write_stamps(folder: Path, manifest_hash: str, files: list[tuple[ShardEntry, FileState]]) -> None:
+    """Keep the state in which these files' checksums were right; DataError where the cache cannot be written."""
+    listed = [[entry.file, *state, entry.xxh3_128] for entry, state in files]
+    content = {"format": FORMAT, "folder": str(folder.resolve()), "files": listed}
+    write_atomically(_stamp_file(folder, manifest_hash), json.dumps(content, separators=(",", ":")).encode())
+
+
+def place_of(folder: Path) -> str:
+    """Where a folder's bytes are: the same for all hosts that see one network file system, else this machine."""
+    kind, source = _mount_of(folder.resolve())
+    if kind.startswith(_NETWORK):
+        return f"{kind} {source}"
+    return f"{_machine()} device {folder.stat().st_dev}"
+
+
+def _stamp_file(folder: Path, manifest_hash: str) -> Path:
+    """One file for each copy of a data set."""
+    # The folder's inode tells copies apart that lie under one path on hosts with a common home. Nothing of the machine:
+    # a container has another name at each start.
+    copy = xxhash.xxh3_64_hexdigest(f"{folder.stat().st_ino} {folder.resolve()}".encode())
+    return cache_folder() / "shards" / f"{manifest_hash}-{copy}.json"
+
+
+def _machine() -> str:
+    """This machine, for all containers on it; its name where the system does not say more."""
+    try:
+        # Names repeat where images are cloned; this number is drawn when a machine starts.
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Type and source of the file system that holds a resolved path; two empty words where the system does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return "", ""
+    found, longest = ("", ""), -1
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        # Of two mounts on one point the later one is seen.
+        if path.is_relative_to(point) and len(point) >= longest:
+            kind, source = after.split()[:2]
+            found, longest = (kind, source), len(point)
+    return found

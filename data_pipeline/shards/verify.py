@@ -1,0 +1,97 @@
+"""Which shards of a folder still have to be read against their checksums, dealt out over those who read them.
+
+Nothing here knows of processes: the launcher compares what ranks see, deals the files out and combines the answers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json
+from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
+from longctx.errors import DataError
+from longctx.files import hash_file
+
+Verify = Literal["start", "stamp", "off"]
+"""When shards are read against their checksums: at every start, once for each state of a file, or never."""
+
+_SETTLED_NANOSECONDS = 2_000_000_000
+"""How old a change must be before a stamp is taken: two changes within a tick of the clock have one time."""
+
+
+class FolderCheck:
+    """What is left to check of one shard folder, as this process sees it."""
+
+    def __init__(self, folder: Path, manifest: Manifest, verify: Verify) -> None:
+        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one."""
+        self.folder = folder
+        self.manifest_hash = manifest.hash
+        self.shards = manifest.shards
+        self._states = [_state(folder / entry.file) for entry in manifest.shards]
+        self._stamps: dict[str, tuple[FileState, str]] = {}
+        if verify == "stamp":
+            self._stamps = read_stamps(folder, self.manifest_hash)
+        self.pending: list[ShardEntry] = []
+        """Files that have to be read, in the manifest's order."""
+        if verify != "off":
+            self.pending = [
+                entry for entry, state in zip(self.shards, self._states, strict=True) if self._is_new(entry, state)
+            ]
+
+    @property
+    def view(self) -> str:
+        """A fingerprint, equal on processes that see the same files and have the same ones left to read."""
+        states = [list(state) for state in self._states]
+        return hash_json([place_of(self.folder), self.manifest_hash, states, [entry.file for entry in self.pending]])
+
+    def problem(self, entry: ShardEntry) -> str | None:
+        """Read one file whole; what is wrong with it, None where its checksum is right."""
+        path = self.folder / entry.file
+        try:
+            if hash_file(path) == entry.xxh3_128:
+                return None
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror or error}). Copy the shard again or build the folder again."
+        return (
+            f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. "
+            "Copy the shard again or build the folder again."
+        )
+
+    def keep_stamps(self) -> None:
+        """Remember every file as it was before it was read. Call this once all checksums have turned out right.
+
+        DataError where the cache cannot be written.
+        """
+        if not self.pending:
+            return
+        settled = time.time_ns() - _SETTLED_NANOSECONDS
+        files = list(zip(self.shards, self._states, strict=True))
+        write_stamps(self.folder, self.manifest_hash, [(entry, state) for entry, state in files if state[2] < settled])
+
+    def _is_new(self, entry: ShardEntry, state: FileState) -> bool:
+        return self._stamps.get(entry.file) != (state, entry.xxh3_128)
+
+
+def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Numbers of the items for each of ``parts`` readers, each item once, largest first to whoever has least."""
+    loads = [(0, part) for part in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        load, part = loads[0]
+        shares[part].append(number)
+        heapq.heapreplace(loads, (load + sizes[number], part))
+    return [sorted(share) for share in shares]
+
+
+def _state(path: Path) -> FileState:
+    try:
+        return file_state(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}), though {MANIFEST_FILE} lists it. "
+            "Copy the shard again or build the folder again."
+        ) from error

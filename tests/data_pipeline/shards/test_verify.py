@@ -1,0 +1,155 @@
+"""Which shards are read again: stamps, what makes one invalid, and how files are dealt out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.stamps import cache_folder, place_of
+from data_pipeline.shards.verify import FolderCheck, deal
+from longctx.errors import DataError
+
+YEAR_2001 = 10**18
+
+
+@pytest.fixture
+def settled(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shard folder whose files seem to have changed long ago, and an empty cache."""
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("data_pipeline.shards.verify._SETTLED_NANOSECONDS", -(10**12))
+    return damaged
+
+
+def check(folder: Path, verify: str = "stamp") -> FolderCheck:
+    return FolderCheck(folder, Manifest.load(folder), verify)  # type: ignore[arg-type]
+
+
+def pending(folder: Path, verify: str = "stamp") -> list[str]:
+    return [entry.file for entry in check(folder, verify).pending]
+
+
+def files(folder: Path) -> list[str]:
+    return [entry.file for entry in Manifest.load(folder).shards]
+
+
+def flip_in_place(path: Path, offset: int = 5000) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_file_is_read_once_and_again_when_asked(settled: Path):
+    assert len(files(settled)) > 1
+    assert pending(settled) == files(settled)
+    check(settled).keep_stamps()
+    assert pending(settled) == []
+    assert pending(settled, "start") == files(settled)
+    assert pending(settled, "off") == []
+
+
+def test_a_read_only_folder_stays_as_it_is(settled: Path):
+    before = sorted(path.name for path in settled.rglob("*"))
+    check(settled).keep_stamps()
+    assert sorted(path.name for path in settled.rglob("*")) == before
+    stamps = list((cache_folder() / "shards").iterdir())
+    assert [json.loads(path.read_text())["folder"] for path in stamps] == [str(settled.resolve())]
+
+
+class TestStampsGoStale:
+    def test_other_bytes_of_the_same_size(self, settled: Path):
+        check(settled).keep_stamps()
+        flip_in_place(settled / "00001.arrow")
+        os.utime(settled / "00001.arrow", ns=(YEAR_2001, YEAR_2001 + 1))
+        assert pending(settled) == ["00001.arrow"]
+        assert [check(settled).problem(entry) is None for entry in check(settled).pending] == [False]
+
+    def test_other_bytes_under_the_old_modification_time(self, settled: Path):
+        path = settled / "00001.arrow"
+        os.utime(path, ns=(YEAR_2001, YEAR_2001))
+        check(settled).keep_stamps()
+        flip_in_place(path)
+        os.utime(path, ns=(YEAR_2001, YEAR_2001))
+        assert path.stat().st_mtime_ns == YEAR_2001
+        assert pending(settled) == ["00001.arrow"]
+
+    def test_a_file_put_in_its_place(self, settled: Path):
+        path = settled / "00000.arrow"
+        check(settled).keep_stamps()
+        content = path.read_bytes()
+        path.rename(settled / "old")
+        path.write_bytes(content)
+        assert pending(settled) == ["00000.arrow"]
+
+    def test_another_manifest_under_the_path(self, settled: Path):
+        check(settled).keep_stamps()
+        edited = check(settled)
+        edited.shards[0] = type(edited.shards[0])(**{**vars(edited.shards[0]), "xxh3_128": "0" * 32})
+        # Names and states are the stamp's, the checksum is not.
+        assert edited._is_new(edited.shards[0], edited._states[0])
+
+    def test_damaged_stamps_are_none(self, settled: Path):
+        check(settled).keep_stamps()
+        path = next((cache_folder() / "shards").iterdir())
+        whole = path.read_text()
+        for content in ("", "[]", "{}", whole[:50], whole.replace("stamps-1", "stamps-2"), '{"format": 1, "files": 3}'):
+            path.write_text(content)
+            assert pending(settled) == files(settled)
+
+    def test_a_change_of_this_second_gets_no_stamp(self, settled: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("data_pipeline.shards.verify._SETTLED_NANOSECONDS", 3600 * 10**9)
+        check(settled).keep_stamps()
+        assert pending(settled) == files(settled)
+
+
+def test_a_missing_file_is_named(settled: Path):
+    (settled / "00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"00001\.arrow cannot be read \(No such file"):
+        check(settled)
+
+
+def test_a_cache_that_cannot_be_written_is_named(settled: Path):
+    cache_folder().write_text("a file stands there")
+    with pytest.raises(DataError, match="could not be written"):
+        check(settled).keep_stamps()
+
+
+def test_views_tell_copies_and_what_is_left_apart(settled: Path, tmp_path: Path):
+    import shutil
+
+    same = check(settled).view
+    assert check(settled).view == same
+    copy = Path(shutil.copytree(settled, tmp_path / "copy"))
+    assert check(copy).view != same
+    check(settled).keep_stamps()
+    assert check(settled).view != same
+
+
+def test_place_is_the_network_file_system_or_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = place_of(tmp_path)
+    assert "device" in own
+    mounts = {"/": ("ext4", "/dev/sda"), str(tmp_path): ("nfs4", "server:/data")}
+    lines = [f"1 2 0:1 / {point} rw - {kind} {source} rw" for point, (kind, source) in mounts.items()]
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: "\n".join(lines) if path.name == "mountinfo" else read(path, *a)
+    )
+    assert place_of(tmp_path) == "nfs4 server:/data"
+    assert place_of(Path("/")) == place_of(Path("/"))
+    assert "nfs" not in place_of(Path("/"))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_files_are_dealt_out_once_and_evenly(parts: int):
+    sizes = [7, 7, 7, 1, 30, 2, 2, 5, 0, 11]
+    shares = deal(sizes, parts)
+    assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
+    loads = [sum(sizes[n] for n in share) for share in shares]
+    # Largest first: nobody has more than the mean and one item.
+    assert max(loads) <= sum(sizes) / parts + max(sizes)
+    assert deal([], parts) == [[]] * parts

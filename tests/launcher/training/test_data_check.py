@@ -1,0 +1,173 @@
+"""A run's data over several ranks: each file read once, damage named everywhere, other data under a path refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import data_pipeline.shards.verify
+import launcher.training.data_check
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.shards.reader import ShardSet
+from launcher.training.data_check import CheckedData, check_data
+from longctx.errors import DataError
+from longctx.files import hash_file
+from longctx.tokenizer import load_tokenizer
+from parallel.runtime.process import gather_objects
+from tests.helpers import run_distributed
+from tests.launcher.workers import build
+
+
+@pytest.fixture(scope="module")
+def many(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny corpus in a dozen shards, with a validation folder of its own."""
+    folder = tmp_path_factory.mktemp("many")
+    for number in range(24):
+        text = "".join(f"def f{number}_{line}(x): return x * {line}\n" for line in range(10 + 9 * number))
+        (folder / f"{number:02}.py").write_text(text)
+    output = folder / "shards"
+    build_shards(open_source(folder), load_tokenizer(shards), output, validation_fraction=0.2, shard_tokens=6_000)
+    return output
+
+
+def opened(folder: Path) -> list[ShardSet]:
+    return [ShardSet.open(path, verify=False) for path in (folder, folder / "validation")]
+
+
+def counted(folder: Path, verify: str) -> tuple[CheckedData, list[Path]]:
+    """What ``check_data`` says, and the files that this rank really read."""
+    read: list[Path] = []
+
+    def hash_and_count(path: Path) -> str:
+        read.append(path)
+        return hash_file(path)
+
+    data_pipeline.shards.verify.hash_file = hash_and_count  # type: ignore[attr-defined]
+    checked = check_data(opened(folder), verify)  # type: ignore[arg-type]
+    assert (checked.read_files, checked.read_bytes) == (len(read), sum(path.stat().st_size for path in read))
+    return checked, read
+
+
+def every_file(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.arrow"))
+
+
+def start_with_cache(cache: Path) -> None:
+    os.environ["LONGCTX_CACHE"] = str(cache)
+    # The files of a test are seconds old.
+    data_pipeline.shards.verify._SETTLED_NANOSECONDS = -(10**12)
+
+
+def read_once_over_all(folder: Path, cache: Path) -> None:
+    start_with_cache(cache)
+    world = dist.get_world_size()
+    checked, read = counted(folder, "stamp")
+    of_all = gather_objects(read)
+    assert sorted(path for paths in of_all for path in paths) == every_file(folder)
+    sizes = [sum(path.stat().st_size for path in paths) for paths in of_all]
+    largest = max(path.stat().st_size for path in every_file(folder))
+    assert max(sizes) <= checked.bytes / world + largest
+    dist.barrier()
+    # Known now, unless it is asked for.
+    assert counted(folder, "stamp")[1] == []
+    assert counted(folder, "off")[1] == []
+    assert sorted(path for paths in gather_objects(counted(folder, "start")[1]) for path in paths) == every_file(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_file_is_read_once_over_all_ranks(many: Path, tmp_path: Path, ranks: int):
+    assert len(every_file(many)) > 6
+    run_distributed(read_once_over_all, ranks, many, tmp_path / "cache")
+
+
+def read_of_own_copies(folder: Path, cache: Path) -> None:
+    """Ranks 0 and 1 share a machine, ranks 2 and 3 another: each pair has a copy of its own."""
+    start_with_cache(cache)
+    rank = dist.get_rank()
+    host = rank // 2
+    data_pipeline.shards.verify.place_of = lambda path: f"host {host}"  # type: ignore[attr-defined]
+    of_all = gather_objects(counted(folder, "start")[1])
+    for pair in (of_all[:2], of_all[2:]):
+        assert sorted(path for paths in pair for path in paths) == every_file(folder)
+
+
+def test_hosts_with_copies_of_their_own_read_each_theirs(many: Path, tmp_path: Path):
+    run_distributed(read_of_own_copies, 4, many, tmp_path / "cache")
+
+
+def name_damage(folder: Path, cache: Path) -> None:
+    start_with_cache(cache)
+    for verify in ("stamp", "start"):
+        with pytest.raises(DataError) as caught:
+            check_data(opened(folder), verify)  # type: ignore[arg-type]
+        said = str(caught.value).splitlines()
+        assert [re.findall(r"\w+\.arrow", line) for line in said] == [["00001.arrow"], ["00000.arrow"]]
+        assert "validation" in said[1]
+    # What was damaged got no stamp, nor did the others of that check.
+    assert not cache.exists()
+    check_data(opened(folder), "off")
+
+
+def test_damaged_files_are_named_on_every_rank(many: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(many, tmp_path / "damaged"))
+    for path in (folder / "00001.arrow", folder / "validation/00000.arrow"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    run_distributed(name_damage, 3, folder, tmp_path / "cache")
+
+
+def refuse_other_data(folders: list[Path], cache: Path) -> None:
+    start_with_cache(cache)
+    sets = opened(folders[0])
+    if dist.get_rank() == 2:
+        sets = opened(folders[1])
+    with pytest.raises(DataError, match=r"is not the same data on every rank: .* on rank 0 and \w+ on rank 2\."):
+        check_data(sets, "off")
+    if dist.get_rank() == 1:
+        del sets[1]
+    with pytest.raises(DataError, match=r"rank 0 has 2 .*, rank 1 has 1"):
+        check_data(sets, "off")
+
+
+def test_other_data_under_a_path_is_refused_on_every_rank(many: Path, shards: Path, tmp_path: Path):
+    run_distributed(refuse_other_data, 3, [many, shards], tmp_path / "cache")
+
+
+def go_on_without_a_cache(folder: Path, cache: Path) -> None:
+    start_with_cache(cache)
+    warned: list[str] = []
+    launcher.training.data_check.log.warning = lambda text, *values: warned.append(text % values)  # type: ignore[method-assign]
+    for _ in range(2):
+        counted(folder, "stamp")
+    assert len(warned) == 2
+    assert "could not be written" in warned[0]
+    assert "LONGCTX_CACHE" in warned[0]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(many: Path, tmp_path: Path):
+    (tmp_path / "cache").write_text("a file stands there")
+    run_distributed(go_on_without_a_cache, 2, many, tmp_path / "cache")
+
+
+def refuse_in_a_run(folder: Path, output: Path, cache: Path) -> None:
+    os.environ["LONGCTX_CACHE"] = str(cache)
+    with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
+        build(folder, output, {"data.verify": "start"})
+    assert not (output / "checkpoints").exists()
+    build(folder, output, {"data.verify": "off"})
+    assert "data.verify=off" in (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
+
+
+def test_a_run_reads_what_its_config_asks_for(many: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(many, tmp_path / "damaged"))
+    content = bytearray((folder / "00001.arrow").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "00001.arrow").write_bytes(content)
+    run_distributed(refuse_in_a_run, 2, folder, tmp_path / "run", tmp_path / "cache")
