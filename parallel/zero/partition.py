@@ -17,12 +17,8 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
-<<<<<<< HEAD
 from parallel.zero.allocate import allocate, nothing_is_sent
-from parallel.zero.deepspeed_config import deepspeed_config
-=======
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
->>>>>>> main
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.tensors import ModelTensors
