@@ -65,6 +65,7 @@ def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> No
 
 def _partition(model: CausalLM, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None) -> None:
     """Hand the module to DeepSpeed's stage 3, one parameter after the other: a rank keeps its part alone."""
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())
     if experts is not None:
         # Else DeepSpeed would make these groups, and say which of them a weight belongs to, too late for this.
         experts.set_deepspeed_parallelism()
