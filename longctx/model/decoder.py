@@ -28,7 +28,7 @@ from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
-from longctx.model.layers.initialize import BLOCK_VALUES, InitialTensor
+from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
@@ -204,10 +204,7 @@ class Decoder(nn.Module):
             initial, first = InitialTensor(name, whole, self.config, seed), 0
             if whole != parameter.numel():
                 first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
-            values = parameter.view(-1)
-            for start in range(0, len(values), BLOCK_VALUES):
-                block = values[start : start + BLOCK_VALUES]
-                block.copy_(initial.read(first + start, len(block)))
+            initial.copy_to(parameter.view(-1), first)
         # The only buffers are the routers' selection biases, which start even.
         for buffer in self.buffers():
             buffer.zero_()

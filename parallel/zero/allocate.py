@@ -29,12 +29,17 @@ def allocate(
 
     Parameters get ``dtype``, and in stage 3 each rank its part of them. Collective in stage 3.
     """
-    device = torch.device(get_accelerator().current_device_name())
+    accelerator: Any = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # The only buffers are selection biases, which start even.
-            setattr(module, name, torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
+            if buffer.is_meta:
+                # The only buffers are selection biases, which start even.
+                setattr(module, name, torch.zeros_like(buffer, device=device))
+            else:
+                setattr(module, name, buffer.to(device))
     if stage == 3:
+        deepspeed.init_distributed(accelerator.communication_backend_name())
         _partition(model, dtype, config, experts)
         return
     for p in model.parameters():
@@ -57,7 +62,8 @@ def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> No
     if p.is_meta:
         whole = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
         # The same object for everyone who has it, marks and all: data cannot move from meta to a device.
-        whole.__dict__.update(p.__dict__)
+        for mark, value in vars(p).items():
+            setattr(whole, mark, value)
         torch.utils.swap_tensors(p, whole)
     else:
         p.data = p.data.to(device, dtype)
@@ -65,7 +71,6 @@ def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> No
 
 def _partition(model: CausalLM, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None) -> None:
     """Hand the module to DeepSpeed's stage 3, one parameter after the other: a rank keeps its part alone."""
-    deepspeed.init_distributed(get_accelerator().communication_backend_name())
     if experts is not None:
         # Else DeepSpeed would make these groups, and say which of them a weight belongs to, too late for this.
         experts.set_deepspeed_parallelism()

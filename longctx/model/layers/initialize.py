@@ -47,6 +47,12 @@ class InitialTensor:
             return torch.full((count,), self._constant)
         return self._normals.read(start, count).mul_(self._std)
 
+    def copy_to(self, out: Tensor, start: int) -> None:
+        """Set the flat tensor ``out`` to the values from ``start``, a block at a time."""
+        for at in range(0, len(out), BLOCK_VALUES):
+            block = out[at : at + BLOCK_VALUES]
+            block.copy_(self.read(start + at, len(block)))
+
 
 class NormalSequence:
     """What ``torch.randn(numel, generator=…)`` draws from a fresh CPU generator, bit for bit, in ranges.
