@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
+from parallel.runtime.groups import groups_of_library
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
@@ -58,7 +59,8 @@ class Wrapping:
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
         groups = optimizer_groups(self.model, self.options.weight_decay)
         experts = self.tensors.experts
-        allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
+        with groups_of_library():
+            allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
         # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
         optimizer = AdamW(
             groups,
@@ -72,7 +74,7 @@ class Wrapping:
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()), nothing_is_sent():
+            with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
                 return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
