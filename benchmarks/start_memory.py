@@ -198,10 +198,10 @@ def origin_of(case: Case, data: Path, folder: Path) -> dict[str, Any]:
 def is_room(case: Case) -> bool:
     """Whether this machine has the memory for it: else it would end other programs too."""
     model = load_config(Path(), Path(), case.settings()).model.config()
-    # 8 bytes a parameter and rank without moments, 15 of a small model with all that DeepSpeed makes beside them.
-    a_parameter = 8
+    # Bytes a parameter and rank: without moments, and with them and all that DeepSpeed makes beside them.
+    a_parameter = 6.5
     if case.billions < 1:
-        a_parameter = 15
+        a_parameter = 12
     needed = a_parameter * RANKS * sum(torch.Size(shape).numel() for shape in parameter_shapes(model).values())
     return needed < available_bytes()
 

@@ -349,7 +349,6 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("peers", peers),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
-    "start-memory": ("start_memory", start_memory),
 }
 """By name: the benchmark whose result it is made from, and how."""
 
