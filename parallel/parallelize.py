@@ -35,20 +35,26 @@ def build_parallel_model(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     seed: int | None = 0,
+    device: str | None = None,
 ) -> CausalLM:
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its local experts. None leaves them unset, for a checkpoint to fill. ``dispatcher`` None is the mesh's. ConfigError
-    when the layers cannot have this layout, or the experts this degree.
+    its local experts. None allocates nothing: weights are on the meta device, and under ZeRO ``ZeroEngine.initialize``
+    or ``load`` gives each rank what it holds. ``device`` is where weights are (None: on the CPU, or on meta).
+    ``dispatcher`` None is the mesh's. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
+    if device is None:
+        device = "cpu"
+        if seed is None:
+            device = "meta"
     decoder = build_empty_decoder(
-        config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher
+        config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher, device=device
     )
-    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
+    # 2. Then weights: they depend on names and seed, not on who holds them.
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
@@ -63,21 +69,22 @@ def build_empty_decoder(
     options: AttentionOptions | None = None,
     execution: Execution | None = None,
     dispatcher: TokenDispatcher | None = None,
+    device: str = "cpu",
 ) -> Decoder:
     """A decoder whose attention and experts span the mesh's ranks, its weights unset: for a state dict to fill.
 
-    ``dispatcher`` None is the mesh's. ConfigError when the layers cannot have this layout, or the experts this degree.
+    Weights and buffers are on ``device``, which may be ``meta``. ``dispatcher`` None is the mesh's.
+
+    ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
-    return Decoder(
-        config,
-        ContextParallelAttention(mesh, layout, options or AttentionOptions()),
-        linear_core=ContextParallelLinearAttention(mesh, layout),
-        dispatcher=dispatcher or _dispatcher(config, mesh),
-        execution=execution,
-        seed=None,
-    )
+    core = ContextParallelAttention(mesh, layout, options or AttentionOptions())
+    linear_core = ContextParallelLinearAttention(mesh, layout)
+    dispatcher = dispatcher or _dispatcher(config, mesh)
+    # On the device are weights and buffers alone: everything else that a decoder holds is made when it runs.
+    with torch.device(device):
+        return Decoder(config, core, linear_core=linear_core, dispatcher=dispatcher, execution=execution, seed=None)
 
 
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:

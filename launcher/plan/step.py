@@ -102,6 +102,7 @@ def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
             seed=None,
+            device=str(DEVICE),
         )
     _convert(module, config.dtype)
     # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.

@@ -151,16 +151,14 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    # Initial weights are drawn where no checkpoint fills them.
-    seed = None
-    if origin.kind == "new":
-        seed = config.run.seed
-    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step, seed=seed)
+    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model, loader)
     elif origin.kind == "started":
         _start(origin, engine, model)
+    else:
+        engine.initialize(config.run.seed)
 
     # Last, because only now the steps that this process takes are known.
     routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin.kind == "resumed")
@@ -300,10 +298,8 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     return config.with_layout(layout)
 
 
-def _build_engine(
-    config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int, seed: int | None
-) -> ZeroEngine:
-    """The model over the mesh's ranks, under ZeRO, with the initial weights of ``seed``; None leaves them unset."""
+def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+    """The model over the mesh's ranks, under ZeRO; its weights are unset."""
     train, parallel = config.train, config.parallel
     communication_dtype = None
     if parallel.communication_dtype != "float32":
@@ -324,7 +320,7 @@ def _build_engine(
         ),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
-        seed=seed,
+        seed=None,
     )
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm

@@ -29,7 +29,7 @@ from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
-from longctx.model.layers.initialize import initial_value
+from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
@@ -201,12 +201,12 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
-            # Drawn whole and then cut: a weight has the same values on any number of expert ranks.
-            shape = self.logical_shape(name, parameter.shape)
-            value = initial_value(name, shape, self.config, seed)
-            if shape != tuple(parameter.shape):
-                value = value[self.dispatcher.local_experts]
-            parameter.copy_(value)
+            # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
+            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
+            initial, first = InitialTensor(name, whole, self.config, seed), 0
+            if whole != parameter.numel():
+                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
+            initial.copy_to(parameter.view(-1), first)
         # The only buffers are the routers' selection biases, which start even.
         for buffer in self.buffers():
             buffer.zero_()
