@@ -71,7 +71,7 @@ class CachedPlan:
                 plan = _assemble(mask, shapes, placement, mesh, options)
             except ConfigError as error:
                 problem = str(error)
-        agree_on_chunk(placement, mesh, call_signature(shapes, options), problem)
+        agree_on_chunk(placement, mesh, call_signature(shapes, options, plan), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 

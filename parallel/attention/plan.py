@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class ContextParallelPlan:
                 plan = _assemble(placement, schedule, mesh, shapes, options)
             except ConfigError as error:
                 problem = str(error)
-        agree(schedule, mesh, call_signature(shapes, options), problem)
+        agree(schedule, mesh, call_signature(shapes, options, plan), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 
@@ -126,14 +127,27 @@ def build_layout(kind: str, mesh: Mesh, documents: PackedDocuments) -> SequenceL
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses)
 
 
-def call_signature(shapes: AttentionShapes, options: AttentionOptions) -> str:
-    """What every rank must have been given alike, besides the schedule."""
-    # Not the kernel: ranks may compute with other kernels, and what travels between them is the same.
+class HasKernel(Protocol):
+    """A plan, for the words that ranks agree on."""
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """The kernel that this rank chose."""
+        ...
+
+
+def call_signature(shapes: AttentionShapes, options: AttentionOptions, plan: HasKernel | None) -> str:
+    """What every rank must have been given alike, besides the schedule. ``plan`` is None where none could be made."""
+    # The kernel too, though ranks with other kernels could exchange rows: where one lacks a library the others wait
+    # for it in every hop, and nobody would know why.
+    kernel = "none"
+    if plan is not None:
+        kernel = plan.kernel.name
     communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
     return (
         f"{shapes.batch} × {shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values "
         f"{shapes.value_dim}), {shapes.dtype}, scale {shapes.scale:.6g}, soft cap {shapes.softcap}, transport "
-        f"{options.transport}, gradients as {communication_dtype}"
+        f"{options.transport}, gradients as {communication_dtype}, kernel {kernel}"
     )
 
 

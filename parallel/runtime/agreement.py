@@ -111,5 +111,6 @@ def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh:
     ]
     raise ClusterError(
         "the ranks of a sequence were given different attention:\n" + "\n".join(lines) + "\n"
-        "All must have the same documents, layout, mask, shapes and transport."
+        "All must have the same documents, layout, mask, shapes, transport and kernel. Where kernels differ, install "
+        "the same libraries on every node, or name a kernel that all of them have (parallel.kernel, train.products)."
     )

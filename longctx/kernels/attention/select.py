@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -14,16 +16,16 @@ from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
+from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
-_PREFERRED: tuple[AttentionKernel, ...] = (
-    FlashKernel(FLASH4),
+_KERNELS: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH2),
-    # slower, and so reached by ``auto`` only where the two above refuse: they are not deterministic
-    FlashKernel(FLASH4, deterministic=True),
+    FlashKernel(FLASH4),
     FlashKernel(FLASH2, deterministic=True),
+    FlashKernel(FLASH4, deterministic=True),
     FlashKernel(CUDA_FLASH),  # where no flash-attn is installed
     FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
@@ -32,24 +34,71 @@ _PREFERRED: tuple[AttentionKernel, ...] = (
     CpuFlashKernel("native"),
     CpuFlashKernel("float32"),
 )
-KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _PREFERRED}
-"""Every kernel by name, the preferred one first: ``auto`` takes the first that supports the request. The last two
-are cpu_flash for requests that say how a CPU multiplies bfloat16."""
+KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _KERNELS}
+"""Every kernel by name, in the order of preference. The last two are cpu_flash for requests that say how a CPU
+multiplies bfloat16."""
+
+_FIRST_ON: Mapping[int, tuple[str, ...]] = {
+    # Hopper and consumer Blackwell: the release goes before the beta
+    9: ("flash2", "flash4"),
+    12: ("flash2", "flash4"),
+    # datacentre Blackwell: flash-attn 4 is written for it, flash-attn 2 runs there as on an older device
+    10: ("flash4", "flash2"),
+}
+"""Kernels that ``auto`` tries first on a generation (major compute capability) of CUDA devices."""
 
 
-@lru_cache(maxsize=64)
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Which kernel serves a request, why this one, and what to install for a faster one."""
+
+    kernel: AttentionKernel
+    reason: str
+    """For the log: that the config names it, or why the kernels before it in the order of ``auto`` were not taken."""
+    advice: str | None
+    """The command that installs a kernel which ``auto`` would prefer on this device; None where there is none."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.name
+
+    def __str__(self) -> str:
+        if self.advice is None:
+            return f"{self.name}: {self.reason}"
+        return f"{self.name}: {self.reason}. {self.advice}"
+
+
 def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     """The kernel called ``name``, or with ``"auto"`` the first that supports the request; says once which and why.
 
     ConfigError when the name is unknown or the named kernel cannot serve the request.
     """
+    return explain_choice(name, request).kernel
+
+
+@lru_cache(maxsize=64)
+def explain_choice(name: str, request: KernelRequest) -> KernelChoice:
+    """What ``choose_kernel`` returns, with the reason and what to install for a faster kernel. Logged once."""
     if name == "auto":
-        return _multiplying(_first_that_serves(request).name, request)
-    if name not in KERNELS:
+        choice = _first_that_serves(request)
+    elif name in KERNELS:
+        if refusal := KERNELS[name].supports(request):
+            raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
+        choice = KernelChoice(KERNELS[name], f"parallel.kernel={name!r}", None)
+    else:
         raise ConfigError(f"parallel.kernel={name!r} is unknown. Try one of {['auto', *KERNELS]}.")
-    if refusal := KERNELS[name].supports(request):
-        raise ConfigError(f"parallel.kernel={name!r} cannot serve {request}: {refusal}. Try parallel.kernel=auto.")
-    return _multiplying(name, request)
+    choice = replace(choice, kernel=_multiplying(choice.name, request))
+    log.info("Attention kernel for %s: %s", request, choice)
+    return choice
+
+
+def order_of_auto(generation: int | None) -> list[AttentionKernel]:
+    """Every kernel in the order in which ``auto`` asks them on devices of this generation (None: no CUDA device)."""
+    first = _FIRST_ON.get(generation or 0, ())
+    # the deterministic ones are slower: ``auto`` reaches them only where the request refuses the others
+    names = [*first, *(f"{name}_deterministic" for name in first), *KERNELS]
+    return [KERNELS[name] for name in dict.fromkeys(names)]
 
 
 def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
@@ -59,16 +108,37 @@ def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
     return KERNELS[name]
 
 
-def _first_that_serves(request: KernelRequest) -> AttentionKernel:
+def _first_that_serves(request: KernelRequest) -> KernelChoice:
+    """The first kernel in the order of ``auto``. ConfigError, a line a reason, when none serves the request."""
     refusals: dict[str, str] = {}
-    for name, kernel in KERNELS.items():
+    for kernel in order_of_auto(_generation()):
         refusal = kernel.supports(request)
         if refusal is None:
-            log.info("Attention kernel: %s for %s%s.", name, request, _passed_over(refusals))
-            return kernel
-        refusals[name] = refusal
+            reason = f"the fastest of those that serve it{_passed_over(refusals)}"
+            return KernelChoice(kernel, reason, _advice(request, [KERNELS[name] for name in refusals]))
+        refusals[kernel.name] = refusal
     lines = "".join(f"\n  {refusal}: {name}" for name, refusal in refusals.items())
     raise ConfigError(f"no attention kernel serves {request}:{lines}")
+
+
+def _generation() -> int | None:
+    """The major compute capability of the CUDA device, as the kernels see it; None without one."""
+    for kernel in KERNELS.values():
+        if isinstance(kernel, VarlenKernel):
+            capability = kernel.device_capability()
+            if capability is not None:
+                return capability[0]
+    return None
+
+
+def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str | None:
+    """What installs the first of the kernels passed over that only a missing library kept from serving the request."""
+    for kernel in passed_over:
+        if not isinstance(kernel, FlashKernel) or kernel.unsuited(request) is not None:
+            continue
+        if command := kernel.library.install:
+            return f"auto would prefer {kernel.name}: {command}"
+    return None
 
 
 def _passed_over(refusals: dict[str, str]) -> str:

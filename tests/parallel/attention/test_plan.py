@@ -14,6 +14,7 @@ import parallel.attention.plan
 from longctx.config import ModelConfig
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.select import KERNELS, explain_choice
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.training_pass import Execution
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan
@@ -90,6 +91,17 @@ def check_refusals():
     assert "given different attention" in refusal(ClusterError, seed=3 + odd)
     assert "given different attention" in refusal(ClusterError, seed=3 + odd, config=linear)
     assert "transport all_gather" in refusal(ClusterError, transport="all_gather" if odd else "p2p")
+    # A rank that lacks a library chooses another kernel by itself; the message says which rank has which.
+    explain_choice.cache_clear()
+    with patch.object(KERNELS["cpu_flash"], "supports", return_value="not installed" if odd else None):
+        said = refusal(ClusterError)
+    explain_choice.cache_clear()
+    assert [rank.split("; schedule")[0].rsplit(" ", 1)[1] for rank in said.splitlines() if "context rank" in rank] == [
+        "cpu_flash",
+        "blockwise",
+        "cpu_flash",
+    ]
+    assert "name a kernel that all of them have" in said
     assert "given different attention" in refusal(ClusterError, config=replace(full, num_heads=2) if odd else full)
     # One rank alone cannot do it: the others hear why instead of waiting.
     assert "context rank 1: parallel.kernel='fast' is unknown" in refusal(ConfigError, kernel="fast" if odd else "auto")

@@ -50,12 +50,25 @@ class FlashKernel(VarlenKernel):
         self.library, self.ops, self.deterministic = library, ops, deterministic
 
     def supports(self, request: KernelRequest) -> str | None:
-        library = self.library
-        if why := _refusal(request, library) or self._not_deterministic(request):
-            return why
+        return self.unsuited(request) or self.missing()
+
+    def missing(self) -> str | None:
+        """Why the library cannot be had on this machine; None where it can."""
         functions = self._functions()
         if isinstance(functions, str):
             return functions
+        return None
+
+    def unsuited(self, request: KernelRequest) -> str | None:
+        """Why the request could not be served on this device even if the library were installed."""
+        library = self.library
+        if why := _refusal(request, library):
+            return why
+        if request.deterministic and not self.deterministic:
+            if library.has_deterministic:
+                return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
+            if not _is_process_deterministic():
+                return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
         capability = self.device_capability()
         why = capability_refusal(capability, library.generations)
         if capability is None or why:
@@ -122,10 +135,7 @@ class FlashKernel(VarlenKernel):
     def _arguments(self, call: Sequences, scores: Scores) -> dict[str, Any]:
         """What both passes are given, in our words."""
         library = self.library
-        for rule in scores.rules:
-            # operators call a kernel by its name and do not ask what it supports
-            if rule in library.lacks:
-                raise ConfigError(f"parallel.kernel={self.name} has no {RULES[rule]}. Try parallel.kernel=auto.")
+        _check_rules(self.name, library, scores)
         longest = call.max_seqlen_k
         if library.clamps_windows and (call.left, call.right) != (UNBOUNDED, UNBOUNDED):
             longest = max(call.max_seqlen_q, call.max_seqlen_k)
@@ -168,18 +178,6 @@ class FlashKernel(VarlenKernel):
             )
         return sizes
 
-    def _not_deterministic(self, request: KernelRequest) -> str | None:
-        """Why a request for a deterministic backward cannot be served."""
-        if not request.deterministic or self.deterministic:
-            return None
-        if self.library.has_deterministic:
-            return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
-        # a switch of the whole process, which is not ours to turn
-        enabled = torch.are_deterministic_algorithms_enabled()
-        if enabled and not torch.is_deterministic_algorithms_warn_only_enabled():
-            return None
-        return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
-
 
 def _refusal(request: KernelRequest, library: FlashLibrary) -> str | None:
     """Why the library cannot serve the request: the reasons that need neither the library nor a device."""
@@ -191,3 +189,16 @@ def _refusal(request: KernelRequest, library: FlashLibrary) -> str | None:
         if rule in library.lacks:
             return f"no {RULES[rule]}; flex has"
     return shape_refusal(request, largest_head=256)
+
+
+def _check_rules(name: str, library: FlashLibrary, scores: Scores) -> None:
+    """ConfigError for a rule that the library lacks: operators call a kernel by name and do not ask what it has."""
+    for rule in scores.rules:
+        if rule in library.lacks:
+            raise ConfigError(f"parallel.kernel={name} has no {RULES[rule]}. Try parallel.kernel=auto.")
+
+
+def _is_process_deterministic() -> bool:
+    """Whether PyTorch's operators must repeat to the bit: a switch of the whole process, which is not ours to turn."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -58,6 +58,8 @@ class FlashLibrary:
     """(query head, value head, generation) → the sizes they are padded to; None where none is large enough."""
     refuses: Callable[[KernelRequest, int], str | None] = _refuses_nothing
     """Why it cannot serve a request on a generation that it is written for."""
+    install: str | None = None
+    """The command that installs it; None where there is nothing to install."""
 
 
 @lru_cache(maxsize=16)
@@ -128,6 +130,7 @@ FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windo
     lacks=("alibi", "relative_bias"),  # its ALiBi counts distances from the corner, not between tokens
     generations=(8, None),
     head_sizes=_equal_sizes,
+    install="pip install flash-attn==2.8.3 --no-build-isolation",
 )
 
 
@@ -155,6 +158,7 @@ FLASH4 = FlashLibrary(  # flash-attn-4 4.0.0b36; compiles for seconds when a hea
     generations=(9, 12),
     head_sizes=_flash4_sizes,
     refuses=_flash4_refuses,
+    install="pip install flash-attn-4==4.0.0b36",
 )
 
 

@@ -299,8 +299,9 @@ def test_head_sizes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")
 def test_without_libraries_and_device():
-    assert "not installed" in FlashKernel(FLASH2).supports(GOOD)
-    assert "not installed" in FlashKernel(FLASH4).supports(GOOD)
+    for library in (FLASH2, FLASH4):
+        assert "not installed" in FlashKernel(library, capability=HOPPER).supports(GOOD)
+        assert "no CUDA device" in FlashKernel(library).supports(GOOD)
     assert FlashKernel(CUDA_FLASH).supports(GOOD) is not None
     assert "no CUDA device" in FlashKernel(CUDA_FLASH, object()).supports(GOOD)
     assert "no CUDA device" in FlexKernel().supports(GOOD)
@@ -311,21 +312,72 @@ def test_without_libraries_and_device():
             kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
 
 
-def test_auto_prefers_the_fastest(monkeypatch):
-    """Each generation's kernels, were all libraries there; and what is left when a wish excludes them."""
-    names = {}
-    for capability in ((8, 0), (9, 0), (10, 0)):
+@pytest.fixture
+def on_device(monkeypatch):
+    """Makes every CUDA kernel of ``auto`` go by a compute capability, with the libraries that are named there."""
+
+    def place(major, *installed):
         for name, kernel in select.KERNELS.items():
             if isinstance(kernel, FlashKernel):
-                copy = FlashKernel(kernel.library, object(), capability=capability, deterministic=kernel.deterministic)
+                ops = object() if kernel.library.name in installed else None
+                copy = FlashKernel(kernel.library, ops, capability=(major, 0), deterministic=kernel.deterministic)
                 monkeypatch.setitem(select.KERNELS, name, copy)
             elif name == "flex":
-                monkeypatch.setitem(select.KERNELS, name, FlexKernel(object(), capability=capability))
-        wishes = {"deterministic": {"deterministic": True}, "alibi": {"rules": ("alibi",)}}
-        for wish, asked in {"": {}, **wishes}.items():
-            select.choose_kernel.cache_clear()
-            names[capability[0], wish] = select.choose_kernel("auto", replace(GOOD, num_heads=64, **asked)).name
-    select.choose_kernel.cache_clear()
-    assert [names[major, ""] for major in (8, 9, 10)] == ["flash2", "flash4", "flash4"]
-    assert [names[major, "deterministic"] for major in (8, 9, 10)] == [f"flash{n}_deterministic" for n in (2, 4, 4)]
-    assert {names[major, "alibi"] for major in (8, 9, 10)} == {"flex"}
+                monkeypatch.setitem(select.KERNELS, name, FlexKernel(object(), capability=(major, 0)))
+        select.explain_choice.cache_clear()
+
+    yield place
+    select.explain_choice.cache_clear()
+
+
+WISHES = {"": {}, "deterministic": {"deterministic": True}, "alibi": {"rules": ("alibi",)}}
+
+
+@pytest.mark.parametrize(
+    ("major", "wish", "wanted"),
+    [
+        (8, "", "flash2"),
+        (9, "", "flash2"),  # flash-attn 4 is a beta: the release goes first
+        (10, "", "flash4"),
+        (12, "", "flash2"),
+        (8, "deterministic", "flash2_deterministic"),
+        (9, "deterministic", "flash2_deterministic"),
+        (10, "deterministic", "flash4_deterministic"),
+        (9, "alibi", "flex"),
+    ],
+)
+def test_auto_prefers_the_fastest(on_device, major, wish, wanted):
+    """Each generation's kernel, were all libraries there; and what is left when a wish excludes them."""
+    on_device(major, *LIBRARIES)
+    choice = select.explain_choice("auto", replace(GOOD, **WISHES[wish]))
+    assert choice.name == wanted
+    assert choice.advice is None
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "wish", "wanted", "advised"),
+    [
+        (9, ("cuda_flash",), "", "cuda_flash", "flash-attn==2.8.3"),
+        (10, ("cuda_flash",), "", "cuda_flash", "flash-attn-4=="),
+        (10, ("flash2",), "", "flash2", "flash-attn-4=="),
+        (8, ("flash2",), "", "flash2", None),  # flash-attn 4 does not run there
+        (9, ("flash4",), "", "flash4", "flash-attn==2.8.3"),
+        (9, ("cuda_flash",), "alibi", "flex", None),  # no library that is missing has ALiBi
+        (9, (), "deterministic", "flex", "auto would prefer flash2_deterministic: pip install flash-attn==2.8.3"),
+    ],
+)
+def test_the_reason_and_what_to_install(on_device, caplog, major, installed, wish, wanted, advised):
+    on_device(major, *installed)
+    request = replace(GOOD, **WISHES[wish])
+    with caplog.at_level("INFO", logger="longctx"):
+        choices = [select.explain_choice("auto", request) for _ in range(2)]
+    choice = choices[0]
+    assert choice.name == wanted == select.choose_kernel("auto", request).name
+    assert (choice.advice is None) == (advised is None)
+    assert (advised or "") in (choice.advice or "")
+    for library in {"flash2", "flash4"} - set(installed):
+        assert library in choice.reason or wanted == "flash2"
+    # one line of the log says it all, once
+    assert [record.getMessage() for record in caplog.records] == [f"Attention kernel for {request}: {choice}"]
+    assert (advised or "") in caplog.text
+    assert select.explain_choice(wanted, request).reason == f"parallel.kernel={wanted!r}"
