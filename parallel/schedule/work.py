@@ -19,7 +19,15 @@ from longctx.kernels.attention.slices import K_START, K_STOP, Q_START, Q_STOP
 from longctx.model.attention.strided import reach
 from longctx.model.attention.work import EVERY_ROW, Work
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.bands import NO_SLICES, band_slices, mask_bounds, own_slices, prefix_slices, shift_slices
+from parallel.schedule.bands import (
+    NO_SLICES,
+    band_slices,
+    mask_bounds,
+    meeting_segments,
+    own_slices,
+    prefix_slices,
+    shift_slices,
+)
 from parallel.schedule.rows import RowRanges, union
 from parallel.schedule.segments import Segments, cut_segments
 from parallel.schedule.strided import ClassSegments, StridedWork, sort_by_class, strided_work
@@ -84,6 +92,14 @@ class RingWork:
 
         return self._once(("rows", receiver, owner), build)
 
+    def owners(self, receiver: int) -> frozenset[int] | None:
+        """The other ring ranks with a key that some query of the receiver may see; None: ask each of them."""
+        return self._once(("owners", receiver), lambda: self._partners(receiver, keys=True))
+
+    def receivers(self, owner: int) -> frozenset[int] | None:
+        """The other ring ranks with a query that may see some key of the owner; None: ask each of them."""
+        return self._once(("receivers", owner), lambda: self._partners(owner, keys=False))
+
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
         """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
         return self._once(
@@ -114,10 +130,9 @@ class RingWork:
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
         """The slices of the mask's bands, and what a stride adds to them."""
-        queries, keys = self._segments(receiver), self._segments(owner, keys=True)
-        # Most ranks of many documents have none in common: this test costs no search.
-        if not queries.may_meet(keys):
+        if not self._may_meet(receiver, owner):
             return NO_SLICES, None
+        queries, keys = self._segments(receiver), self._segments(owner, keys=True)
         one_layout = self.key_layout is self.layout
         slices = local_slices(
             queries,
@@ -130,6 +145,46 @@ class RingWork:
         if not self.mask.stride:
             return slices, None
         return slices, strided_work(self._classes(receiver), self._classes(owner, keys=True), self._reach)
+
+    def _may_meet(self, receiver: int, owner: int) -> bool:
+        """Whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
+        if receiver == owner:
+            return True
+        # Known exactly where one of the two has asked for all its partners at once.
+        owners, receivers = self._built.get(("owners", receiver)), self._built.get(("receivers", owner))
+        if owners is not None:
+            return owner in owners
+        if receivers is not None:
+            return receiver in receivers
+        return self._segments(receiver).may_meet(self._segments(owner, keys=True))
+
+    def _partners(self, ring_rank: int, *, keys: bool) -> frozenset[int] | None:
+        """Ring ranks whose keys a rank's queries may meet (else whose queries its keys), from one search over all."""
+        one_layout = self.key_layout is self.layout
+        # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
+        if not one_layout or self.mask.stride or self.layout.runs[ring_rank][0].step != 1:
+            return None
+        own, (others, owner_of) = self._segments(ring_rank), self._all_segments
+        found: list[ndarray] = []
+        for bounds in mask_bounds(causal=self.mask.causal, window=self.mask.window, sink_tokens=self.mask.sink_tokens):
+            if keys:
+                _, met = meeting_segments(own, others, bounds)
+            else:
+                met, _ = meeting_segments(others, own, bounds)
+            found.append(owner_of[met])
+        return frozenset(np.unique(np.concatenate(found)).tolist()) - {ring_rank}
+
+    @cached_property
+    def _all_segments(self) -> tuple[Segments, ndarray]:
+        """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
+        counts = [len(runs) for runs in self.layout.runs]
+        runs = [run for runs in self.layout.runs for run in runs]
+        starts = np.array([run.start for run in runs])
+        order = np.argsort(starts)
+        segments = cut_segments([runs[n] for n in order.tolist()], self._boundaries)
+        owner = np.repeat(np.arange(len(counts)), counts)[order]
+        # A segment belongs to the last run that begins before it ends: runs are disjoint.
+        return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
 
     @cached_property
     def _boundaries(self) -> ndarray:

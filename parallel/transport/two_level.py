@@ -95,6 +95,7 @@ class TwoLevel:
         self.schedule, self.rank = schedule, mesh.ring_rank
         self.ring = NodeRing(mesh.ring_rank, mesh.ring_degree, node_size)
         self.exchange = RingExchange(mesh, communication_dtype)
+        self.steps = self._busy_steps()
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         result: PartialResult | None = None
@@ -130,16 +131,16 @@ class TwoLevel:
 
     def _steps(self, own: KeysAndValues) -> Iterator[tuple[int, HeldRows]]:
         """Each step with the rows that this rank holds in it; the next step's cross over meanwhile."""
-        crossing = self._fetch_across(own, step=1)
+        crossing = self._fetch_across(own, 0)
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
-        for step in range(1, self.ring.num_nodes):
+        for number, step in enumerate(self.steps):
             owner = self.ring.owner(step, 0)
             arrived = crossing.wait()
             if arrived is None:
                 # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
-            crossing = self._fetch_across(own, step + 1)
+            crossing = self._fetch_across(own, number + 1)
             yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), arrived)
 
     def _hops(self, step: int, held: HeldRows) -> Iterator[KVBlock | None]:
@@ -170,10 +171,26 @@ class TwoLevel:
         returning.add_to(total)
         return total
 
-    def _fetch_across(self, own: KeysAndValues, step: int) -> PendingExchange:
+    def _busy_steps(self) -> list[int]:
+        """The steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
+        size, num_nodes = self.ring.node_size, self.ring.num_nodes
+        # Rows that are handed round in the node are rows that somebody in it needs: its ranks' owners are all of them.
+        owners = [self.schedule.owners(mate) for mate in self.ring.ranks_in_node(self.ring.node)]
+        receivers = self.schedule.receivers(self.rank)
+        steps: set[int] = set()
+        for of_mate in owners:
+            if of_mate is None or receivers is None:
+                return list(range(1, num_nodes))
+            steps |= {(self.ring.node - owner // size) % num_nodes for owner in of_mate}
+        assert receivers is not None
+        steps |= {(receiver // size - self.ring.node) % num_nodes for receiver in receivers}
+        return sorted(steps - {0})
+
+    def _fetch_across(self, own: KeysAndValues, number: int) -> PendingExchange:
         """Start a step's exchange between nodes: rows for this rank to hold, and its own to its counterpart."""
-        if step == self.ring.num_nodes:
+        if number == len(self.steps):
             return PendingExchange()
+        step = self.steps[number]
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
         outgoing = take_rows(own, self._rows_to_node(self.rank, self.ring.node + step))
         rows = self._rows_to_node(owner, self.ring.node).num_rows
