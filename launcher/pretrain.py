@@ -52,7 +52,8 @@ def main(argv: list[str]) -> None:
 
         # Rank 0 decides for all, should the hosts differ.
         native = device.type == "cuda" or has_native_bfloat16()
-        config = config.resolve(native_bfloat16=broadcast_object(native))
+        native, device_type = broadcast_object((native, device.type))
+        config = config.resolve(native_bfloat16=native, device_type=device_type)
         Trainer(build_run(config, device)).train()
     finally:
         stop_process_group()

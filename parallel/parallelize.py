@@ -35,19 +35,21 @@ def build_parallel_model(
     execution: Execution | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> CausalLM:
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its local experts. ConfigError when the layers cannot have this layout, or the experts this degree.
+    its local experts. None leaves them unset, for a checkpoint to fill. ConfigError when the layers cannot have this
+    layout, or the experts this degree.
     """
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
     decoder = build_empty_decoder(config, mesh, layout=layout, options=options, execution=execution)
     # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
-    decoder.initialize(seed)
+    if seed is not None:
+        decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
     return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 

@@ -130,17 +130,10 @@ def _measure_case(
     figures.add("a layer's ring, host only", case, ranks, seconds, unit="s", **partners)
     figures.add("peers a rank talks to", case, ranks, len(again.peers), **partners)
     for name in models:
-        config = PRESETS[name]
-        received = schedule.bytes_received(mesh.rank, attention_shape(config), transport, mesh.ring_ranks_in_node)
-        figures.add(
-            "keys and values a layer receives",
-            f"{name}, {case}",
-            ranks,
-            received,
-            unit="B",
-            needed="rows seen",
-            power=0.0,
-        )
+        for kind_of_keys, shape in attention_shapes(PRESETS[name]).items():
+            received = schedule.bytes_received(mesh.rank, shape, transport, mesh.ring_ranks_in_node)
+            words: dict[str, Any] = {"unit": "B", "needed": "rows seen", "power": 0.0}
+            figures.add(f"{kind_of_keys} a layer receives", f"{name}, {case}", ranks, received, **words)
 
 
 def _one_layer(schedule: Schedule, mesh: Mesh, transport: str) -> tuple[CountingExchange, float]:
@@ -170,10 +163,14 @@ def _differentiate(block: KVBlock) -> KeysAndValues:
     return torch.zeros_like(block.keys_BsKD), torch.zeros_like(block.values_BsKV)
 
 
-def attention_shape(config: ModelConfig) -> AttentionShape:
+def attention_shapes(config: ModelConfig) -> dict[str, AttentionShape]:
     """A layer's heads as they are sent between ranks, in bfloat16."""
-    num_kv_heads = config.num_kv_heads
-    if config.is_latent:
-        # Each head unfolds a key and a value of its own before they travel.
-        num_kv_heads = config.num_heads
+    if not config.is_latent:
+        return {"keys and values": _shape(config, config.num_kv_heads)}
+    # Each head unfolds a key and a value of its own before they travel. The latents are what they are unfolded from.
+    latents = AttentionShape(config.num_heads, 1, config.kv_lora_rank + config.rope_head_dim, 2, 0)
+    return {"keys and values": _shape(config, config.num_heads), "latents, were they sent,": latents}
+
+
+def _shape(config: ModelConfig, num_kv_heads: int) -> AttentionShape:
     return AttentionShape(config.num_heads, num_kv_heads, config.head_dim, 2, config.value_dim)

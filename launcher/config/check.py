@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.config.sections import ModelSection, RunConfig
+from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
 from parallel.layout.select import check_choice
@@ -15,9 +16,6 @@ from parallel.schedule.heads import check_heads
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
-    # Importing DeepSpeed takes seconds: only a run that starts pays for it.
-    from parallel.zero.deepspeed_config import check_zero
-
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -26,7 +24,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
         expert=config.parallel.expert,
     )
     check_experts(config.model, config.parallel.expert, world_size)
-    check_zero(config.zero.stage, config.dtype)
+    check_zero_section(config)
     _check_built(config)
     _check_ranges(config)
     _check_routing(config)
@@ -119,6 +117,7 @@ def _check_ranges(config: RunConfig) -> None:
         "run.seed": (config.run.seed, 0),
         "run.log_every": (config.run.log_every, 1),
         "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
+        "zero.reduce_bucket_size": (config.zero.reduce_bucket_size, 1),
     }
     for name, (value, least) in at_least.items():
         # Not `value < least`, which NaN would pass.

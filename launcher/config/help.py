@@ -63,7 +63,7 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
     "model.rope.kind": ROPE_KINDS,
     "parallel.layout": (AUTO, *KINDS),
     "parallel.kernel": ("auto", *KERNELS),
-    "zero.stage": (0, 1, 2, 3),
+    "zero.stage": ("auto", 0, 1, 2, 3),
 } | {f"model.{name}": choices for name, choices in CHOICES.items()}
 """The values of keys whose type does not name them."""
 

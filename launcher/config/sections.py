@@ -11,6 +11,8 @@ import tomli_w
 import torch
 
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from parallel.zero.options import default_stage
 
 NO_PRESET = "none"
 """What ``model.preset`` is where the model comes from a checkpoint, or from the section's own fields."""
@@ -88,8 +90,9 @@ class TrainSection:
     micro_batch_rows: int = 1
     """Rows that go through the model at once."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively (and zero.stage is
-    not 0), else float32. Masters, moments and accumulation are float32 in any case."""
+    """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively, else float32. With
+    zero.stage=0, which cannot accumulate it in float32, auto is float32 on a CPU and refused on a GPU. Masters,
+    moments and accumulation are float32 in any case."""
     products: Literal["auto", "native", "float32"] = "auto"
     """How a CPU multiplies bfloat16: native as it is; float32 converted, and rounded once at the end; auto is native
     where the processor (rank 0's) has bfloat16 instructions, else float32, which is faster there. GPUs are native."""
@@ -160,8 +163,17 @@ class ParallelSection:
 class ZeroSection:
     """DeepSpeed ZeRO."""
 
-    stage: int = 1
-    """0: nothing partitioned; 1: optimiser state; 2: and gradients; 3: and weights."""
+    stage: int | Literal["auto"] = "auto"
+    """What is spread over ranks: 0 nothing; 1 optimiser state; 2 gradients too; 3 weights too. auto is 2 on GPUs and 1
+    on CPUs; the log says the bytes of each."""
+    overlap_comm: Literal["auto", "on", "off"] = "auto"
+    """Whether gradients are reduced while backward goes on; auto does so on GPUs, and in stage 3 anywhere. Stage 1 in
+    bfloat16 reduces at the end of the step in any case."""
+    reduce_bucket_size: int = 50_000_000
+    """Gradients (values, not bytes) that stages 2 and 3 reduce at once: larger ones need fewer messages and more
+    memory, 4 bytes each for the message and 2 or 4 for each of two buffers."""
+    allgather_bucket_size: int = 500_000_000
+    """Updated weights (values, not bytes) that stages 1 and 2 gather at once; an even number."""
     offload: Literal["none", "cpu"] = "none"
     """Where optimiser state lives; only none is built."""
 
@@ -211,19 +223,39 @@ class RunConfig:
             return torch.float32
         return getattr(torch, self.train.dtype)
 
-    def resolve(self, *, native_bfloat16: bool) -> RunConfig:
-        """The config with nothing left to the machine: ``train.dtype`` is a dtype, ``train.products`` one way."""
-        dtype, products = self.train.dtype, self.train.products
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, once ``resolve`` has settled it."""
+        # Unsettled, it is that of the device that every machine has.
+        if self.zero.stage == "auto":
+            return default_stage("cpu")
+        return self.zero.stage
+
+    def resolve(self, *, native_bfloat16: bool, device_type: str = "cpu") -> RunConfig:
+        """The config with nothing left to the machine: a dtype, one way of ``train.products``, a ZeRO stage.
+
+        ConfigError where a GPU would train in float32 and nobody asked for it.
+        """
+        dtype, products, stage = self.train.dtype, self.train.products, self.zero.stage
+        if stage == "auto":
+            stage = default_stage(device_type)
         if dtype == "auto":
             dtype = "float32"
             # DeepSpeed's stage 0 cannot keep float32 masters beside bfloat16 weights.
-            if native_bfloat16 and self.zero.stage:
+            if native_bfloat16 and stage:
                 dtype = "bfloat16"
+            elif device_type == "cuda" and not stage:
+                raise ConfigError(
+                    "zero.stage=0 with train.dtype=auto would train in float32 on a GPU, at a fraction of its speed: "
+                    "DeepSpeed has no float32 accumulation of bfloat16 in that stage.\n"
+                    "Try zero.stage=2, or train.dtype=float32 where that is meant."
+                )
         if products == "auto":
             products = "float32"
             if native_bfloat16:
                 products = "native"
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, dtype=dtype, products=products))
+        train = dataclasses.replace(self.train, dtype=dtype, products=products)
+        return dataclasses.replace(self, train=train, zero=dataclasses.replace(self.zero, stage=stage))
 
     def with_layout(self, layout: str) -> RunConfig:
         """The config with ``parallel.layout`` settled."""

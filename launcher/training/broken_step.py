@@ -60,7 +60,10 @@ class BrokenStep:
                 f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though loss {self.loss:g}."
             )
         if math.isfinite(self.loss):
-            return f"the balance loss or z-loss of step {self.step} is not finite (loss {self.loss:g})."
+            return (
+                f"a part of the objective of step {self.step} is not finite (z-loss, label smoothing, balance loss or "
+                f"router z-loss), though loss {self.loss:g}."
+            )
         return f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
 
     def _way_out(self) -> str:

@@ -17,8 +17,6 @@ from longctx.kernels.memory import available_bytes
 
 GIB = 2**30
 FLOAT32 = 4
-BUCKET_VALUES = 500_000_000
-"""Gradients that DeepSpeed collects before it reduces them (its ``reduce_bucket_size``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,39 +25,66 @@ class Memory:
 
     weights: int
     gradients: int
-    optimizer: int
-    """Float32 masters, where weights are not their own, and AdamW's two moments."""
+    """Float32, and what is collected before it is reduced."""
+    masters: int
+    """Float32 copies of weights; none where a weight is its own master."""
+    moments: int
+    """AdamW's two, float32."""
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
     building: int
     """Float32 weights of a model that is not yet spread over ranks: in the machine's memory, also beside a GPU."""
 
     @property
+    def optimizer(self) -> int:
+        """Masters and moments."""
+        return self.masters + self.moments
+
+    @property
+    def state(self) -> int:
+        """All but activations: what ``zero.stage`` decides about."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def training(self) -> int:
         """Bytes that are held at once within a step."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.state + self.activations
+
+
+def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
+    """What each rank would need in every ZeRO stage that trains in the run's dtype."""
+    stages = [1, 2, 3]
+    # Stage 0 has no float32 accumulation of bfloat16.
+    if config.dtype == torch.float32:
+        stages = [0, *stages]
+    found = {}
+    for stage in stages:
+        changed = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
+        found[stage] = memory_of_rank(changed, model, world_size)
+    return found
 
 
 def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Memory:
-    """What each of ``world_size`` ranks needs; ``config`` has its dtype settled."""
+    """What each of ``world_size`` ranks needs; ``config`` has its dtype and stage settled."""
     counts = count_parameters(model)
     whole = sum(counts.values())
     # Before ZeRO a rank holds its own experts and everything else.
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
-    width, stage = config.dtype.itemsize, config.zero.stage
+    width, stage = config.dtype.itemsize, config.zero_stage
     weights, gradients, masters = held * width, held * FLOAT32, part * FLOAT32
     if stage == 0:
         masters, part = 0, held
     elif stage == 2:
-        gradients = part * FLOAT32 + min(held, BUCKET_VALUES) * width
+        gradients = part * FLOAT32 + min(held, config.zero.reduce_bucket_size) * width
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
     return Memory(
         weights=weights,
         gradients=gradients,
-        optimizer=masters + 2 * part * FLOAT32,
+        masters=masters,
+        moments=2 * part * FLOAT32,
         activations=_activation_bytes(config, model),
         building=held * FLOAT32,
     )
@@ -151,7 +176,7 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
         "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
-    return [*lines, f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero.stage})"]
+    return [*lines, f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})"]
 
 
 def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int) -> str:

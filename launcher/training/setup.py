@@ -16,6 +16,7 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.data_check import check_data
@@ -131,7 +132,11 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
+    # Initial weights are drawn where no checkpoint fills them.
+    seed = None
+    if origin.kind == "new":
+        seed = config.run.seed
+    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step, seed=seed)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model, loader)
@@ -279,8 +284,10 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     return config.with_layout(layout)
 
 
-def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
-    """The model over the mesh's ranks, under ZeRO."""
+def _build_engine(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int, seed: int | None
+) -> ZeroEngine:
+    """The model over the mesh's ranks, under ZeRO, with the initial weights of ``seed``; None leaves them unset."""
     train, parallel = config.train, config.parallel
     communication_dtype = None
     if parallel.communication_dtype != "float32":
@@ -299,13 +306,18 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
-        seed=config.run.seed,
+        seed=seed,
     )
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )
     return ZeroEngine(
-        causal_lm, stage=config.zero.stage, dtype=config.dtype, accumulation=accumulation, options=options
+        causal_lm,
+        stage=config.zero_stage,
+        dtype=config.dtype,
+        accumulation=accumulation,
+        options=options,
+        zero=zero_options(config.zero),
     )
 
 

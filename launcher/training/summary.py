@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.config.model import describe_change, model_changes
 from launcher.config.sections import RunConfig
-from launcher.training.memory import Memory, gib
+from launcher.training.memory import Memory, gib, memory_by_stage
 from launcher.training.origin import Origin
 from launcher.wording import plural
 from longctx.architecture.size import count_parameters
@@ -59,8 +59,8 @@ class Start:
 
 def summary(start: Start) -> list[str]:
     """The lines that a run begins with."""
-    lines = [_model(start), *_origin(start), _ranks(start), _memory(start), _steps(start), _data(start)]
-    return [*lines, _checkpoints(start)]
+    lines = [_model(start), *_origin(start), _ranks(start), _memory(start), *_stages(start)]
+    return [*lines, _steps(start), _data(start), _checkpoints(start)]
 
 
 def _model(start: Start) -> str:
@@ -112,7 +112,7 @@ def _ranks(start: Start) -> str:
     if mesh.context > 1:
         rows += f" rows by {resolve_transport(config.parallel.transport, mesh)}"
     where = f"{mesh.describe()} on {start.device}"
-    return f"Ranks: {where}, {rows}, ZeRO {config.zero.stage}, {config.train.dtype}."
+    return f"Ranks: {where}, {rows}, ZeRO {config.zero_stage}, {config.train.dtype}."
 
 
 def _memory(start: Start) -> str:
@@ -124,6 +124,20 @@ def _memory(start: Start) -> str:
         f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return f"Memory: at least {gib(need.training)} a rank ({parts}); {gib(start.free_bytes)} are free for {here}."
+
+
+def _stages(start: Start) -> list[str]:
+    """What a rank holds of the model in each ZeRO stage: a line each."""
+    lines = []
+    for stage, need in memory_by_stage(start.config, start.model, start.mesh.world_size).items():
+        parts = ", ".join(
+            f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "masters", "moments")
+        )
+        chosen = ""
+        if stage == start.config.zero_stage:
+            chosen = ", this run"
+        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}).")
+    return lines
 
 
 def _steps(start: Start) -> str:
@@ -250,7 +264,22 @@ def _changed(start: Start) -> str:
     if not changes:
         return ""
     listed = ", ".join(describe_change(name, theirs, ours) for name, (theirs, ours) in changes.items())
-    return f"This run goes on otherwise than it was begun: {listed}. The schedule is that of the new values."
+    said = f"This run goes on otherwise than it was begun: {listed}. The schedule is that of the new values."
+    if "train.tokens_per_step" in changes:
+        said += f" {_changed_tokens(start, *changes['train.tokens_per_step'])}"
+    return said
+
+
+def _changed_tokens(start: Start, before: int, now: int) -> str:
+    """What other tokens a step do to a schedule that counts steps."""
+    train, step = start.config.train, start.origin.step
+    tokens = step * before + (train.steps - step) * now
+    # The tokens of the whole run as it was begun, in steps of the new size.
+    equal = step + (train.steps - step) * before / now
+    return (
+        f"It counts steps, not tokens: {train.steps:,} of them will have seen {_short(tokens)} tokens instead of "
+        f"{_short(train.steps * before)}; train.steps={round(equal)} keeps the tokens."
+    )
 
 
 _WATCHED = ("data", "train", "parallel", "zero")

@@ -23,6 +23,8 @@ class StepTotals:
 
     nll: float
     """Negative log-likelihood of the targets."""
+    objective: float
+    """What backward goes through: of smoothed labels, and with its z-loss."""
     balance: float
     """Load-balance loss before its weight, summed over tokens and layers."""
     router_z: float
@@ -37,7 +39,7 @@ class StepTotals:
     @property
     def finite(self) -> bool:
         """Whether every part of the loss is."""
-        return all(math.isfinite(part) for part in (self.nll, self.balance, self.router_z))
+        return all(math.isfinite(part) for part in (self.nll, self.objective, self.balance, self.router_z))
 
     def broken_routers(self, layers: Sequence[int]) -> list[str]:
         """The expert layers whose router's logits were not finite, with how many tokens; the same on every rank."""
@@ -54,7 +56,8 @@ class StepSums:
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch."""
         # float64: the reported loss then barely depends on how the step was cut into micro-batches.
-        scalars = torch.stack([x.detach().double() for x in (loss.nll_sum, loss.balance_sum, loss.z_sum)])
+        parts = (loss.nll_sum, loss.objective_sum, loss.balance_sum, loss.z_sum)
+        scalars = torch.stack([x.detach().double() for x in parts])
         own = (scalars, loss.counts_LE, torch.stack(loss.diagnostics))
         if self._sums is None:
             self._sums = own
@@ -69,10 +72,11 @@ class StepSums:
         flat = torch.cat([scalars, counts_LE.flatten().double(), diagnostics_4L.flatten().double()]).cpu()
         # One small all-reduce a step instead of one for each quantity.
         flat = sum_over_ranks(torch.cat([flat, flat.new_tensor([flops])]))
-        parts = flat.split([3, counts_LE.numel(), diagnostics_4L.numel(), 1])
-        nll, balance, router_z = parts[0].tolist()
+        parts = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 1])
+        nll, objective, balance, router_z = parts[0].tolist()
         return StepTotals(
             nll=nll,
+            objective=objective,
             balance=balance,
             router_z=router_z,
             counts_LE=parts[1].long().view(counts_LE.shape),

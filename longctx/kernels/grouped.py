@@ -15,6 +15,9 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import Products
 
+_WORD_BYTES = 16
+"""CUDA's grouped product reads words of so many bytes."""
+
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Assignments in expert order: index into the flattened [N, k], its inverse, each expert's end (int32).
@@ -38,7 +41,7 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
     The last end must be R: kernels leave what is past it unwritten, and garbage times a gate of 0 may be NaN.
     """
     if takes_grouped_mm(x_RI, weight_EIO, products=products):
-        return nn.functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
+        return nn.functional.grouped_mm(aligned(x_RI), aligned(weight_EIO), offs=ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
         out_RO[start:stop] = _product(x_RI[start:stop], weight, products)
@@ -49,7 +52,7 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
 def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
     """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
     if takes_grouped_mm(dy_RO, x_RI, products=products):
-        grad_EOI = nn.functional.grouped_mm(dy_RO.T, x_RI, offs=ends_E)
+        grad_EOI = nn.functional.grouped_mm(aligned(dy_RO).T, aligned(x_RI), offs=ends_E)
         if grad_EOI.is_cuda:  # CUDA kernels have left groups without assignments unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
@@ -76,7 +79,32 @@ def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
 
 
 def _has_grouped_mm(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % 16 == 0
+    return x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % _WORD_BYTES == 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x as CUDA's grouped product takes it: a copy where a matrix or a row of it begins between two 16-byte words.
+
+    DeepSpeed lays parameters end to end in flat buffers, so one parameter with a size that is no multiple of 8 shifts
+    all experts that come after it. CPUs take any address.
+    """
+    if x.device.type == "cpu" or is_aligned(x):
+        return x
+    # experts' matrices keep their order in memory, so the copy reads and writes rows that are neighbours
+    return x.clone()
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x and each row and matrix of it begin on 16-byte words, and its rows or its columns lie side by side."""
+    # offsets, not addresses: storages begin on such words on every device, and a fake tensor has no address
+    steps = [x.storage_offset(), *x.stride()]
+    inner = -1
+    if x.stride(-1) != 1:
+        inner = -2
+    # values of a row (of a column, where x is transposed) are neighbours, and no two rows overlap
+    if steps.pop(inner) != 1 or x.stride(-3 - inner) < x.shape[inner]:
+        return False
+    return all(step * x.element_size() % _WORD_BYTES == 0 for step in steps)
 
 
 def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:

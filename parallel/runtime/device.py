@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import sys
+from collections.abc import MutableMapping
 
 import torch
 
@@ -23,6 +24,8 @@ def choose_device(wish: str, setting: str = "run.device") -> torch.device:
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
     gpus = 0
+    if wish != "cpu":
+        use_expandable_segments(os.environ)
     if wish != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
     if wish == "cuda" and gpus < ranks:
@@ -42,6 +45,20 @@ def choose_device(wish: str, setting: str = "run.device") -> torch.device:
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables that PyTorch's allocator reads when a GPU is first used; the first is their name of today."""
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's blocks of GPU memory grow, unless the user has settings of his own for them.
+
+    Rows of other documents need tensors of other sizes in each step. Blocks of fixed size keep memory between them that
+    no later tensor fits. To be called before a GPU is first used.
+    """
+    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+        environment[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def _ranks_here() -> int:

@@ -8,33 +8,43 @@ import warnings
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from longctx.errors import ConfigError
+from parallel.zero.options import ZeroOptions, overlaps
 
 
-def check_zero(stage: int, dtype: torch.dtype) -> None:
-    """ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero.stage={stage} must be 0, 1, 2 or 3.")
-    if stage == 0 and dtype == torch.bfloat16:
-        raise ConfigError(
-            "zero.stage=0 with train.dtype=bfloat16 would add gradients up in bfloat16: DeepSpeed refuses fp32 "
-            "accumulation there.\nTry zero.stage=1."
-        )
-
-
-def deepspeed_config(stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float) -> dict[str, Any]:
+def deepspeed_config(
+    stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float, zero: ZeroOptions
+) -> dict[str, Any]:
+    """DeepSpeed's config. It clips by ``clip_norm``; 0 never."""
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": _zero_section(stage, zero),
         "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW by its very type; ours inherits from it
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,
+    }
+
+
+def accelerator() -> str:
+    """Kind of the device that DeepSpeed computes on: "cpu", "cuda"."""
+    chosen = get_accelerator()
+    assert chosen is not None, "importing DeepSpeed chooses one"
+    return chosen.device_name()
+
+
+def _zero_section(stage: int, zero: ZeroOptions) -> dict[str, Any]:
+    """DeepSpeed's ``zero_optimization``."""
+    return {
+        "stage": stage,
+        "overlap_comm": overlaps(stage, accelerator(), zero.overlap_comm),
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
     }
 
 

@@ -20,11 +20,12 @@ from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from parallel.zero.deepspeed_config import check_zero, quiet_deepspeed
+from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.options import ZeroOptions, check_zero
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
 from parallel.zero.state import OwnedRange, ReadRange, read_state, write_state
@@ -40,7 +41,14 @@ class ZeroEngine:
     """A ``CausalLM`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
 
     def __init__(
-        self, model: CausalLM, *, stage: int, dtype: torch.dtype, accumulation: int, options: OptimizerOptions
+        self,
+        model: CausalLM,
+        *,
+        stage: int,
+        dtype: torch.dtype,
+        accumulation: int,
+        options: OptimizerOptions,
+        zero: ZeroOptions | None = None,
     ) -> None:
         """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step.
 
@@ -59,6 +67,7 @@ class ZeroEngine:
                 dtype=dtype,
                 accumulation=accumulation,
                 options=options,
+                zero=zero or ZeroOptions(),
             )
         )
 
@@ -120,9 +129,9 @@ class ZeroEngine:
         return read_state(self.model.decoder, self.partition, self.tensors)
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
-        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps.
+        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
 
-        Collective in stage 3. Without ``moments`` the optimiser starts afresh.
+        Over all ranks every value is read once. Without ``moments`` the optimiser starts afresh.
         """
         write_state(self.model.decoder, self.partition, self.tensors, read, step=step, moments=moments)
 

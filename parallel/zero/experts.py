@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups
 from torch import nn
 
 from longctx.model.experts.experts import is_expert_weight
@@ -23,6 +24,11 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
         self.ep_size, self.ep_rank = degree, dist.get_rank() % degree
         self.ep_group_name = f"ep_size_{degree}"
         self.ep_group = None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same experts as this one; they are there once DeepSpeed has started."""
+        return groups._get_expert_data_parallel_group(self.ep_group_name)
 
     def mark(self, weight: nn.Parameter) -> None:
         """Have DeepSpeed treat this weight as one of the experts."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from longctx.checkpoint_format import ROLES
 from parallel.zero.gradients import named_gradients
-from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
 
 class Flat:
     """Every rank holds whole weights, and a range of each flat buffer of masters and moments."""
-
-    weight_is_master = False
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._model = wrapping.model
@@ -38,13 +38,19 @@ class Flat:
             groups, gradients = zero.params_in_partition, zero.averaged_gradients
         return named_gradients(self._model.decoder, groups, gradients)
 
-    def part(self, name: str, p: nn.Parameter) -> Part:
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:  # all of it lies in the ranges of other ranks
             return Part(0, 0, {})
+        values = {MASTER: fragment.get_hp_fragment()}
+        for role in roles:
+            if role != MASTER:
+                values[role] = fragment.get_hp_fragment(role)
         address = fragment.lp_fragment_address
-        values = {moment: fragment.get_hp_fragment(moment) for moment in MOMENTS}
-        return Part(address.start, address.numel, {MASTER: fragment.get_hp_fragment(), **values})
+        return Part(address.start, address.numel, values)
+
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        return None
 
     def answers_for(self, index: int, name: str) -> bool:
         return True
@@ -52,8 +58,9 @@ class Flat:
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         return p.detach()
 
-    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
-        p.data.copy_(values().view_as(p))
+    def refresh_weights(self) -> None:
+        # Each rank rounds its own masters; one all-gather of each flat buffer brings those of the others.
+        self.engine.optimizer.update_lp_params()
 
     def prime_moments(self) -> None:
         fill_moments(self.inner, masters_of(self.inner))

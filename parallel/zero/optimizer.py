@@ -17,6 +17,8 @@ class OptimizerOptions:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 never."""
+    fused: bool | None = None
+    """Whether one kernel updates everything; None: on GPUs (``uses_fused_adamw``)."""
 
 
 def optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:

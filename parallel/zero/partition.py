@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
-from parallel.zero.deepspeed_config import deepspeed_config
+from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
+from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import AdamW
 
@@ -47,18 +49,20 @@ class Wrapping:
     accumulation: int
     """Micro-batches that make a step."""
     options: OptimizerOptions
+    zero: ZeroOptions
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        # One parameter at a time: the foreach form would hold temporaries of all of them at once.
+        # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
         optimizer = AdamW(
             optimizer_groups(self.model, self.options.weight_decay),
             lr=0.0,
             betas=self.options.betas,
             eps=self.options.eps,
             foreach=False,
+            fused=uses_fused_adamw(accelerator(), self.options.fused),
         )
-        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm)
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
@@ -75,8 +79,6 @@ class Partition(Protocol):
 
     engine: Any
     """DeepSpeed's."""
-    weight_is_master: bool
-    """Whether forward reads the masters themselves; else working weights are copies of them."""
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -94,8 +96,12 @@ class Partition(Protocol):
         """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
         ...
 
-    def part(self, name: str, p: nn.Parameter) -> Part:
-        """What this rank holds of a parameter's master and moments, once ``prime_moments`` has made the latter."""
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
+        """What this rank holds of a parameter in these roles; moments are there once ``prime_moments`` made them."""
+        ...
+
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks that all hold this rank's ``part`` of the parameter ``name``; None where no other rank does."""
         ...
 
     def answers_for(self, index: int, name: str) -> bool:
@@ -106,11 +112,8 @@ class Partition(Protocol):
         """What this rank holds of the weight that forward reads."""
         ...
 
-    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
-        """Give the weight that forward reads these ``values``, all that this rank held of it before ZeRO.
-
-        They are asked for where they are needed. Collective in stage 3.
-        """
+    def refresh_weights(self) -> None:
+        """Set the weights that forward reads from their masters, as a step does after its update. Collective."""
         ...
 
     def prime_moments(self) -> None:
@@ -124,7 +127,22 @@ def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
         # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
         if p.numel() and not inner.state[p]:
             moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
-            inner.state[p].update(step=torch.tensor(0.0), **moments)
+            inner.state[p].update(step=_step_counter(inner, p), **moments)
+
+
+def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor:
+    """A counter of no steps, where AdamW keeps it: on the CPU, or for the fused kernel where the master is."""
+    if inner.defaults.get("fused"):
+        return torch.zeros((), device=master.device)
+    return torch.tensor(0.0)
+
+
+def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
+    """Let the optimiser count on from so many steps."""
+    for state in inner.state.values():
+        if "step" in state:
+            # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
+            state["step"] = torch.full_like(state["step"], float(steps))
 
 
 def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import Tensor, nn
 
+from longctx.checkpoint_format import ROLES
 from parallel.zero.gradients import named_gradients
-from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
 
 class Sharded:
     """Each parameter is cut into equal parts, one a rank; the last ones are padded."""
-
-    weight_is_master = False
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._model, self._tensors = wrapping.model, wrapping.tensors
@@ -36,12 +37,18 @@ class Sharded:
         zero = self.engine.optimizer
         return named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
 
-    def part(self, name: str, p: nn.Parameter) -> Part:
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
         # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
         master = safe_get_local_fp32_param(p)
-        values = {moment: safe_get_local_optimizer_state(p, moment) for moment in MOMENTS}
+        values = {MASTER: master}
+        for role in roles:
+            if role != MASTER:
+                values[role] = safe_get_local_optimizer_state(p, role)
         start = p.ds_zero_partition_rank * master.numel()  # type: ignore[attr-defined]
-        return Part(start, self._num_own(name, p, master.numel()), {MASTER: master, **values})
+        return Part(start, self._num_own(name, p, master.numel()), values)
+
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        return None
 
     def answers_for(self, index: int, name: str) -> bool:
         return True
@@ -50,10 +57,15 @@ class Sharded:
         part = p.ds_tensor  # type: ignore[attr-defined]
         return part[: self._num_own(name, p, part.numel())]
 
-    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):  # the first of those that partition it
-            if p.ds_zero_partition_rank == 0:  # type: ignore[attr-defined]
-                p.data.copy_(values().view_as(p))
+    def refresh_weights(self) -> None:
+        zero = self.engine.optimizer
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        # What was gathered of the old weights, or copied within a node, is gathered anew where it is needed.
+        zero.invalidate_secondary_tensor()
+        for p in self._model.parameters():
+            if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                p.partition()  # type: ignore[attr-defined]
 
     def prime_moments(self) -> None:
         # The optimiser is given one flat group at a time during a step: between steps it names none of them.

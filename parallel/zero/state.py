@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
-from parallel.zero.partition import MASTER, Partition
+from parallel.zero.fill import Read, fill
+from parallel.zero.partition import MASTER, Partition, set_steps
 from parallel.zero.tensors import ModelTensors
 
 ReadRange = Callable[[str, str, int, int], Tensor]
@@ -43,29 +45,32 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
                 yield OwnedRange(name, role, start, part.values[role].detach()[: part.numel].cpu())
 
 
+@torch.no_grad()
 def write_state(
     decoder: Decoder, partition: Partition, tensors: ModelTensors, read: ReadRange, *, step: int, moments: bool
 ) -> None:
-    """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps.
+    """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
 
-    Collective in stage 3. Without ``moments`` the optimiser starts afresh.
+    Over all ranks every value is read once: each rank reads its ranges of masters and moments, the weights that forward
+    reads are made of the masters. Without ``moments`` the optimiser starts afresh.
     """
-    partition.prime_moments()
-    for name, buffer in decoder.named_buffers():
-        buffer.copy_(read(name, MASTER, 0, buffer.numel()).view_as(buffer))
     roles, steps_taken = (MASTER,), 0
     if moments:
         roles, steps_taken = ROLES, step
+        partition.prime_moments()
+    # Buffers are whole on every rank.
+    for name, buffer in decoder.named_buffers():
+        fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=dist.group.WORLD)
     for name, p in decoder.named_parameters():
-        first, part = tensors.first_value(name), partition.part(name, p)
-        if part.numel:
-            for role in roles:
-                part.values[role].data[: part.numel].copy_(read(name, role, first + part.start, part.numel))
-        if not partition.weight_is_master:
-            # The weights that forward reads follow their masters; DeepSpeed would only do so after its next step.
-            num_local = tensors.local[name].numel()
-            partition.set_weight(p, lambda name=name, first=first, n=num_local: read(name, MASTER, first, n))
-    for state in partition.inner.state.values():
-        if "step" in state:
-            # One tensor each: AdamW counts up in place, and a common one would count once a parameter.
-            state["step"] = torch.tensor(float(steps_taken))
+        part = partition.part(name, p, roles)
+        first = tensors.first_value(name) + part.start
+        for role, values in part.values.items():
+            own = values.data[: part.numel]
+            fill(own, _reader(read, name, role, first), shared_by=partition.replicas(name))
+    partition.refresh_weights()
+    set_steps(partition.inner, steps_taken)
+
+
+def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
+    """Reads one tensor in one role, counted from its value ``first``."""
+    return lambda start, count: read(name, role, first + start, count)

@@ -46,6 +46,15 @@ class ModelTensors:
             return 0
         return self.experts.ep_rank * self.local[name].numel()
 
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks that hold the same values of a parameter as this one before ZeRO; None where it is the only one."""
+        group = dist.group.WORLD
+        if self.experts is not None and is_expert_weight(name):
+            group = self.experts.replicas
+        if dist.get_world_size(group) == 1:
+            return None
+        return group
+
     def answers_for(self, index: int, name: str) -> bool:
         """Whether this rank is the one, of those that hold the same values, that gives the ``index``-th tensor."""
         # Neighbouring ranks hold different experts, so only every degree-th rank has the same values.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longctx.checkpoint_format import ROLES
 from longctx.model.experts.experts import is_expert_weight
-from parallel.zero.partition import MASTER, MOMENTS, Part, Wrapping, fill_moments, masters_of
+from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of
 
 
 class Whole:
     """Nothing is partitioned; a weight is its own master."""
-
-    weight_is_master = True
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._model, self._tensors = wrapping.model, wrapping.tensors
@@ -46,10 +45,15 @@ class Whole:
             if p.grad is not None:
                 yield name, p.grad
 
-    def part(self, name: str, p: nn.Parameter) -> Part:
-        state = self.inner.state[p]
-        values = {moment: state[moment].view(-1) for moment in MOMENTS}
-        return Part(0, p.numel(), {MASTER: p.data.view(-1), **values})
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
+        values = {MASTER: p.data.view(-1)}
+        for role in roles:
+            if role != MASTER:
+                values[role] = self.inner.state[p][role].view(-1)
+        return Part(0, p.numel(), values)
+
+    def replicas(self, name: str) -> dist.ProcessGroup | None:
+        return self._tensors.replicas(name)
 
     def answers_for(self, index: int, name: str) -> bool:
         return self._tensors.answers_for(index, name)
@@ -57,8 +61,8 @@ class Whole:
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         return p.detach()
 
-    def set_weight(self, p: nn.Parameter, values: Callable[[], Tensor]) -> None:
-        p.data.copy_(values().view_as(p))
+    def refresh_weights(self) -> None:
+        """Nothing to do: forward reads the masters."""
 
     def prime_moments(self) -> None:
         fill_moments(self.inner, masters_of(self.inner))

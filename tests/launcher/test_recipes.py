@@ -80,7 +80,10 @@ class TestWhole:
         assert sum(count_parameters(model).values()) == (plan.parameters or PARAMETERS[STARTS.get(name, plan.source)])
 
     def test_fits_its_gpus_as_its_comment_reckons(self, name):
-        plan, config = PLANS[name], load_run_config(recipe_flags(recipes()[name])).resolve(native_bfloat16=True)
+        plan, config = (
+            PLANS[name],
+            load_run_config(recipe_flags(recipes()[name])).resolve(native_bfloat16=True, device_type="cuda"),
+        )
         gib = memory_of_rank(config, config.model.config(), plan.ranks).training / GIB
         assert gib < 0.75 * plan.gpu_gib, "the rest is for kernels, collectives and CUDA itself"
         reckoned = re.search(r"^#   together +(\d+) +GiB$", recipes()[name].read_text(), re.M)

@@ -113,6 +113,19 @@ def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[
     train(shards, output, {**changed, "run.resume": checkpoint})
 
 
+def build_undrawn(shards: Path, output: Path, checkpoint: Path, changed: Mapping[str, Any]) -> None:
+    """Runs that resume from a checkpoint or start with its weights draw no initial value."""
+    leave_out_pictures()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an initial value was drawn")
+
+    torch.randn = refuse
+    for number, origin in enumerate(("run.resume", "run.start_from")):
+        named = {"model.preset": "none", "train.lr": 1e-3, origin: str(checkpoint)}
+        build(shards, output / str(number), {**changed, **named})
+
+
 def refuse_each(shards: Path, output: Path, cases: list[tuple[Mapping[str, Any], list[str]]]) -> None:
     """Each change of the config ends on every rank with one short CheckpointError that has all the words."""
     leave_out_pictures()

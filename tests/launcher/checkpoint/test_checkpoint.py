@@ -19,6 +19,7 @@ from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, c
 from longctx.errors import CheckpointError
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import (
+    build_undrawn,
     end_guarded,
     refuse_each,
     rows,
@@ -335,3 +336,8 @@ def test_one_rank_that_cannot_write_ends_all_and_the_older_checkpoint_serves(sha
 def test_only_the_newest_are_kept(shards, tmp_path):
     run(train, 1, shards, tmp_path, {"parallel.context": 1, "validation.rows": 0, "checkpoint.keep_last": 2})
     assert [p.name for p in list_checkpoints(tmp_path)] == [f"step_{n:06d}" for n in (STEPS - 2, STEPS)]
+
+
+def test_nothing_is_drawn_that_a_checkpoint_fills(written, shards, base):
+    checkpoint = list_checkpoints(written(PLAIN))[-1]
+    run(build_undrawn, 2, shards, base / "undrawn", checkpoint, settings(*PLAIN))

@@ -167,6 +167,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["--parallel.layout", "zagzig"], ["parallel.layout='zagzig' is unknown", "zigzag"]),
         (["--zero.stage", "4"], ["zero.stage=4 must be 0, 1, 2 or 3"]),
         (["--zero.stage", "0", "--train.dtype", "bfloat16"], ["zero.stage=0", "Try zero.stage=1"]),
+        (["--zero.stage", "many"], ["many", "auto"]),
+        (["--zero.allgather_bucket_size", "7"], ["zero.allgather_bucket_size=7 must be even", "Try 8."]),
+        (["--zero.reduce_bucket_size", "0"], ["zero.reduce_bucket_size=0 must be at least 1"]),
         (["--train.lr", "nan"], ["train.lr=nan"]),
         (["--train.lr", "0"], ["train.lr=0.0"]),
         (["--train.eps", "-1"], ["train.eps=-1.0 must be at least 0"]),
@@ -223,6 +226,24 @@ def test_nothing_is_left_to_the_machine(native):
         asked = ["--train.dtype", "bfloat16", "--train.products", products]
         given = load_run_config(asked).resolve(native_bfloat16=native).train
         assert (given.dtype, given.products) == ("bfloat16", products)
+
+
+def test_a_gpu_gets_its_own_stage_and_never_float32_unasked():
+    asked = {
+        ("--zero.stage", "auto"): ("bfloat16", 2),
+        ("--zero.stage", "1"): ("bfloat16", 1),
+        ("--zero.stage", "0", "--train.dtype", "float32"): ("float32", 0),
+    }
+    for argv, wanted in asked.items():
+        config = load_run_config(list(argv)).resolve(native_bfloat16=True, device_type="cuda")
+        assert (config.train.dtype, config.zero.stage) == wanted
+    stage_0 = load_run_config(["--zero.stage", "0"])
+    with pytest.raises(
+        ConfigError, match=r"(?s)would train in float32 on a GPU.*zero\.stage=2, or train\.dtype=float32"
+    ):
+        stage_0.resolve(native_bfloat16=True, device_type="cuda")
+    assert stage_0.resolve(native_bfloat16=True).train.dtype == "float32"
+    assert load_run_config(["--zero.stage", "auto"]).resolve(native_bfloat16=True).zero.stage == 1
 
 
 def test_every_key_of_a_run_is_read_somewhere():

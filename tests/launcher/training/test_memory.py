@@ -7,7 +7,7 @@ import torch
 
 from launcher.config.load import load_run_config
 from launcher.training import memory
-from launcher.training.memory import GIB, Memory, check_memory, memory_of_rank, why_too_large
+from launcher.training.memory import GIB, Memory, check_memory, memory_by_stage, memory_of_rank, why_too_large
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -29,7 +29,7 @@ def need(flags: list[str], world_size: int = 2) -> Memory:
         (0, "float32", 4 * P, 4 * P, 8 * P),
         (1, "float32", 4 * P, 4 * P, 12 * P // 2),
         (1, "bfloat16", 2 * P, 4 * P, 12 * P // 2),
-        (2, "bfloat16", 2 * P, 4 * P // 2 + 2 * 500_000_000, 12 * P // 2),
+        (2, "bfloat16", 2 * P, 4 * P // 2 + 2 * 50_000_000, 12 * P // 2),
         (3, "bfloat16", 2 * P // 2, 4 * P // 2, 12 * P // 2),
     ],
 )
@@ -37,6 +37,16 @@ def test_what_each_stage_holds_of_seven_billion_parameters(stage, dtype, weights
     own = need([*LLAMA, "--zero.stage", str(stage), "--train.dtype", dtype, "--parallel.context", "2"])
     assert (own.weights, own.gradients, own.optimizer) == (weights, gradients, optimizer)
     assert own.building == 4 * P
+    assert own.masters == (own.optimizer // 3 if stage else 0)
+
+
+def test_the_stages_that_train_in_a_dtype_are_compared():
+    config = load_run_config([*LLAMA, "--train.dtype", "bfloat16"]).resolve(native_bfloat16=True)
+    found = memory_by_stage(config, config.model.config(), 8)
+    assert list(found) == [1, 2, 3]
+    assert [found[stage].state for stage in found] == sorted((m.state for m in found.values()), reverse=True)
+    config = load_run_config(LLAMA).resolve(native_bfloat16=False)
+    assert list(memory_by_stage(config, config.model.config(), 8)) == [0, 1, 2, 3]
 
 
 def test_experts_are_held_by_the_ranks_that_share_them():

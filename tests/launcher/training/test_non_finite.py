@@ -34,7 +34,9 @@ def break_a_weight(run: Run, name: str = LAST_NORM) -> None:
     engine, mesh = run.engine, run.mesh
     p = dict(engine.model.decoder.named_parameters())[name]
     if engine.stage == 3 or mesh.rank == mesh.world_size - 1:
-        engine.partition.set_weight(p, lambda: torch.full((engine.shapes[name].numel(),), torch.nan))
+        # In stage 3 what a rank holds, and what it may have gathered of a small weight.
+        for held in (engine.partition.working_part(name, p), p.data):
+            held.fill_(torch.nan)
 
 
 def break_a_router(run: Run) -> None:

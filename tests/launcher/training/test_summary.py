@@ -49,6 +49,10 @@ def test_a_run_says_what_it_is():
         "Ranks: 2 ranks = data 1 × context 2 on cpu, zigzag rows by p2p, ZeRO 1, float32.",
         "Memory: at least 36 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, optimizer 9.2 MiB, activations 15 MiB); "
         "12.0 GiB are free for 2 ranks.",
+        "ZeRO 0: 25 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, masters 0.0 MiB, moments 12 MiB).",
+        "ZeRO 1, this run: 21 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, masters 3.1 MiB, moments 6.1 MiB).",
+        "ZeRO 2: 25 MiB a rank (weights 6.1 MiB, gradients 9.2 MiB, masters 3.1 MiB, moments 6.1 MiB).",
+        "ZeRO 3: 15 MiB a rank (weights 3.1 MiB, gradients 3.1 MiB, masters 3.1 MiB, moments 6.1 MiB).",
         "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches a rank; rate 0.005 after 40 "
         "steps, then down to 0.00025.",
         "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding.",
@@ -133,6 +137,15 @@ def test_a_resume_that_changes_rate_layout_or_steps():
     changed = ["--train.lr", "1e-3", "--train.steps", "900", "--data.train", "moved", "--train.stop_after", "300"]
     said = only_warning(start([*changed, "--parallel.layout", "striped", "--zero.stage", "2"], origin=origin))
     assert "train.steps 700 → 900, train.lr 0.005 → 0.001, parallel.layout zigzag → striped, zero.stage 1 → 2." in said
+
+
+def test_other_tokens_a_step_change_the_schedule_and_say_how():
+    before = dataclasses.asdict(start().config)
+    origin = Origin(kind="resumed", folder=Path("x"), step=100, settings=before)
+    said = only_warning(start(["--train.tokens_per_step", "8192"], origin=origin))
+    assert "train.tokens_per_step 4096 → 8192." in said
+    # 100 steps of 4,096 tokens and 600 of 8,192, where 700 of 4,096 were planned.
+    assert "700 of them will have seen 5.32M tokens instead of 2.87M; train.steps=400 keeps the tokens." in said
 
 
 def test_a_key_of_a_later_release_is_no_change():

@@ -23,7 +23,7 @@ MODEL = ModelConfig(num_layers=4, num_experts=4, experts_per_token=2, dense_laye
 
 
 def totals(counts: list[list[int]], diagnostics: list[list[float]], **changed: float) -> StepTotals:
-    numbers = {"nll": 30.0, "balance": 33.0, "router_z": 12.0, "flops": 1.0, **changed}
+    numbers = {"nll": 30.0, "objective": 31.0, "balance": 33.0, "router_z": 12.0, "flops": 1.0, **changed}
     of_routers = RouterDiagnostics._make(torch.tensor(diagnostics, dtype=torch.float64).T)
     return StepTotals(counts_LE=torch.tensor(counts), diagnostics=of_routers, **numbers)
 
@@ -53,6 +53,7 @@ def test_expert_figures_by_hand():
 def test_a_dense_model_has_empty_figures():
     empty = StepTotals(
         nll=1.0,
+        objective=1.0,
         balance=0.0,
         router_z=0.0,
         flops=1.0,
@@ -76,7 +77,7 @@ def test_logits_that_are_not_finite_are_named_by_layer():
     assert wrong.broken_routers([1, 3]) == ["model.layers.3 (1,234 tokens)"]
 
 
-@pytest.mark.parametrize("part", ["nll", "balance", "router_z"])
+@pytest.mark.parametrize("part", ["nll", "objective", "balance", "router_z"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_each_part_of_the_loss_must_be_finite(part, value):
     assert totals([[1] * 4], [[0.0] * 4]).finite
@@ -107,7 +108,8 @@ def test_a_loss_that_is_not_finite_is_named_with_the_weights_that_were_not_eithe
     assert said.startswith("the loss of step 7 is not finite: nan, over all ranks.\n")
     assert "before this step: model.norm.weight." in said
     assert "or from an older one should it hold such weights too" in said
-    assert "the balance loss or z-loss of step 7 is not finite (loss 3.5)." in broken(grad_norm=None)
+    assert "a part of the objective of step 7 is not finite (z-loss, " in broken(grad_norm=None)
+    assert "router z-loss), though loss 3.5." in broken(grad_norm=None)
     assert "There is no checkpoint yet: start again with a lower train.lr" in broken(checkpoint=None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -83,3 +85,42 @@ def test_sorting_is_stable_inverts_and_puts_nowhere_last(dtype):
     assert order[inverse].tolist() == list(range(8))
     assert ends.tolist() == [2, 2, 5, 6]
     assert ends.dtype == torch.int32
+
+
+def laid_out(offset, shape, dtype=torch.bfloat16):
+    """A tensor of this shape that lies ``offset`` values into a buffer, as DeepSpeed's flat buffers hold parameters."""
+    size = torch.Size(shape).numel()
+    return torch.arange(offset + size, dtype=torch.float32).to(dtype)[offset:].view(shape)
+
+
+@pytest.mark.parametrize(
+    ("x", "wanted"),
+    [
+        (laid_out(0, (4, 16)), True),
+        (laid_out(8, (4, 16)), True),
+        (laid_out(8, (3, 16, 8)).mT, True),
+        (laid_out(1, (4, 16)), False),  # a parameter of one value before it
+        (laid_out(4, (4, 16)), False),
+        (laid_out(4, (4, 16), torch.float32), True),
+        (laid_out(2, (4, 16), torch.float32), False),
+        (laid_out(129, (3, 16, 8)).mT, False),
+        (laid_out(0, (4, 24))[:, :16], True),  # a part of wider rows
+        (laid_out(0, (4, 20))[:, :16], False),  # rows that begin between words
+        (laid_out(0, (4, 16)).T, True),
+        (laid_out(0, (1, 16)).expand(4, 16), False),  # the gradient of a sum: its rows lie on each other
+        (laid_out(0, (4, 1)).expand(4, 16), False),
+        (laid_out(0, (4, 32))[:, ::2], False),
+    ],
+)
+def test_what_lies_on_words_of_16_bytes(x, wanted):
+    assert grouped.is_aligned(x) == wanted
+    on_cuda = SimpleNamespace(device=SimpleNamespace(type="cuda"), clone=x.clone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "is_aligned", lambda _: wanted)
+        found = grouped.aligned(on_cuda)  # a tensor of this device as far as the function looks
+    if wanted:
+        assert found is on_cuda
+    else:
+        assert grouped.is_aligned(found)
+        assert torch.equal(found, x)
+    assert grouped.aligned(x) is x, "CPUs take any address: no copy"

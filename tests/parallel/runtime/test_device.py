@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from parallel.runtime.device import choose_device, device_name, peak_memory_bytes
+from parallel.runtime.device import choose_device, device_name, peak_memory_bytes, use_expandable_segments
 
 
 @pytest.fixture
@@ -47,6 +47,27 @@ def test_cuda_without_gpus_enough_is_refused(machine, gpus, said):
     machine(gpus=gpus, ranks=2)
     with pytest.raises(ConfigError, match=said):
         choose_device("cuda")
+
+
+def test_blocks_of_gpu_memory_grow_unless_the_user_says_otherwise():
+    environment: dict[str, str] = {}
+    use_expandable_segments(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        own = {name: "max_split_size_mb:512"}
+        use_expandable_segments(own)
+        assert own == {name: "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(("wish", "wanted"), [("auto", True), ("cpu", False)])
+def test_they_do_before_a_gpu_is_touched(machine, monkeypatch, wish, wanted):
+    machine(gpus=1, ranks=1)
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k})
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen.append("PYTORCH_ALLOC_CONF" in os.environ)))
+    choose_device(wish)
+    assert seen == [True] * wanted
+    assert ("PYTORCH_ALLOC_CONF" in os.environ) == wanted
 
 
 def test_the_cpu_tells_its_name_and_memory():

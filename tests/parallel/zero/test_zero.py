@@ -16,9 +16,9 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.deepspeed_config import check_zero
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.options import ZeroOptions, check_zero
 from tests.helpers import run_distributed
 from tests.oracles import Curve, packed_batch, train_alone
 
@@ -73,13 +73,15 @@ def train_together(
     ulysses: int = 1,
     steps: int = FEW,
     recompute: bool = False,
+    fused: bool = False,
+    zero: ZeroOptions | None = None,
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
     mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
     model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
-    options = OptimizerOptions(clip_norm=CLIP)
+    options = OptimizerOptions(clip_norm=CLIP, fused=fused)
     accumulation = ROWS // mesh.data
-    engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options)
+    engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=accumulation, options=options, zero=zero)
     losses, norms, counts_by_step = [], [], []
     for step in range(steps):
         rows = [row_of(step_rows(step), a * mesh.data + mesh.data_rank) for a in range(accumulation)]
@@ -100,13 +102,13 @@ def train_together(
     return Curve(losses, norms, counts_by_step), engine
 
 
-def check_parity(kind: str, context: int, bound: float, steps: int, stages: tuple[int, ...] = (0, 1, 2, 3)):
+def check_parity(kind: str, context: int, bound: float, steps: int, stages: tuple[int, ...] = (0, 1, 2, 3), **way):
     config = {"dense": DENSE, "moe": MOE}[kind]
     wanted, weights = train_alone(config, [[step_rows(s)] for s in range(steps)], lr=LR, clip_norm=CLIP)
     assert min(wanted.norms) > CLIP, "clipping must be active"
     for stage in stages:
         spread = SPREADS[stage] if context > 1 else {"layout": "zigzag"}
-        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread)
+        curve, engine = train_together(config, context=context, stage=stage, steps=steps, **spread, **way)
         errors = {
             name: max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
             for name, got, want in (("loss", curve.losses, wanted.losses), ("norm", curve.norms, wanted.norms))
@@ -146,6 +148,19 @@ def test_every_stage_and_degree_trains_like_one_process(kind, world_size, contex
     run_distributed(check_parity, world_size, kind, context, BOUNDS[kind], FEW, stages, timeout=150)
 
 
+SMALL = ZeroOptions(overlap_comm=True, reduce_bucket_size=1000, allgather_bucket_size=64)
+"""Buckets that are full many times a backward pass, and that the embedding's gradient does not fit into."""
+
+
+def check_as_on_gpus(stages: tuple[int, ...]):
+    check_parity("moe", 2, BOUNDS["moe"], FEW, stages, fused=True, zero=SMALL)
+
+
+def test_fused_overlapped_and_in_small_buckets_they_train_like_one_process():
+    """What GPUs get by default, as far as CPU ranks can run it."""
+    run_distributed(check_as_on_gpus, 2, (1, 2, 3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize(("world_size", "context"), WORLDS)
@@ -167,8 +182,8 @@ def test_recomputation_changes_no_bit():
 
 
 def check_state(stage: int, other: int):
-    """Ranges written in one stage make the other stage go on as if nothing had happened."""
-    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage)
+    """Ranges written in one stage make the other go on as if nothing had happened, with a fused AdamW or without."""
+    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage, fused=stage > other)
     gathered: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, [(*r[:3], r.values.clone()) for r in engine.owned_ranges()])
     whole = {}
@@ -179,7 +194,7 @@ def check_state(stage: int, other: int):
     assert not any(t.isnan().any() for t in whole.values())
     mesh = Mesh.build(context=2)
     model = build_parallel_model(DENSE, mesh, layout="zigzag", seed=1)
-    options = OptimizerOptions(clip_norm=CLIP)
+    options = OptimizerOptions(clip_norm=CLIP, fused=stage < other)
     fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=ROWS, options=options)
     fresh.load(lambda name, role, start, n: whole[name, role][start : start + n], step=FEW)
     batch = row_of(step_rows(99), 0)

@@ -1,7 +1,8 @@
 """PyTorch's FlexAttention behind our kernel contract: soft cap, ALiBi and learned biases on CUDA.
 
 Written for ``torch.nn.attention.flex_attention`` of PyTorch 2.11 to 2.13 (``return_aux``). It is compiled when a
-combination of score rule, dtype and head size is first met, which takes seconds to a minute.
+combination of score rule, dtype and head size is first met, which takes seconds to a minute, and again when the
+numbers of rows and of keys first change; other documents and later changes are no reason to compile again.
 
 It runs the same calls as the flash kernels, over packed rows whose visible keys are one range each, and so needs
 neither a window nor documents: a query row sees keys ``first <= k < stop``.
@@ -15,10 +16,13 @@ times the forward's work, and exact.
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,6 +38,11 @@ _BLOCK = 128
 """Rows and keys of a block of the mask."""
 _LEAST_HEAD = 16
 """Its matrix products take no smaller head."""
+_LEAST_ROWS = _BLOCK + 1
+"""Query rows and key rows of a call. PyTorch compiles sizes of 1 apart from others, so every mask has two blocks of
+each or more."""
+_CACHE_BYTES = 256 << 20
+"""What the masks that are kept may take. The largest take 16 bytes for every 128 × 128 block."""
 
 
 class FlexKernel(VarlenKernel):
@@ -45,7 +54,7 @@ class FlexKernel(VarlenKernel):
         """``ops`` is the function to call (None: ``flex_attention``, compiled)."""
         super().__init__("flex", capability=capability)
         self.ops = ops
-        self._prepared: WeakKeyDictionary[Sequences, Prepared] = WeakKeyDictionary()
+        self._prepared = PreparedCalls(_CACHE_BYTES)
 
     def supports(self, request: KernelRequest) -> str | None:
         if request.device_type != "cuda":
@@ -64,7 +73,7 @@ class FlexKernel(VarlenKernel):
     def call_forward(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        return self._attention(q_nHD, k_mKD, v_mKV, call, scores, _table(scores))
+        return self._attention(q_nHD.detach(), k_mKD.detach(), v_mKV.detach(), call, scores, _table(scores))
 
     def call_backward(
         self,
@@ -103,24 +112,25 @@ class FlexKernel(VarlenKernel):
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
-        if call not in self._prepared:
-            self._prepared[call] = prepare(call)
-        prepared = self._prepared[call]
+        prepared = self._prepared.of(call)
         D, V = max(_LEAST_HEAD, q_nHD.shape[-1]), max(_LEAST_HEAD, v_mKV.shape[-1])
-        run = self.ops
-        if run is None:
-            run = _compiled()
-        out_1HnV, aux = run(
-            padded(q_nHD, D).transpose(0, 1).unsqueeze(0),
-            padded(k_mKD, D).transpose(0, 1).unsqueeze(0),
-            padded(v_mKV, V).transpose(0, 1).unsqueeze(0),
+        run, attention = _by_heads, self.ops
+        if attention is None:
+            bidirectional = scores.relative_bias is not None and scores.relative_bias.bidirectional
+            kind = (scores.scale, scores.softcap, scores.rules, bidirectional, torch.is_grad_enabled())
+            run, attention = _compiled(kind), flex_attention
+        out_nHV, lse_nH = run(
+            _filled(q_nHD, D),
+            _filled(k_mKD, D),
+            _filled(v_mKV, V),
+            attention,
             score_mod=score_rule(prepared, scores, table),
             block_mask=prepared.mask,
             scale=scores.scale,
             enable_gqa=q_nHD.shape[1] != k_mKD.shape[1],
-            return_aux=AuxRequest(lse=True),
         )
-        return out_1HnV[0].transpose(0, 1)[..., : v_mKV.shape[-1]], aux.lse[0].transpose(0, 1)
+        rows = len(q_nHD)
+        return out_nHV[:rows, :, : v_mKV.shape[-1]], lse_nH[:rows]
 
 
 class Prepared(NamedTuple):
@@ -131,6 +141,47 @@ class Prepared(NamedTuple):
     """Int64 [n]: query row q and key row k stand from_q[q] − from_k[k] tokens apart, if one sees the other."""
     from_k: Tensor
 
+    def num_bytes(self) -> int:
+        """What it takes on the device."""
+        tensors = [self.from_q, self.from_k, *(x for x in self.mask.as_tuple() if isinstance(x, Tensor))]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class PreparedCalls:
+    """What was worked out for the calls met last, while they exist and up to so many bytes.
+
+    A schedule makes its calls once and all layers share them, so a call is its own key.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self.num_bytes = most_bytes, 0
+        # by the call's identity, the one met last at the end
+        self._known: OrderedDict[int, Prepared] = OrderedDict()
+        self._calls: dict[int, ref[Sequences]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, call: Sequences) -> Prepared:
+        """What FlexAttention needs of this call."""
+        key = id(call)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        prepared = self._known[key] = prepare(call)
+        self._calls[key] = ref(call, lambda _: self._forget(key))
+        self.num_bytes += prepared.num_bytes()
+        # the newest stays whatever it takes: it is about to be used
+        while self.num_bytes > self._most_bytes and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+        return prepared
+
+    def _forget(self, key: int) -> None:
+        prepared = self._known.pop(key, None)
+        self._calls.pop(key, None)
+        if prepared is not None:
+            self.num_bytes -= prepared.num_bytes()
+
 
 def prepare(call: Sequences) -> Prepared:
     """The block mask, and where the rows' tokens stand in their document."""
@@ -138,7 +189,27 @@ def prepare(call: Sequences) -> Prepared:
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
     from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
     first, stop = visible_keys(call)
-    return Prepared(block_mask(first, stop, call.num_keys), from_q, call.steps[sequence_k] * row_k)
+    # Rows that fill up see the first key: nothing is asked of their output, so they give no gradient, and no row of
+    # the call is without a key.
+    first, stop, from_q = _filled_rows(first), _filled_rows(stop, value=1), _filled_rows(from_q)
+    mask = block_mask(first, stop, max(call.num_keys, _LEAST_ROWS))
+    return Prepared(mask, from_q, _filled_rows(call.steps[sequence_k] * row_k))
+
+
+def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
+    """x with this value behind it up to ``_LEAST_ROWS`` rows."""
+    missing = _LEAST_ROWS - len(x_n)
+    if missing > 0:
+        return pad(x_n, (0, missing), value=value)
+    return x_n
+
+
+def _filled(x_nHD: Tensor, size: int) -> Tensor:
+    """Packed rows with zeros behind the last channel up to ``size`` and, of short calls, behind the last row."""
+    missing = _LEAST_ROWS - len(x_nHD)
+    if missing > 0:
+        x_nHD = pad(x_nHD, (0, 0, 0, 0, 0, missing))
+    return padded(x_nHD, size)
 
 
 def visible_keys(call: Sequences) -> tuple[Tensor, Tensor]:
@@ -236,7 +307,28 @@ def _table(scores: Scores) -> Tensor | None:
     return scores.relative_bias.table_NH
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Any:
-    # one graph: past PyTorch's limit of recompilations it must fail, not fall back to forming whole scores
-    return torch.compile(flex_attention, fullgraph=True)
+@lru_cache(maxsize=32)
+def _compiled(kind: tuple) -> Any:
+    """``flex_attention``, compiled for scores of one kind, with or without gradients.
+
+    PyTorch counts recompilations by code object and turns a number that changes between calls into a variable, which
+    FlexAttention's kernels do not take as a scale. So each kind has a code object of its own: its scale and its soft
+    cap stay constants, and it is compiled again only while numbers of rows and of keys change for the first time.
+    """
+    name = re.sub(r"\W", "_", f"flex_attention{kind}")
+    function = FunctionType(_by_heads.__code__.replace(co_name=name), globals(), name)
+    # One graph: past its limit of recompilations PyTorch must fail, not fall back to forming whole scores. Lengths
+    # become dynamic by themselves when a second one is met; ``dynamic=True`` would make the scale a variable too.
+    return torch.compile(function, fullgraph=True)
+
+
+def _by_heads(
+    q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, attention: Callable[..., Any], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output [n, H, V] and log-sum-exp [n, H] of packed rows.
+
+    Heads change places here, within the graph: of a view PyTorch would compile for what it is a view of as well.
+    """
+    q_1HnD, k_1KmD, v_1KmV = (x.transpose(0, 1).unsqueeze(0) for x in (q_nHD, k_mKD, v_mKV))
+    out_1HnV, aux = attention(q_1HnD, k_1KmD, v_1KmV, return_aux=AuxRequest(lse=True), **options)
+    return out_1HnV[0].transpose(0, 1), aux.lse[0].transpose(0, 1)

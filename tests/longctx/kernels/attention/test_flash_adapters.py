@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,9 +15,11 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention import ops, select
 from longctx.kernels.attention.bias import distance_bias
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
+from longctx.kernels.attention.flash import flex
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
+from longctx.kernels.attention.flash.varlen import calls_on
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in
 
@@ -224,6 +228,59 @@ def test_flex_attention_itself_agrees():
         for f in (flex_attention, flash_stand_in.flex)
     ]
     torch.testing.assert_close(*ours, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_compiles_no_more_once_lengths_have_changed(monkeypatch):
+    """The ninth compilation of one function would end the run, and a variable scale is none that its kernels take."""
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(next(node for node in graph.graph.nodes if "flex_attention" in str(node.target)))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    flex._compiled.cache_clear()
+    kernel, g = FlexKernel(), torch.Generator().manual_seed(0)
+    kinds = (Scores(scale=0.3, softcap=2.0), Scores(scale=0.25, alibi_slopes_H=torch.rand(2)))
+    for number, (rows, keys) in enumerate(((300, 300), (257, 400), (1, 1), (1, 300), (130, 5), (520, 129))):
+        for scores in kinds:
+            q, k = (torch.randn(1, n, 2, 16, generator=g) for n in (rows, keys))
+            slices = slice_table([AttentionSlice(0, rows, 0, keys)])
+            got = kernel.forward(q, k, k, slices, scores=scores)
+            want = KERNELS["flex"]().forward(q, k, k, slices, scores=scores)
+            # scores of about 10 in float32, beside float64
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        if number == 2:
+            known = len(graphs)
+    flex._compiled.cache_clear()
+    assert len(graphs) == known <= 3 * len(kinds)
+    assert {node.args[5] for node in graphs} == {0.3, 0.25}, "the scale is a constant"
+
+
+def test_flex_keeps_masks_up_to_a_limit_and_no_longer_than_their_calls():
+    tables = [slice_table([AttentionSlice(0, n, 0, n, 0)]) for n in (1301, 1302, 1303)]
+    calls = [calls_on(table, 1, torch.device("cpu"), distances=False)[0] for table in tables]
+    one = flex.prepare(calls[0]).num_bytes()
+    # 11 × 11 blocks in four lists of int32, and a few vectors of a number a row
+    assert 4 * 4 * 11 * 11 < one < 4 * 4 * 11 * 11 + 40 * 1301
+    kept = flex.PreparedCalls(int(2.5 * one))
+    first = kept.of(calls[0])
+    assert kept.of(calls[0]) is first
+    kept.of(calls[1])
+    assert kept.of(calls[0]) is first
+    kept.of(calls[2])  # the one met longest ago makes room
+    assert kept.of(calls[0]) is first
+    assert len(kept) == 2
+    assert kept.num_bytes <= 2.5 * one
+    small = flex.PreparedCalls(1)
+    small.of(calls[0])
+    small.of(calls[1])
+    assert len(small) == 1
+    copy = replace(calls[0])
+    kept.of(copy)
+    del copy
+    gc.collect()
+    assert kept.num_bytes == sum(kept.of(call).num_bytes() for call in (calls[0],))
 
 
 def test_flex_backward_runs_behind_an_operator(monkeypatch):
