@@ -130,7 +130,7 @@ def _measure_case(
     figures.add("a layer's ring, host only", case, ranks, seconds, unit="s", **partners)
     figures.add("peers a rank talks to", case, ranks, len(again.peers), **partners)
     for name in models:
-        for kind_of_keys, shape in attention_shapes(PRESETS[name]).items():
+        for kind_of_keys, shape in attention_shapes(PRESETS[name], ulysses).items():
             received = schedule.bytes_received(mesh.rank, shape, transport, mesh.ring_ranks_in_node)
             words: dict[str, Any] = {"unit": "B", "needed": "rows seen", "power": 0.0}
             figures.add(f"{kind_of_keys} a layer receives", f"{name}, {case}", ranks, received, **words)
@@ -163,11 +163,13 @@ def _differentiate(block: KVBlock) -> KeysAndValues:
     return torch.zeros_like(block.keys_BsKD), torch.zeros_like(block.values_BsKV)
 
 
-def attention_shapes(config: ModelConfig) -> dict[str, AttentionShape]:
+def attention_shapes(config: ModelConfig, ulysses: int) -> dict[str, AttentionShape]:
     """A layer's heads as they are sent between ranks, in bfloat16."""
     if not config.is_latent:
         return {"keys and values": _shape(config, config.num_kv_heads)}
-    # Each head unfolds a key and a value of its own before they travel. The latents are what they are unfolded from.
+    # Each head unfolds a key and a value of its own before they travel. Ulysses could not trade the one latent.
+    if ulysses > 1:
+        return {"keys and values": _shape(config, config.num_heads)}
     latents = AttentionShape(config.num_heads, 1, config.kv_lora_rank + config.rope_head_dim, 2, 0)
     return {"keys and values": _shape(config, config.num_heads), "latents, were they sent,": latents}
 

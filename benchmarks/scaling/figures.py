@@ -37,11 +37,12 @@ class Figure:
         ranks = sorted(self.values)
         if len(ranks) < 2:
             return None
-        # Clipped: below the floor a figure is rounding, and 0 has no logarithm.
-        floor = FLOORS[self.unit]
-        first, last = (max(self.values[n], floor) for n in (ranks[0], ranks[-1]))
-        if last <= floor:
+        floor, last = FLOORS[self.unit], self.values[ranks[-1]]
+        # What shrinks may end small, so the larger of both ends decides.
+        if max(last, self.values[ranks[0]]) <= floor:
             return None
+        # Clipped: a hundredth of the floor is rounding, and 0 has no logarithm.
+        first, last = max(self.values[ranks[0]], floor / 100), max(last, floor / 100)
         return math.log(last / first) / math.log(ranks[-1] / ranks[0])
 
     @property

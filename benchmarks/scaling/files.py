@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.scaling.figures import Figures, timed
 from data_pipeline.rows.pack import plan_rows
@@ -19,10 +20,10 @@ from launcher.metrics.expert_history import shortened
 from launcher.metrics.expert_load import max_violation, mean_violation
 from launcher.metrics.record import encode
 from launcher.training.data_check import _View
-from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import FORMAT, ROLES, VERSION, CheckpointReader, canonical_hash
 from longctx.config import PRESETS, ModelConfig
 from longctx.files import MANIFEST
+from longctx.model.decoder import Decoder
 
 SHARDS, SHARD_BYTES = 4000, 268_435_456
 """A corpus of 1.07 TB: shards as ``data build`` closes them, 2^26 tokens of four bytes."""
@@ -52,15 +53,9 @@ def measure_checkpoint(figures: Figures, ranks: int, model: str) -> None:
 
 
 def tensor_sizes(config: ModelConfig) -> list[int]:
-    """Values of each tensor of a model, about: as many matrices a layer as it has, of the layer's mean size."""
-    counts = count_parameters(config)
-    num_layers = config.num_layers
-    per_layer = 9
-    if config.num_experts:
-        # Router, experts in two tensors, shared ones in three; latent attention has four more than plain.
-        per_layer = 12
-    whole = sum(counts.values())
-    return [whole // (num_layers * per_layer)] * (num_layers * per_layer)
+    """Values of each tensor of a model, built without memory."""
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in Decoder(config).parameters()]
 
 
 def _num_pieces(sizes: Sequence[int], ranks: int, stage: int) -> int:
