@@ -23,7 +23,7 @@ from parallel.schedule import costs
 from parallel.schedule.bands import area
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
-from parallel.schedule.work import Hop, Mask, RingWork
+from parallel.schedule.work import Hop, Mask, Partners, RingWork
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,9 @@ class Schedule:
         # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
-    def exchanges(self, ring_rank: int) -> tuple[int, ...]:
-        """The hops, from 1, in which a ring rank may receive or send a row, ascending; in the others it does neither.
-
-        In hop h it meets the keys of the ring rank h before its own, and the ring rank h after its own meets its keys.
-        """
-        degree = self.layout.ring_degree
-        owners, receivers = self.owners(ring_rank), self.receivers(ring_rank)
-        if owners is None or receivers is None:
-            return tuple(range(1, degree))
-        receives = {(ring_rank - owner) % degree for owner in owners}
-        sends = {(receiver - ring_rank) % degree for receiver in receivers}
-        return tuple(sorted(receives | sends))
-
-    def owners(self, receiver: int) -> frozenset[int] | None:
-        """The other ring ranks that may have a key which some query of the receiver sees; None: any of them."""
-        return self._ring.owners(receiver)
-
-    def receivers(self, owner: int) -> frozenset[int] | None:
-        """The other ring ranks that may have a query which sees some key of the owner; None: any of them."""
-        return self._ring.receivers(owner)
+    def partners(self, ring_rank: int) -> Partners:
+        """The ring ranks that a ring rank may receive rows from, or send some to, in any hop."""
+        return self._ring.partners(ring_rank)
 
     def hop(self, receiver: int, owner: int) -> Hop:
         """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""

@@ -64,6 +64,26 @@ class Hop:
         return self.rows.num_rows
 
 
+class Partners(NamedTuple):
+    """Whom a ring rank may exchange rows with; with all others it never does."""
+
+    ring_rank: int
+    degree: int
+    owners: frozenset[int]
+    """Others with a key that some query of the ring rank may see."""
+    receivers: frozenset[int]
+    """Others with a query that may see some key of the ring rank."""
+    are_known: bool = True
+    """False where nobody has looked: then they are all others."""
+
+    @property
+    def hops(self) -> list[int]:
+        """The hops, from 1, in which the ring rank may receive or send: its keys' owner is so many before it."""
+        receives = {(self.ring_rank - owner) % self.degree for owner in self.owners}
+        sends = {(receiver - self.ring_rank) % self.degree for receiver in self.receivers}
+        return sorted(receives | sends)
+
+
 @dataclass(frozen=True)
 class RingWork:
     """The work between every two ring ranks, each built once, when it is first asked for."""
@@ -92,13 +112,9 @@ class RingWork:
 
         return self._once(("rows", receiver, owner), build)
 
-    def owners(self, receiver: int) -> frozenset[int] | None:
-        """The other ring ranks with a key that some query of the receiver may see; None: ask each of them."""
-        return self._once(("owners", receiver), lambda: self._partners(receiver, keys=True))
-
-    def receivers(self, owner: int) -> frozenset[int] | None:
-        """The other ring ranks with a query that may see some key of the owner; None: ask each of them."""
-        return self._once(("receivers", owner), lambda: self._partners(owner, keys=False))
+    def partners(self, ring_rank: int) -> Partners:
+        """The ring ranks that a ring rank may receive rows from, or send some to: found by two searches over all."""
+        return self._once(("partners", ring_rank), lambda: self._find_partners(ring_rank))
 
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
         """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
@@ -150,29 +166,29 @@ class RingWork:
         """Whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
         if receiver == owner:
             return True
-        # Known exactly where one of the two has asked for all its partners at once.
-        owners, receivers = self._built.get(("owners", receiver)), self._built.get(("receivers", owner))
-        if owners is not None:
-            return owner in owners
-        if receivers is not None:
-            return receiver in receivers
+        # Known where one of the two has asked for all its partners at once.
+        for_receiver, for_owner = self._built.get(("partners", receiver)), self._built.get(("partners", owner))
+        if for_receiver is not None and for_receiver.are_known:
+            return owner in for_receiver.owners
+        if for_owner is not None and for_owner.are_known:
+            return receiver in for_owner.receivers
         return self._segments(receiver).may_meet(self._segments(owner, keys=True))
 
-    def _partners(self, ring_rank: int, *, keys: bool) -> frozenset[int] | None:
-        """Ring ranks whose keys a rank's queries may meet (else whose queries its keys), from one search over all."""
-        one_layout = self.key_layout is self.layout
+    def _find_partners(self, ring_rank: int) -> Partners:
+        degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
         # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
         if not one_layout or self.mask.stride or self.layout.runs[ring_rank][0].step != 1:
-            return None
-        own, (others, owner_of) = self._segments(ring_rank), self._all_segments
-        found: list[ndarray] = []
+            everyone = frozenset(range(degree)) - {ring_rank}
+            return Partners(ring_rank, degree, everyone, everyone, are_known=False)
+        own, (others, rank_of) = self._segments(ring_rank), self._all_segments
+        owners: set[int] = set()
+        receivers: set[int] = set()
         for bounds in mask_bounds(causal=self.mask.causal, window=self.mask.window, sink_tokens=self.mask.sink_tokens):
-            if keys:
-                _, met = meeting_segments(own, others, bounds)
-            else:
-                met, _ = meeting_segments(others, own, bounds)
-            found.append(owner_of[met])
-        return frozenset(np.unique(np.concatenate(found)).tolist()) - {ring_rank}
+            _, keys = meeting_segments(own, others, bounds)
+            queries, _ = meeting_segments(others, own, bounds)
+            owners.update(rank_of[keys].tolist())
+            receivers.update(rank_of[queries].tolist())
+        return Partners(ring_rank, degree, frozenset(owners) - {ring_rank}, frozenset(receivers) - {ring_rank})
 
     @cached_property
     def _all_segments(self) -> tuple[Segments, ndarray]:

@@ -39,7 +39,7 @@ class PointToPoint:
     def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
         self.schedule, self.rank, self.degree = schedule, mesh.ring_rank, mesh.ring_degree
         # Of many documents a rank meets few others: the rest of the hops would only cost time on the host.
-        self.hops = schedule.exchanges(mesh.ring_rank)
+        self.hops = schedule.partners(mesh.ring_rank).hops
         self.exchange = RingExchange(mesh, communication_dtype)
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
