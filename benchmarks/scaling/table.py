@@ -17,9 +17,9 @@ ATTENTION = (
 EXPERTS = ("experts", "balance by document, all-reduced", "finding shared documents", "capacity, gathered a layer")
 FILES = ("checkpoint manifest", "metrics.jsonl, a step", "a step's totals, all-reduced")
 START = (
-    "groups that a rank creates",
-    "groups that a rank is in",
-    "creating groups, no network",
+    "groups that a rank makes",
+    "members of its largest group",
+    "making groups, no network",
     "checksums",
     "views of the data, gathered",
     "plan of an epoch",

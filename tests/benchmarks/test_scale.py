@@ -30,7 +30,7 @@ def test_what_must_not_grow_does_not(figures: list[Figure]):
     for (part, case), values in found.items():
         if part in ("metrics.jsonl, a step", "a step's totals, all-reduced"):
             assert len(set(values)) == 1, case
-    entered = [values for (part, _), values in found.items() if part == "groups that a rank is in"]
+    entered = [values for (part, _), values in found.items() if part == "groups that a rank makes"]
     assert entered
     assert max(entered[0]) <= 6
     read = [values for (part, _), values in found.items() if part == "checksums that a rank reads"]
