@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import KINDS, RESULTS
+from benchmarks.scaling import table as scale
 
 MARKDOWN_COLUMNS = 100
 DOCS = Path(__file__).parent.parent / "docs"
@@ -349,6 +350,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("peers", peers),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
+    "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),
+    "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
+    "scale-files": ("scale", scale.table_of(scale.FILES)),
+    "scale-start": ("scale", scale.table_of(scale.START)),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
@@ -19,6 +20,7 @@ from parallel.attention.linear import ContextParallelLinearAttention, check_line
 from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
+from parallel.schedule.segments import shared_documents
 
 
 def build_parallel_model(
@@ -118,9 +120,20 @@ def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
 def _context_sum(mesh: Mesh):
     """Sums router counts over the ranks that share a sequence."""
 
-    def reduce_counts(counts_LSE: Tensor) -> Tensor:
-        if mesh.context_group is not None:
+    def reduce_counts(counts_LSE: Tensor, batch: Batch) -> Tensor:
+        if mesh.context_group is None:
+            return counts_LSE
+        num_documents = len(batch.documents.bounds) - 1
+        if batch.placement is None or counts_LSE.shape[1] != num_documents:
             dist.all_reduce(counts_LSE, group=mesh.context_group)
-        return counts_LSE
+            return counts_LSE
+        # A document that one rank holds alone is counted already; of a packed batch few are on several.
+        shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds)).to(counts_LSE.device)
+        summed = counts_LSE.index_select(1, shared)
+        # A token chooses an expert once, so no count is beyond the tokens: half the bytes.
+        if batch.documents.num_tokens < 2**31:
+            summed = summed.int()
+        dist.all_reduce(summed, group=mesh.context_group)
+        return counts_LSE.index_copy(1, shared, summed.long())
 
     return reduce_counts
