@@ -6,7 +6,6 @@ Axes: B rows, t tokens of this rank, L layers of experts, S documents of the mic
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +58,10 @@ class CausalLM(nn.Module):
         load_LE = None
         if training_pass is not None:
             load_LE = training_pass.expert_load_LE
-        reduce_counts = partial(self.reduce_counts, batch=batch)
+
+        def reduce_counts(counts_LSE: Tensor) -> Tensor:
+            return self.reduce_counts(counts_LSE, batch)
+
         balance = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
         # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
         z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
