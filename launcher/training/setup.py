@@ -318,7 +318,7 @@ def _build_engine(
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
+        execution=Execution(train.recompute, train.recompute_experts, config.expert_tile_tokens, products),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         seed=seed,
