@@ -23,7 +23,7 @@ def compile_cpu_adam() -> None:
 
     Ranks of one machine wait for the first that compiles.
     """
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # type: ignore[attr-defined]
 
     # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
