@@ -92,7 +92,7 @@ class Run:
             self.loader,
             self.shard_batch,
             num_steps=max(0, self.config.last_step - self.progress.step),
-            pin_memory=self.device.type == "cuda",
+            device=self.device,
         )
 
     @property
