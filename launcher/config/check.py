@@ -86,6 +86,9 @@ def _refuse_expert_options(config: RunConfig) -> None:
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         default = getattr(getattr(defaults, section), key)
+        # 0 is what "auto" comes to: a dense run's own config.toml may say so.
+        if name == "parallel.expert_tile_tokens" and not config.expert_tile_tokens:
+            continue
         if value != default:
             raise ConfigError(
                 f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"

@@ -264,6 +264,7 @@ def test_a_gpu_gets_its_own_stage_and_never_float32_unasked():
         (["--parallel.expert", "2", "--parallel.expert_tile_tokens", "0"], "cuda", 0),
         (["--parallel.expert", "2", "--parallel.expert_tile_tokens", "96"], "cuda", 96),
         (DENSE, "cuda", 0),
+        ([*DENSE, "--parallel.expert_tile_tokens", "0"], "cuda", 0),
     ],
 )
 def test_experts_on_several_gpus_are_sent_in_tiles(argv, device_type, wanted):
