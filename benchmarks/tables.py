@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import KINDS, RESULTS
+from benchmarks.scaling import table as scale
 
 MARKDOWN_COLUMNS = 100
 DOCS = Path(__file__).parent.parent / "docs"
@@ -304,6 +305,38 @@ def _power(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
+# --- the start ----------------------------------------------------------------------------------------------
+
+_ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
+
+
+def start_memory(result: Result) -> str:
+    """Memory and time of a start by stage, of the state before and of today's."""
+    before = {_start_case(row): row for row in result["before"]}
+    lines = []
+    for row in result["rows"]:
+        old = before.get(_start_case(row), {})
+        size = f"{row['model']}, {row['billions']} billion"
+        limit = f"{2 * row['share'] + 1:.1f}"
+        figures = [_start_change(old, row, of) for of in ("peak", "seconds")]
+        lines.append(
+            [size, _ORIGINS[row["origin"]], f"{row['stage']}, {row['dtype']}", f"{row['share']:.1f}", limit, *figures]
+        )
+    head = ("parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "seconds")
+    return markdown(head, lines)
+
+
+def _start_case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "billions", "origin", "stage"))
+
+
+def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
+    """The figure of today, after that of the state before where there is one."""
+    if of in old:
+        return f"{old[of]:.1f} → **{row[of]:.1f}**"
+    return f"{row[of]:.1f}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "loss": ("loss", loss),
@@ -317,6 +350,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("peers", peers),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
+    "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),
+    "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
+    "scale-files": ("scale", scale.table_of(scale.FILES)),
+    "scale-start": ("scale", scale.table_of(scale.START)),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

@@ -17,7 +17,7 @@ from longctx_train import end_if_names_clash
 end_if_names_clash()
 
 from launcher.cli.verbs import main_over_ranks
-from launcher.cluster.exit import run_to_exit_code
+from launcher.cluster.exit import run_script
 
 if __name__ == "__main__":
-    sys.exit(run_to_exit_code(lambda: main_over_ranks("evaluate", sys.argv[1:]), interrupted="Interrupted."))
+    run_script(lambda: main_over_ranks("evaluate", sys.argv[1:]), interrupted="Interrupted.")

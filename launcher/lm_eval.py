@@ -17,7 +17,7 @@ from longctx_train import end_if_names_clash
 # Before any package of ours: another's of the same name would end in an ImportError.
 end_if_names_clash()
 
-from launcher.cluster.exit import run_to_exit_code
+from launcher.cluster.exit import run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.flags import take_flag, without_local_rank
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int | None:
         raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
     # One process needs no group, and lm-eval makes the model.
     if world_size == 1:
-        return _run(arguments)
+        _run(arguments)
+        return None
     _, wish = take_flag(arguments, "--device")
     device = choose_device(device_wish(wish), "--device")
     with process_group(timeout_seconds=TIMEOUT_SECONDS, device=device):
@@ -51,13 +52,17 @@ def main(argv: list[str]) -> int | None:
         ranks = Ranks(device)
         if rank != 0:
             return ranks.serve()
-        try:
-            from launcher.evaluation.harness.model import share_ranks
+        from launcher.evaluation.harness.model import share_ranks
 
-            share_ranks(ranks)
-            return _run(arguments)
-        finally:
+        share_ranks(ranks)
+        try:
+            _run(arguments)
+        except SystemExit:
+            # Help, or what is wrong with the options, is printed; any other error ends all ranks by itself.
             ranks.end()
+            raise
+        ranks.end()
+        return None
 
 
 def _run(arguments: list[str]) -> None:
@@ -68,4 +73,4 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED))
+    run_script(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED)

@@ -22,11 +22,12 @@ from longctx_train import end_if_names_clash
 # Before any package of ours: another's of the same name would end in an ImportError.
 end_if_names_clash()
 
-from launcher.cluster.exit import run_to_exit_code
+from launcher.cluster.exit import run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.run_folder import LOGS
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.device import choose_device
 from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
@@ -41,23 +42,23 @@ def main(argv: list[str]) -> None:
     check_hostfile(config.run.hostfile, world_size)
     device = choose_device(config.run.device)
     check_run(config, world_size)
-    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
-    try:
-        # DeepSpeed decides on a device when it is imported.
-        from launcher.training.setup import build_run
-        from launcher.training.trainer import Trainer
+    traces = Path(config.run.output_dir) / LOGS
+    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device, traces=traces)
+    # DeepSpeed decides on a device when it is imported.
+    from launcher.training.setup import build_run
+    from launcher.training.trainer import Trainer
 
-        # Before anything large is built: garbage that holds tensors must go.
-        gc.enable()
+    # Before anything large is built: garbage that holds tensors must go.
+    gc.enable()
 
-        # Rank 0 decides for all, should the hosts differ.
-        native = device.type == "cuda" or has_native_bfloat16()
-        native, device_type = broadcast_object((native, device.type))
-        config = config.resolve(native_bfloat16=native, device_type=device_type)
-        Trainer(build_run(config, device)).train()
-    finally:
-        stop_process_group()
+    # Rank 0 decides for all, should the hosts differ.
+    native = device.type == "cuda" or has_native_bfloat16()
+    native, device_type = broadcast_object((native, device.type))
+    config = config.resolve(native_bfloat16=native, device_type=device_type)
+    Trainer(build_run(config, device)).train()
+    # Only now: after an error NCCL waits here for kernels that wait for this rank.
+    stop_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_exit_code(lambda: main(sys.argv[1:])))
+    run_script(lambda: main(sys.argv[1:]))

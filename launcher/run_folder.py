@@ -70,8 +70,8 @@ def start_logging(folder: Path, rank: int) -> None:
     else:
         to_console.setLevel(logging.WARNING)
         to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    # It writes its report to standard error by itself.
-    to_console.addFilter(lambda record: record.name != "launcher.cluster.exit")
+    # They write to standard error what a user shall read, once for all ranks.
+    to_console.addFilter(lambda record: record.name not in ("launcher.cluster.exit", "parallel.runtime.watch.member"))
     # A full disk must not bury the error that says so under the log's own traceback.
     logging.raiseExceptions = False
     # Our packages alone, not the root: DeepSpeed and torch log what no user of ours asked for.

@@ -1,4 +1,8 @@
-"""How a command ends: one screen and an exit code for a user's mistake, a traceback for a fault of ours."""
+"""How a command ends: one screen and an exit code for a user's mistake, a traceback for a fault of ours.
+
+Over ranks the first failure of any rank ends all of them (``parallel/runtime/watch/``), and its message is the one that
+the user reads.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from longctx.errors import ConfigError, LongCtxError
+from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
+from parallel.runtime.watch.failure import Failure
+from parallel.runtime.watch.last_words import end_process, say
+from parallel.runtime.watch.member import Member, text_of
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
@@ -24,66 +33,141 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HEAD_START_SECONDS = 10.0
 """How long a silent rank waits for rank 0 to report: the launcher ends all ranks as soon as one has failed."""
 
+_HEARD_SECONDS = 3.0
+"""How long a rank that lost contact with another one waits to hear why."""
+
 _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
+
+
+def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> NoReturn:
+    """Run ``action`` and end this process with its exit code: what every script that runs over ranks does."""
+    code = run_to_exit_code(action, interrupted=interrupted)
+    if code == DONE:
+        stop_watch()
+        sys.exit(DONE)
+    # Not sys.exit: leaving the process group, and a GPU that computes, may wait for ever for other ranks.
+    member = watching()
+    if member is not None:
+        member.end(code)
+    end_process(code)
 
 
 def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> int:
     """Run ``action`` and return the exit code: its own, if it returns one. When it raises, report why.
 
     Errors in what the user gave are raised on every rank alike, so rank 0 alone reports them. ``interrupted`` is
-    printed after Ctrl-C.
+    printed after Ctrl-C. Where several ranks run, the failure of this one ends all of them, and that of another one is
+    what this one ends with.
     """
+    say_when_interrupted(interrupted)
     try:
-        return action() or DONE
-    except ConfigError as error:
-        _report_on_rank_0(f"{type(error).__name__}: {error}")
-        return WRONG_USAGE
-    except LongCtxError as error:
-        _report_on_rank_0(f"{type(error).__name__}: {error}")
-        return FAILED
-    except SystemExit as ending:
-        return _code_of(ending)
+        try:
+            return action() or DONE
+        except BaseException as error:
+            member = watching()
+            if member is not None:
+                member.take_over()
+            return _end(_failure_of(error, interrupted))
     except KeyboardInterrupt:
+        # It came while an error was told: the user's, or the watch's, which knows of another rank's failure.
+        return _code_of_first() or INTERRUPTED
+
+
+def _failure_of(error: BaseException, interrupted: str) -> Failure:
+    """What a user reads of an error, the exit code, and whether all ranks are about to end alike."""
+    if isinstance(error, LongCtxError):
+        code = FAILED
+        if isinstance(error, ConfigError):
+            code = WRONG_USAGE
+        return _failure(code, f"{type(error).__name__}: {error}", alike=True, follows=_is_lost_peer(error.__cause__))
+    if isinstance(error, SystemExit):
+        # tyro has printed why.
+        return _failure(_code_of(error), "", alike=True)
+    if isinstance(error, KeyboardInterrupt):
         # Every rank gets the signal; one message is enough.
-        if _rank() == 0:
-            _report(interrupted)
-        return INTERRUPTED
-    except Exception as error:
-        # This rank alone may have met it, so it cannot leave the report to rank 0.
-        _report(_explain(error))
-        return FAILED
+        return _failure(INTERRUPTED, interrupted, alike=True)
+    # This rank alone may have met it, so it cannot leave the report to rank 0.
+    return _failure(FAILED, _explain(error), alike=False, follows=_is_lost_peer(error))
+
+
+def _failure(code: int, text: str, *, alike: bool, follows: bool = False) -> Failure:
+    """A failure of this rank, or that of another rank which it ``follows`` from, once that is heard of."""
+    member = watching()
+    if follows and member is not None:
+        # Gone is gone within milliseconds; only who went first takes a while to be told.
+        first = member.line.wait(_HEARD_SECONDS)
+        if first is not None:
+            return first
+    return Failure(rank=_rank(), code=code, text=text, alike=alike)
+
+
+def _end(failure: Failure) -> int:
+    """Tell the other ranks, then the user; returns the exit code."""
+    member = watching()
+    if failure.code == DONE:
+        return DONE
+    if member is None:
+        # Alone, or before ranks have met. The deepspeed launcher ends every rank as soon as one has failed.
+        if _rank() == 0 or not failure.alike:
+            _report(failure.text)
+        else:
+            _log(failure.text)
+            time.sleep(HEAD_START_SECONDS)
+        return failure.code
+    first = member.line.announce(failure)
+    if first.rank == _rank() or (first.alike and failure.alike):
+        _report_together(member, failure)
+    elif first.alike and _rank() == 0:
+        # Another rank met what all were to meet, and this one something else in the place of it.
+        _report_together(member, first)
+    return first.code
+
+
+def _report_together(member: Member, failure: Failure) -> None:
+    """Report where this rank is the one to do so; else wait until rank 0 has."""
+    if not failure.alike:
+        _report(failure.text)
+    elif _rank() == 0:
+        _report(text_of(failure, _rank()))
+        member.line.reported()
+    else:
+        _log(failure.text)
+        if not member.line.wait_reported(HEAD_START_SECONDS):
+            _report(failure.text)
 
 
 def _code_of(ending: SystemExit) -> int:
-    """The exit code of a SystemExit; tyro has printed why."""
+    """The exit code of a SystemExit."""
     if not ending.code:
         return DONE
-    _report_on_rank_0("")
     if isinstance(ending.code, int):
         return ending.code
     return FAILED
 
 
-def _explain(error: Exception) -> str:
+def _code_of_first() -> int | None:
+    """The exit code of the run's first failure, if there is one."""
+    member = watching()
+    if member is None or member.line.first is None:
+        return None
+    return member.line.first.code
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether this is what gloo or NCCL says when another rank has ended."""
+    return error is not None and any(sign in str(error) for sign in _LOST_PEER)
+
+
+def _explain(error: BaseException) -> str:
     """The report of an error that one rank met by itself."""
     who = f"rank {_rank()}"
     # Not the cause: the rank that ended first has the cause in its own report.
-    if any(sign in str(error) for sign in _LOST_PEER):
+    if _is_lost_peer(error):
         return f"{who} lost contact with another rank and stops: {str(error).splitlines()[0]}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return f"{who} could not write: {error}.\nFree some space, then go on with --run.resume latest."
-    return f"{who} met an unexpected error; this is a fault of longctx:\n{traceback.format_exc()}"
-
-
-def _report_on_rank_0(text: str) -> None:
-    """Report on rank 0; on the others, wait until it has done so."""
-    if _rank() == 0:
-        _report(text)
-        return
-    if text:
-        log.error("%s", text)
-    # The deepspeed launcher ends every rank as soon as one has failed: a faster rank would cut rank 0 off.
-    time.sleep(HEAD_START_SECONDS)
+    described = "".join(traceback.format_exception(error))
+    return f"{who} met an unexpected error; this is a fault of longctx:\n{described}"
 
 
 def _rank() -> int:
@@ -94,6 +178,10 @@ def _rank() -> int:
 def _report(text: str) -> None:
     """Write to standard error and to the log; nothing where ``text`` is empty."""
     if text:
-        sys.stderr.write(f"\n{text}\n\n")
-        sys.stderr.flush()
+        say(text)
+        _log(text)
+
+
+def _log(text: str) -> None:
+    if text:
         log.error("%s", text)

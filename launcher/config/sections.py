@@ -117,6 +117,9 @@ class TrainSection:
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile makes fused kernels of each block's parts around attention, and on GPUs of the loss; auto
+    is on for GPUs where a compiler is found and off for CPUs, where it gains nothing. The first step then compiles."""
     recompute: bool = False
     """Activation checkpointing: backward recomputes each block from its input. Attention's result and the experts'
     choice and output are saved all the same, so that recomputation sends nothing and routes nothing again."""

@@ -35,7 +35,7 @@ class Memory:
     host: int
     """Those of all these bytes that are offloaded: in the machine's memory, also beside a GPU."""
     building: int
-    """Float32 weights of a model that is not yet spread over ranks: in the machine's memory, also beside a GPU."""
+    """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
 
     @property
     def optimizer(self) -> int:
@@ -79,7 +79,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
     width, stage = config.dtype.itemsize, config.zero_stage
-    weights, gradients, masters = held * width, held * FLOAT32, part * FLOAT32
+    weights, gradients, masters, building = held * width, held * FLOAT32, part * FLOAT32, 0
     if stage == 0:
         masters, part = 0, held
     elif stage == 2:
@@ -87,6 +87,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
+        building = weights
     moments, host = 2 * part * FLOAT32, 0
     if config.zero.offload != "none":
         # A copy of the gradients that AdamW reads there; stage 3 collects them there, too.
@@ -104,7 +105,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         moments=moments,
         host=host,
         activations=_activation_bytes(config, model),
-        building=held * FLOAT32,
+        building=building,
     )
 
 
@@ -180,7 +181,7 @@ def why_too_large(
         return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
     if ranks_here * need.building > host_bytes:
         has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free"
-        how = "  A model is built whole, in float32, before ZeRO spreads it."
+        how = "  Stage 3 lays a rank's weights end to end in the machine's memory before they go to its GPU."
         return f"{_headline(need.building, has, parameters)}\n{how}"
     return None
 

@@ -64,7 +64,11 @@ class AllToAllDispatcher:
         recv_pt2 = torch.empty_like(send_pt2)
         described = f"{self._who} telling how many tokens it sends to experts"
         named_collective(lambda: dist.all_to_all_single(recv_pt2, send_pt2, group=self.mesh.expert_group), described)
-        send, recv = torch.stack((send_pt2, recv_pt2)).transpose(1, 2).tolist()
+        return self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
+
+    def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """The sizes of every tile from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
+        send, recv = counts_2tp2.tolist()
         return [
             DispatchSizes(
                 send_counts=tuple(tokens for tokens, _ in to_ranks),

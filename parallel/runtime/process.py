@@ -8,15 +8,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from longctx import errors
 from longctx.errors import ClusterError, LongCtxError
+from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.groups import control_group, forget_groups, warm, world_group
+from parallel.runtime.watch.current import start_watch, stop_watch
 
 T = TypeVar("T")
 
@@ -28,10 +33,13 @@ def environment_rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_process_group(*, timeout_seconds: float, device: torch.device | None = None) -> None:
+def start_process_group(
+    *, timeout_seconds: float, device: torch.device | None = None, traces: Path | None = None
+) -> None:
     """Join the process group, or make a group of one when no launcher started this process.
 
-    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL.
+    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL, which then writes its last collectives
+    into the folder ``traces`` when it waits too long. From here on the failure of one rank ends all.
 
     ClusterError when the ranks do not meet in time.
     """
@@ -49,7 +57,14 @@ def start_process_group(*, timeout_seconds: float, device: torch.device | None =
         backend = "cpu:gloo,cuda:nccl"
         if device is None or device.type == "cpu":
             backend = "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        elif traces is not None:
+            record_collectives(traces)
+        timeout = timedelta(seconds=timeout_seconds)
+        store = _meet(timeout)
+        if world_size > 1:
+            last_act = partial(dump_collectives, rank)
+            start_watch(store, rank=rank, seconds=timeout_seconds, remark=advice(), last_act=last_act)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         # The first call on every group is one that all ranks enter alike, also on the world's.
         warm(world_group())
         control_group()
@@ -61,25 +76,35 @@ def start_process_group(*, timeout_seconds: float, device: torch.device | None =
         ) from error
 
 
+def _meet(timeout: timedelta) -> dist.Store:
+    """Where the ranks meet: at the address in the environment, as torch does it."""
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore("longctx", store)
+
+
 def stop_process_group() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one. For ranks that are done: after an error NCCL may wait here for ever."""
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_groups()
+    stop_watch()
 
 
 @contextmanager
-def process_group(*, timeout_seconds: float, device: torch.device) -> Iterator[None]:
-    """Be one of the ranks that a launcher started, within the block. A process that is alone needs no group."""
+def process_group(*, timeout_seconds: float, device: torch.device, traces: Path | None = None) -> Iterator[None]:
+    """Be one of the ranks that a launcher started, within the block. A process that is alone needs no group.
+
+    An error that leaves the block ends the process (``launcher/cluster/exit.py``), which does not leave the group
+    first: on NCCL that would wait for kernels that wait for this rank.
+    """
     # Ranks of a test have their group already.
     starts = environment_rank()[1] > 1 and not dist.is_initialized()
     if starts:
-        start_process_group(timeout_seconds=timeout_seconds, device=device)
-    try:
-        yield
-    finally:
-        if starts:
-            stop_process_group()
+        start_process_group(timeout_seconds=timeout_seconds, device=device, traces=traces)
+    yield
+    if starts:
+        stop_process_group()
 
 
 def agree_or_raise(problem: LongCtxError | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from longctx.errors import ConfigError
 
@@ -24,8 +25,10 @@ def compile_cpu_adam() -> None:
 
     Ranks of one machine wait for the first that compiles.
     """
-    from deepspeed.ops.op_builder import CPUAdamBuilder  # type: ignore[attr-defined]
-
+    device = get_accelerator()
+    assert device is not None, "importing DeepSpeed chooses one"
+    builder = device.create_op_builder("CPUAdamBuilder")
+    assert builder is not None, "every device has this one"
     # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
@@ -33,7 +36,7 @@ def compile_cpu_adam() -> None:
         log.info("zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
     wait_for_build(folder / "lock")
     try:
-        CPUAdamBuilder().load(verbose=False)
+        builder.load(verbose=False)
     except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
         raise ConfigError(
             f"zero.offload='cpu' needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"

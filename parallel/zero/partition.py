@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
 from parallel.runtime.groups import groups_of_library
+from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
@@ -55,21 +56,25 @@ class Wrapping:
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        optimizer = self._optimizer()
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
+        # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
+        groups = optimizer_groups(self.model, self.options.weight_decay)
+        experts = self.tensors.experts
+        with groups_of_library():
+            allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
+        optimizer = self._optimizer(groups)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()), groups_of_library():
+            with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
                 return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
             gc.unfreeze()
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The AdamW that DeepSpeed wraps."""
-        groups = optimizer_groups(self.model, self.options.weight_decay)
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
             return build_cpu_adam(groups, **common)

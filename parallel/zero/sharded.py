@@ -8,9 +8,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
+from longctx.model.block import Block
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
@@ -23,6 +25,9 @@ class Sharded:
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
         for module, parameter in wrapping.model.decoder.external_parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
+        # A compiled graph spans modules, and no hook runs inside of it: a block's weights are gathered before it.
+        if wrapping.model.decoder.execution.compiler is not None:
+            set_z3_leaf_modules(wrapping.model, [Block])
         self._offloads = wrapping.zero.offload != "none"
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
 

@@ -17,13 +17,19 @@ from tests.launcher.runs import Ended, flags, pretrain
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty short files of the standard library as shards with a validation split. Read-only: damage a copy."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return build_tiny_shards(tmp_path_factory.mktemp("tiny"))
+
+
+def build_tiny_shards(place: Path) -> Path:
+    """The same, in a folder."""
+    folder = place / "corpus"
+    folder.mkdir()
     files = [p for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if 2_000 < p.stat().st_size < 9_000]
     for path in files[:30]:
         shutil.copyfile(path, folder / path.name)
     source = open_source(folder)
-    tokenizer = train_tokenizer(source, tmp_path_factory.mktemp("tokenizer") / "tiny.model", vocab_size=512)
-    output = tmp_path_factory.mktemp("built") / "shards"
+    tokenizer = train_tokenizer(source, place / "tiny.model", vocab_size=512)
+    output = place / "shards"
     build_shards(source, tokenizer, output, validation_fraction=0.2, shard_tokens=20_000)
     return output
 

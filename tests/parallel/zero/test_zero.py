@@ -80,11 +80,14 @@ def train_together(
     recompute: bool = False,
     fused: bool = False,
     zero: ZeroOptions | None = None,
+    compiler: str | None = None,
+    expert: int = 1,
     dtype: torch.dtype = torch.float32,
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
-    mesh = Mesh.build(context=context, ulysses=ulysses, ranks_per_node=2)
-    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=Execution(recompute))
+    mesh = Mesh.build(context=context, ulysses=ulysses, expert=expert, ranks_per_node=2)
+    execution = Execution(recompute, compiler=compiler)
+    model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=execution)
     options = OptimizerOptions(clip_norm=CLIP, fused=fused)
     accumulation = ROWS // mesh.data
     engine = ZeroEngine(model, stage=stage, dtype=dtype, accumulation=accumulation, options=options, zero=zero)

@@ -1,0 +1,63 @@
+"""PyTorch's flight recorder: the last collectives of every rank, in files, when NCCL waits too long or a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from torch._C import _distributed_c10d as distributed_c10d
+
+PREFIX = "nccl_trace_rank_"
+"""Of the files; the rank follows."""
+_COLLECTIVES = "2000"
+"""How many the recorder remembers: some hundred bytes each, on the host."""
+
+
+def record_collectives(folder: Path) -> None:
+    """Have NCCL record its collectives, to files in this folder. Call it before the first process group is made.
+
+    What the user has set in the environment stays.
+    """
+    prefix = str(folder.absolute() / PREFIX)
+    # Both names of each: torch 2.11 reads the older one.
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": _COLLECTIVES,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": _COLLECTIVES,
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # A collective that fails or takes too long ends the process, and does not clean up: that could wait for ever.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def trace_prefix() -> str:
+    """What the files' names begin with; empty where nothing is recorded."""
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
+
+
+def advice() -> str:
+    """What a user reads about the files; empty where nothing is recorded."""
+    prefix = trace_prefix()
+    if not prefix:
+        return ""
+    path = Path(prefix)
+    return (
+        "NCCL itself ends a process whose collective takes longer than run.timeout_seconds. The last collectives of "
+        f"each rank are in {prefix}N;\nto compare them: torchfrtrace --prefix {path.name} {path.parent}"
+    )
+
+
+def dump_collectives(rank: int) -> None:
+    """Write this rank's last collectives, unless NCCL has done so; never raises."""
+    path = Path(f"{trace_prefix()}{rank}")
+    # A torch without NCCL has no such function.
+    dump = getattr(distributed_c10d, "_dump_nccl_trace", None)
+    if not trace_prefix() or dump is None or path.exists():
+        return
+    with contextlib.suppress(Exception):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(dump())

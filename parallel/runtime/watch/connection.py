@@ -1,0 +1,92 @@
+"""A rank's connection to the hub: what it tells, and what it hears of the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of
+from parallel.runtime.watch.hub import died, keep_alive
+
+_ANSWER_SECONDS = 3.0
+"""How long a failing rank waits for the hub to say whose failure was the first."""
+
+
+class Connection:
+    """Tells the hub of this rank, and hears from it of the run's first failure."""
+
+    def __init__(
+        self, connection: socket.socket, *, rank: int, token: str, remark: str, on_failure: Callable[[Failure], None]
+    ) -> None:
+        """``on_failure`` is called once, in a thread of its own. ``remark`` follows the news that rank 0 is dead."""
+        self._socket, self._remark, self._on_failure = connection, remark, on_failure
+        self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
+        self._heard, self._reported = threading.Event(), threading.Event()
+        self.first: Failure | None = None
+        """The run's first failure, of any rank; None as long as there is none."""
+        keep_alive(connection)
+        self._send(line_of("hello", rank=rank, token=token, host=socket.gethostname()))
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def wait(self, seconds: float) -> Failure | None:
+        """The run's first failure, should one be heard of within so many seconds."""
+        self._heard.wait(seconds)
+        return self.first
+
+    def announce(self, failure: Failure) -> Failure:
+        """Tell all ranks why this one ends; returns the first failure of the run, which may be another rank's."""
+        if self.first is None:
+            self._send(line_of("failed", **failure.to_values()))
+            self._heard.wait(_ANSWER_SECONDS)
+        return self.first or failure
+
+    def reported(self) -> None:
+        """Tell all ranks that the user has been told."""
+        self._send(line_of("reported"))
+
+    def wait_reported(self, seconds: float) -> bool:
+        """Whether rank 0 tells within so many seconds that it has reported."""
+        return self._reported.wait(seconds)
+
+    def leave(self) -> None:
+        """Say good-bye, and hear no more."""
+        self._is_over = True
+        self._send(line_of("left"))
+
+    def _listen(self) -> None:
+        while not self._is_over:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self._socket.recv(65_536)
+            if not data:
+                # The hub says good-bye when rank 0 is done.
+                if not self._is_over:
+                    self._hear(Failure(rank=0, code=FAILED, text=died(0, "", self._remark), silent=True))
+                return
+            for message in self._lines.add(data):
+                self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "failed":
+            self._hear(Failure(**message))
+        elif kind == "reported":
+            self._reported.set()
+        elif kind == "over":
+            self._is_over = True
+
+    def _hear(self, failure: Failure) -> None:
+        if self.first is not None:
+            return
+        self.first = failure
+        self._heard.set()
+        # A thread of its own: this one goes on to listen.
+        threading.Thread(target=self._on_failure, args=(failure,), name="watch end", daemon=True).start()
+
+    def _send(self, message: bytes) -> None:
+        # Where the hub is gone, the connection says so to the listening thread.
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(message)

@@ -1,0 +1,78 @@
+"""The watch of this process: started when ranks meet, asked when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from parallel.runtime.watch.hub import Hub
+from parallel.runtime.watch.member import Member
+
+_KEY = "longctx/watch"
+
+# One in a process, as torch's world group is.
+_member: Member | None = None
+_interrupted = "Interrupted."
+
+
+class Store(Protocol):
+    """Where the ranks meet: torch's."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Put a value under a key."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value under a key, once it is there."""
+        ...
+
+
+def watching() -> Member | None:
+    """This process's part in the watch over all ranks; None in a process that is alone, and before ranks meet."""
+    return _member
+
+
+def say_when_interrupted(text: str) -> None:
+    """What a user reads after Ctrl-C, should the main thread be where it cannot say it."""
+    global _interrupted
+    _interrupted = text
+
+
+def start_watch(
+    store: Store, *, rank: int, seconds: float, remark: str = "", last_act: Callable[[], None] = lambda: None
+) -> None:
+    """Watch over all ranks, which meet in ``store``; each waits so many ``seconds`` for rank 0. Collective.
+
+    ``remark`` follows the message about a rank that died without one; ``last_act`` is called before a failure of any
+    rank ends this process. OSError where rank 0's machine cannot be reached.
+    """
+    global _member
+    hub, host = None, os.environ["MASTER_ADDR"]
+    if rank == 0:
+        hub, host = Hub(remark=remark), "127.0.0.1"
+        store.set(_KEY, json.dumps([hub.port, hub.token]))
+    port, token = json.loads(store.get(_KEY))
+    connection = socket.create_connection((host, port), timeout=seconds)
+    connection.settimeout(None)
+    _member = Member(
+        connection,
+        rank=rank,
+        token=token,
+        hub=hub,
+        interrupted=_interrupted,
+        # One on each machine, for that of rank 0 may be lost; and one beside rank 0.
+        speaks_for_rank_0=rank == 1 or (rank > 0 and os.environ.get("LOCAL_RANK") == "0"),
+        last_act=last_act,
+        remark=remark,
+    )
+
+
+def stop_watch() -> None:
+    """End the watch, if there is one: this rank is done."""
+    global _member
+    if _member is not None:
+        _member.leave()
+        _member = None

@@ -1,0 +1,57 @@
+"""``Failure``: why a run ends, as ranks tell it to one another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FAILED, INTERRUPTED = 1, 130
+"""Exit codes of a rank that died without a word, and after Ctrl-C."""
+_LONGEST = 16_000
+"""Characters of a message that travel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What the first failing rank met."""
+
+    rank: int
+    code: int
+    """Exit code of every rank."""
+    text: str
+    """What a user reads; empty where it was said already."""
+    alike: bool = False
+    """Whether every rank is about to end for the same reason: then rank 0 says it, and no other rank does."""
+    silent: bool = False
+    """Whether the rank died without a message, so that others must speak for it."""
+
+    def to_values(self) -> dict[str, Any]:
+        """The fields as JSON has them; a long text loses its middle."""
+        values = asdict(self)
+        if len(self.text) > _LONGEST:
+            half = _LONGEST // 2
+            values["text"] = f"{self.text[:half]}\n…\n{self.text[-half:]}"
+        return values
+
+
+def line_of(kind: str, **values: Any) -> bytes:
+    """A message between a rank and the hub: one line of JSON."""
+    return (json.dumps({"kind": kind, **values}) + "\n").encode()
+
+
+class Lines:
+    """The messages in a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def add(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that ``data`` completes. ValueError for what is none."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > 8 * _LONGEST:
+            raise ValueError("a message without end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("not a message")
+        return messages

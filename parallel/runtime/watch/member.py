@@ -1,0 +1,139 @@
+"""One rank's part in the watch: it hears of the first failure of any rank, and ends this process.
+
+The main thread may be inside of a collective that never returns, where no exception and no signal reaches it. So the
+watch gives it a short time to end by itself, and then ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from parallel.runtime.watch.connection import Connection
+from parallel.runtime.watch.failure import INTERRUPTED, Failure
+from parallel.runtime.watch.hub import Hub
+from parallel.runtime.watch.interrupts import Interrupts
+from parallel.runtime.watch.last_words import end_process, say
+
+log = logging.getLogger(__name__)
+# Without a run folder there is no log file, and the console has heard it from another rank.
+log.addHandler(logging.NullHandler())
+
+GRACE_SECONDS = 2.0
+"""How long the main thread of a rank has to end after another one failed."""
+ALIKE_SECONDS = 3.0
+"""How long rank 0 has to meet what another rank met, where all are about to meet it."""
+REPORT_SECONDS = 10.0
+"""How long a silent rank waits for rank 0 to report: launchers end all ranks as soon as one has failed."""
+_LAST_ACT_SECONDS = 1.0
+
+
+class Member:
+    """This process under the watch."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        rank: int,
+        token: str,
+        hub: Hub | None = None,
+        interrupted: str = "Interrupted.",
+        speaks_for_rank_0: bool = False,
+        last_act: Callable[[], None] = lambda: None,
+        remark: str = "",
+    ) -> None:
+        """``interrupted`` is said after Ctrl-C. ``last_act`` is called before a failure ends this process.
+
+        ``speaks_for_rank_0``: this rank says so, should rank 0 die without a message; ``remark`` follows.
+        """
+        self._rank, self._hub = rank, hub
+        self._interrupted, self._last_act = interrupted, last_act
+        self._speaks_for_rank_0 = speaks_for_rank_0
+        self._taking_over, self._main_is_ending = threading.Lock(), False
+        self._interrupts = Interrupts(self._count_interrupts)
+        self.line = Connection(connection, rank=rank, token=token, remark=remark, on_failure=self._see_to_the_end)
+        """What this rank tells the others, and hears of them."""
+
+    def take_over(self) -> None:
+        """Say that the main thread ends the process: the watch no longer interrupts it, and only sees to the end."""
+        with self._taking_over:
+            self._main_is_ending = True
+
+    def end(self, code: int) -> NoReturn:
+        """Do the last act, wait for the other ranks to hear what this one said, and end this process."""
+        # Bounded: it may ask a library that is stuck.
+        act = threading.Thread(target=self._last_act, daemon=True)
+        act.start()
+        act.join(_LAST_ACT_SECONDS)
+        if self._hub is not None:
+            self._hub.linger(GRACE_SECONDS)
+        end_process(code)
+
+    def leave(self) -> None:
+        """End the watch: this rank is done."""
+        self._interrupts.stop()
+        self.line.leave()
+        if self._hub is not None:
+            self._hub.stop()
+
+    def _see_to_the_end(self, failure: Failure) -> None:
+        """End the process, unless the main thread does so in time."""
+        if failure.rank != self._rank:
+            log.error("rank %d failed, and this rank stops:\n%s", failure.rank, failure.text)
+        if failure.silent and self._speaks_for(failure.rank):
+            say(failure.text)
+        if failure.alike:
+            self._wait_for_the_same(failure)
+        else:
+            self._interrupt_main(failure)
+            time.sleep(GRACE_SECONDS)
+        if self._main_is_ending:
+            # It has a message to write or to wait for; what follows is for the case that it cannot.
+            time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
+        self.end(failure.code)
+
+    def _speaks_for(self, dead: int) -> bool:
+        """Whether this rank says what a dead one cannot."""
+        if dead == 0:
+            return self._speaks_for_rank_0
+        return self._rank == 0
+
+    def _wait_for_the_same(self, failure: Failure) -> None:
+        """Let the main thread meet what another rank met; say it in its place where it does not come to that."""
+        time.sleep(ALIKE_SECONDS)
+        if self._main_is_ending:
+            return
+        if self._rank == 0:
+            say(text_of(failure, self._rank))
+            self.line.reported()
+        else:
+            self.line.wait_reported(REPORT_SECONDS)
+
+    def _interrupt_main(self, failure: Failure) -> None:
+        """Let the main thread leave what it is in, where Python code runs: progress bars and files are closed."""
+        with self._taking_over:
+            if failure.rank != self._rank and not self._main_is_ending:
+                self._interrupts.interrupt_main()
+
+    def _count_interrupts(self, count: int) -> None:
+        """After the first Ctrl-C the main thread ends, or the watch where it cannot; the second ends at once."""
+        if count > 1:
+            end_process(INTERRUPTED)
+        threading.Thread(target=self._end_interrupted, daemon=True).start()
+
+    def _end_interrupted(self) -> None:
+        time.sleep(GRACE_SECONDS)
+        if not self._main_is_ending:
+            self.line.announce(Failure(rank=self._rank, code=INTERRUPTED, text=self._interrupted, alike=True))
+
+
+def text_of(failure: Failure, rank: int) -> str:
+    """What a rank says of a failure, which may be another rank's alone."""
+    if failure.rank == rank or failure.code == INTERRUPTED or not failure.text:
+        return failure.text
+    return f"rank {failure.rank}: {failure.text}"

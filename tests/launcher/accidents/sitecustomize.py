@@ -1,0 +1,118 @@
+"""Python imports this when it starts: one rank of a run then meets an accident, of which the product knows nothing.
+
+``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), the number of the
+call, what happens in it and after how many seconds. The time is written to a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+STALLING = "LONGCTX_STALLING" in os.environ
+ACCIDENT = json.loads(os.environ.get("LONGCTX_ACCIDENT", "null"))
+WORDS = "an accident for the drill"
+
+
+def happen(kind: str) -> None:
+    """Raise an error of this kind, or die."""
+    # The other ranks are inside of a collective by then.
+    time.sleep(ACCIDENT["after"])
+    Path(ACCIDENT["happened"]).write_text(str(time.time()))
+    if kind == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "SIGINT":
+        # A shell starts what runs in the background without it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+        return
+    if kind == "exit":
+        os._exit(7)
+    if kind == "OSError":
+        raise OSError(errno.EIO, WORDS)
+    if kind == "disk full":
+        raise OSError(errno.ENOSPC, WORDS)
+    if kind in ("ConfigError", "DataError", "CheckpointError", "ClusterError"):
+        from longctx import errors
+
+        raise getattr(errors, kind)(WORDS)
+    if kind in ("OutOfMemoryError", "AcceleratorError"):
+        import torch
+
+        raise getattr(torch, kind, RuntimeError)(WORDS)
+    if kind == "SystemExit":
+        raise SystemExit(3)
+    raise getattr(__builtins__, kind, None) or getattr(__import__("builtins"), kind)(WORDS)
+
+
+def breaking(function, call: int, kind: str):
+    """The function, in whose ``call``-th call something happens first."""
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            happen(kind)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def break_function(module) -> None:
+    """Put the accident into its function."""
+    owner, name = module, ACCIDENT["function"]
+    while "." in name:
+        part, _, name = name.partition(".")
+        owner = getattr(owner, part)
+    original = owner.__dict__[name]
+    wrap = functools.partial(breaking, call=ACCIDENT["call"], kind=ACCIDENT["kind"])
+    if isinstance(original, classmethod):
+        setattr(owner, name, classmethod(wrap(original.__func__)))
+    else:
+        setattr(owner, name, wrap(original))
+
+
+def stall_groups(module) -> None:
+    """Replace gloo by groups that block as NCCL's do."""
+    import stalling
+
+    stalling.install()
+
+
+class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Acts on one module as soon as it is imported."""
+
+    def __init__(self, module: str, act) -> None:
+        self.module, self.act = module, act
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        self.act(module)
+
+
+if ACCIDENT and os.environ.get("RANK") == str(ACCIDENT["rank"]):
+    sys.meta_path.insert(0, AfterImport(ACCIDENT["module"], break_function))
+if STALLING and "RANK" in os.environ:
+    # The first module of ours that knows process groups: torch is whole by then.
+    sys.meta_path.insert(0, AfterImport("parallel.runtime.groups", stall_groups))

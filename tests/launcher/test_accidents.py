@@ -1,0 +1,304 @@
+"""What befalls one rank of a run ends all of its ranks, with that rank's message, at any place and of any kind.
+
+``python -m tests.launcher.test_accidents`` runs the drill by itself and prints the table of ``docs/measured.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from launcher.cluster.command import torchrun
+from tests.helpers import REPOSITORY
+from tests.launcher.runs import flags, free_port
+
+pytestmark = pytest.mark.timeout(1700)
+
+ACCIDENTS = Path(__file__).with_name("accidents")
+RANKS, DRAWS = 4, 40
+BOUND_SECONDS = 60.0
+"""From the accident to the end of the last rank. It takes a few seconds; a machine that others use takes longer."""
+
+
+class Place(NamedTuple):
+    """A function of the product, and one of its calls."""
+
+    part: str
+    module: str
+    function: str
+    call: int = 1
+    rank: int | None = None
+    """The rank that alone comes there."""
+
+
+PLACES = [
+    Place("start", "parallel.mesh", "Mesh.build"),
+    Place("start", "launcher.training.setup", "prepare_folder"),
+    Place("start", "launcher.training.setup", "find_origin"),
+    Place("start", "launcher.training.setup", "_open_data"),
+    Place("start", "launcher.training.setup", "_say_start", rank=0),
+    Place("start", "launcher.training.setup", "_build_engine"),
+    Place("start", "parallel.zero.partition", "Wrapping.start"),
+    Place("start", "launcher.training.trainer", "Trainer._open_folder"),
+    Place("step", "launcher.training.setup", "Run.shard_batch", call=2),
+    Place("step", "launcher.training.step", "count_step", call=2),
+    Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2),
+    Place("step", "parallel.transport.point_to_point", "PointToPoint.forward", call=3),
+    Place("step", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
+    Place("step", "parallel.zero.engine", "ZeroEngine.backward", call=2),
+    Place("step", "parallel.zero.engine", "ZeroEngine.step", call=2),
+    Place("step", "launcher.metrics.writer", "RecordWriter.write", call=2),
+    Place("save", "launcher.training.trainer", "Trainer._save"),
+    Place("save", "launcher.checkpoint.save", "_write_own_ranges"),
+    Place("save", "launcher.checkpoint.save", "hash_file"),
+    Place("save", "launcher.checkpoint.save", "_manifest", rank=0),
+    Place("save", "launcher.checkpoint.save", "_commit", rank=0),
+    Place("validation", "launcher.training.trainer", "Trainer._validate"),
+    Place("validation", "launcher.training.validation", "validate"),
+    Place("validation", "launcher.training.validation", "sum_over_ranks"),
+]
+KINDS = {
+    **dict.fromkeys(("MemoryError", "RuntimeError", "TypeError", "AssertionError", "OutOfMemoryError"), 1),
+    **dict.fromkeys(("OSError", "disk full", "DataError", "CheckpointError", "ClusterError"), 1),
+    **{"ConfigError": 2, "SIGINT": 130, "SystemExit": 3, "SIGKILL": 1, "exit": 1},
+}
+"""What happens, and the exit code of the ranks then."""
+DEADLY = ("SIGKILL", "exit")
+LAUNCHERS = ("none", "torchrun", "deepspeed")
+"""Without one nobody but the ranks themselves ends them, as between two machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accident:
+    """What happens where, on which rank."""
+
+    rank: int
+    place: Place
+    kind: str
+    launcher: str = "none"
+    stalling: bool = False
+    """Whether groups block for ever where another rank is gone, as NCCL's."""
+    ranks: int = RANKS
+
+    def words(self) -> str:
+        """What the user must read."""
+        if self.kind in DEADLY:
+            return "died without a message"
+        if self.kind == "SIGINT":
+            return "Interrupted."
+        if self.kind == "SystemExit":
+            return ""
+        return "an accident for the drill"
+
+    def __str__(self) -> str:
+        return f"{self.kind} on rank {self.rank} in {self.place.function} ({self.place.part}), {self.launcher}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    codes: list[int | None]
+    """Of the ranks without a launcher, else of the launcher; None where one had to be killed."""
+    text: str
+    seconds: float
+    """From the accident to the end of the last rank."""
+
+
+def environment_of(accident: Accident, happened: Path) -> dict[str, str]:
+    told = {
+        **{"rank": accident.rank, "module": accident.place.module, "function": accident.place.function},
+        **{"call": accident.place.call, "kind": accident.kind, "after": 0.5, "happened": str(happened)},
+    }
+    added = {
+        "PYTHONPATH": f"{ACCIDENTS}:{REPOSITORY}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "LONGCTX_ACCIDENT": json.dumps(told),
+        **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    }
+    if accident.stalling:
+        added["LONGCTX_STALLING"] = "1"
+    return {**os.environ, **added}
+
+
+def commands_of(accident: Accident, arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands to start, each with what its environment has besides."""
+    if accident.launcher == "torchrun":
+        return [(torchrun(*arguments, ranks=accident.ranks).split(), {})]
+    if accident.launcher == "deepspeed":
+        start = ["deepspeed", "--num_gpus", str(accident.ranks), "--master_port", str(free_port())]
+        return [([*start, "launcher/pretrain.py", *arguments], {})]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(accident.ranks)}
+    command = [sys.executable, "launcher/pretrain.py", *arguments]
+    return [
+        (command, {**here, "LOCAL_SIZE": str(accident.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(accident.ranks)
+    ]
+
+
+def run(accident: Accident, shards: Path, folder: Path, *, limit: float = 240.0) -> Outcome:
+    """A tiny run that meets the accident."""
+    happened, output = folder / "happened", folder / "output"
+    changed = {"train.steps": 4, "checkpoint.every_steps": 2, "validation.every_steps": 2, "run.hostfile": "none"}
+    arguments = flags(shards, folder / "run", {**changed, "run.timeout_seconds": 600.0})
+    environment = environment_of(accident, happened)
+    with output.open("w") as file:
+        started = [
+            psutil.Popen(
+                command, cwd=REPOSITORY, env={**environment, **more}, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
+            for command, more in commands_of(accident, arguments)
+        ]
+        seconds = _seconds_to_the_end(started, happened, limit)
+    codes = [process.returncode for process in started]
+    return Outcome(codes, output.read_text(), seconds)
+
+
+def _seconds_to_the_end(started: list[psutil.Popen], happened: Path, limit: float) -> float:
+    """Wait until no rank is left; those that do not end are killed."""
+    deadline, ranks = time.monotonic() + limit, {}
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        for process in started:
+            # A process may end while it is asked.
+            try:
+                ranks.update({child.pid: child for child in process.children(recursive=True)})
+            except psutil.NoSuchProcess:
+                continue
+        if happened.exists() and not any(_is_rank(process) for process in [*started, *ranks.values()]):
+            break
+        time.sleep(0.02)
+    ended = time.time()
+    _, alive = psutil.wait_procs(started, timeout=max(1.0, min(60.0, deadline - time.monotonic())))
+    for process in [*alive, *(child for child in ranks.values() if child.is_running())]:
+        process.kill()
+    psutil.wait_procs(started, timeout=10.0)
+    if not happened.exists():
+        return float("inf")
+    return ended - float(happened.read_text())
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Whether this is a rank of the run that still runs."""
+    try:
+        words = process.cmdline()
+        return (
+            process.status() != psutil.STATUS_ZOMBIE
+            and "launcher/pretrain.py" in words
+            and not any(word.endswith(("torchrun", "deepspeed")) or "deepspeed.launcher" in word for word in words)
+        )
+    except psutil.Error:
+        return False
+
+
+def check(accident: Accident, outcome: Outcome) -> None:
+    """Every rank ended in time, with one message: that of the rank which met the accident."""
+    text = outcome.text
+    assert outcome.seconds < BOUND_SECONDS, f"{accident}: {outcome.seconds:.1f} s, {outcome.codes}\n{text}"
+    code = KINDS[accident.kind]
+    own = {"SIGKILL": -9, "exit": 7}.get(accident.kind, code)
+    if accident.launcher == "none":
+        expected = [code] * accident.ranks
+        expected[accident.rank] = own
+        assert outcome.codes == expected, f"{accident}: {outcome.codes}\n{text}"
+    else:
+        assert outcome.codes != [0], f"{accident}\n{text}"
+    # What torchrun itself says comes when the ranks have ended.
+    ours = text.partition("elastic/multiprocessing")[0]
+    words = accident.words()
+    if words and not (accident.kind in DEADLY and accident.launcher != "none"):
+        assert ours.count(words) == 1, f"{accident}: said {ours.count(words)} times\n{text}"
+    assert ours.count("Traceback (most recent call last)") <= 1, f"{accident}\n{text}"
+    assert "lost contact" not in ours, f"{accident}\n{text}"
+
+
+def draw(count: int, seed: int) -> list[Accident]:
+    """Random accidents, the places in turn."""
+    generator = random.Random(seed)
+    places = [PLACES[number % len(PLACES)] for number in range(count)]
+    generator.shuffle(places)
+    drawn = []
+    for number, place in enumerate(places):
+        rank = generator.randrange(RANKS)
+        if place.rank is not None:
+            rank = place.rank
+        drawn.append(
+            Accident(
+                rank=rank,
+                place=place,
+                kind=generator.choice(list(KINDS)),
+                # Half of them without a launcher: that is the harder half.
+                launcher=("none", "torchrun", "none", "deepspeed")[number % 4],
+                stalling=generator.random() < 0.5,
+            )
+        )
+    return drawn
+
+
+def drill(shards: Path, accidents: list[Accident], folder: Path) -> list[float]:
+    """Run all accidents one after the other; returns the seconds that each took to end."""
+    seconds = []
+    for number, accident in enumerate(accidents):
+        place = folder / str(number)
+        place.mkdir()
+        outcome = run(accident, shards, place)
+        sys.stderr.write(f"{number + 1:2d}/{len(accidents)} {outcome.seconds:5.2f} s  {accident}\n")
+        check(accident, outcome)
+        seconds.append(outcome.seconds)
+    return seconds
+
+
+STEP = Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2)
+
+
+def test_a_failing_rank_ends_all_where_collectives_block_as_those_of_nccl(shards, tmp_path):
+    """The failing rank says so and does not wait in its own clean-up; the other one hears neither error nor signal."""
+    accident = Accident(rank=1, place=STEP, kind="MemoryError", stalling=True, ranks=2)
+    check(accident, run(accident, shards, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_on_groups_that_block_ends_as_any_other(shards, tmp_path):
+    never = Accident(rank=0, place=STEP._replace(call=10_000), kind="MemoryError", stalling=True)
+    outcome = run(never, shards, tmp_path)
+    assert outcome.codes == [0] * RANKS, outcome.text
+
+
+@pytest.mark.slow
+def test_forty_random_accidents(shards, tmp_path):
+    seconds = drill(shards, draw(DRAWS, seed=15), tmp_path)
+    assert len(seconds) == DRAWS
+
+
+def main() -> None:
+    """Make a corpus, run the drill, print the table."""
+    from tests.launcher.conftest import build_tiny_shards
+
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = build_tiny_shards(folder)
+        accidents = draw(count, seed=15)
+        seconds = drill(shards, accidents, folder)
+    lines = ["| part | accidents | median | worst |", "|---|---|---|---|"]
+    parts = [*dict.fromkeys(place.part for place in PLACES), "all"]
+    for part in parts:
+        of_part = [s for s, a in zip(seconds, accidents, strict=True) if part in (a.place.part, "all")]
+        if of_part:
+            lines.append(f"| {part} | {len(of_part)} | {statistics.median(of_part):.1f} s | {max(of_part):.1f} s |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A rank under the watch, in a process of its own that knows nothing of torch: ``python watched_rank.py FOLDER ACT``.
+
+ACT is Python code, run once all ranks have met; ``block()`` in it never returns and hears no signal, as a collective of
+NCCL whose peer is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from launcher.cluster import exit as ending
+from longctx.errors import ClusterError, ConfigError, DataError
+from parallel.runtime.watch import current
+from parallel.runtime.watch.current import start_watch, stop_watch, watching
+
+FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class FolderStore:
+    """Where the ranks meet: a folder."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a file."""
+        partial = FOLDER / f"{RANK}.partial"
+        partial.write_text(value)
+        partial.rename(FOLDER / key.replace("/", "_"))
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a file."""
+        path = FOLDER / key.replace("/", "_")
+        while not path.exists():
+            time.sleep(0.01)
+        return path.read_bytes()
+
+
+def block() -> None:
+    """Wait in C, without Python's lock, for a mutex that this thread holds."""
+    mutex = ctypes.create_string_buffer(128)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def meet(place: str = "here") -> None:
+    """Wait for all ranks."""
+    store = FolderStore()
+    store.set(f"{place}_{RANK}", "")
+    for rank in range(RANKS):
+        store.get(f"{place}_{rank}")
+
+
+def act() -> None:
+    """Be watched, and do what was asked for."""
+    last_act = (FOLDER / f"last_act_{RANK}").touch
+    start_watch(FolderStore(), rank=RANK, seconds=30.0, remark="A remark.", last_act=last_act)
+    meet()
+    names = (ClusterError, ConfigError, DataError)
+    exec(
+        ACT,
+        {
+            **{kind.__name__: kind for kind in names},
+            **{
+                "RANK": RANK,
+                "block": block,
+                "meet": meet,
+                "time": time,
+                "os": os,
+                "signal": signal,
+                "sys": sys,
+                "current": current,
+            },
+            "watching": watching,
+        },
+    )
+    stop_watch()
+
+
+if __name__ == "__main__":
+    # A shell starts what runs in the background without it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ending.run_script(act, interrupted="It was interrupted.")
