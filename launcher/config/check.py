@@ -86,6 +86,9 @@ def _refuse_expert_options(config: RunConfig) -> None:
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         default = getattr(getattr(defaults, section), key)
+        # 0 is what "auto" comes to: a dense run's own config.toml may say so.
+        if name == "parallel.expert_tile_tokens" and not config.expert_tile_tokens:
+            continue
         if value != default:
             raise ConfigError(
                 f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
@@ -112,7 +115,7 @@ def _check_ranges(config: RunConfig) -> None:
         "validation.sample_tokens": (config.validation.sample_tokens, 0),
         "run.seed": (config.run.seed, 0),
         "run.log_every": (config.run.log_every, 1),
-        "parallel.expert_tile_tokens": (config.parallel.expert_tile_tokens, 0),
+        "parallel.expert_tile_tokens": (config.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():
         # Not `value < least`, which NaN would pass.

@@ -12,6 +12,7 @@ import torch
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from parallel.experts.tiles import default_tile_tokens
 from parallel.zero.options import default_stage
 
 NO_PRESET = "none"
@@ -144,9 +145,10 @@ class ParallelSection:
     expert: int = 1
     """Expert-parallel degree: neighbouring ranks over which the experts of each layer are spread, whatever sequences
     these work on; divides the ranks and model.num_experts."""
-    expert_tile_tokens: int = 0
+    expert_tile_tokens: int | Literal["auto"] = "auto"
     """Tokens of a rank that are dispatched to their experts at a time, while those before are computed; 0 is all at
-    once. Bounds the memory that the experts of a long row take."""
+    once. Bounds the memory that the experts of a long row take. auto is 4096 on GPUs whose experts are on several
+    ranks, else 0."""
     layout: str = "auto"
     """Which token lives where: contiguous, zigzag, striped, balanced or auto. zigzag evens out attention over long
     documents, balanced over any packed documents; auto takes the one that fits the rows and the layers and says which.
@@ -252,6 +254,14 @@ class RunConfig:
         return getattr(torch, self.train.dtype)
 
     @property
+    def expert_tile_tokens(self) -> int:
+        """``parallel.expert_tile_tokens``, once ``resolve`` has settled it."""
+        # A dense model leaves it at "auto", and nothing reads it.
+        if self.parallel.expert_tile_tokens == "auto":
+            return 0
+        return self.parallel.expert_tile_tokens
+
+    @property
     def zero_stage(self) -> int:
         """The ZeRO stage, once ``resolve`` has settled it."""
         # Unsettled, it is that of the device that every machine has.
@@ -282,8 +292,13 @@ class RunConfig:
             products = "float32"
             if native_bfloat16:
                 products = "native"
+        parallel = self.parallel
+        if parallel.expert_tile_tokens == "auto" and self.model.num_experts:
+            tile_tokens = default_tile_tokens(device_type, parallel.expert)
+            parallel = dataclasses.replace(parallel, expert_tile_tokens=tile_tokens)
         train = dataclasses.replace(self.train, dtype=dtype, products=products)
-        return dataclasses.replace(self, train=train, zero=dataclasses.replace(self.zero, stage=stage))
+        zero = dataclasses.replace(self.zero, stage=stage)
+        return dataclasses.replace(self, train=train, parallel=parallel, zero=zero)
 
     def with_layout(self, layout: str) -> RunConfig:
         """The config with ``parallel.layout`` settled."""

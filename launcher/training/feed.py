@@ -70,10 +70,10 @@ class StepFeed:
     """
 
     def __init__(
-        self, loader: StepLoader, shard_batch: Callable[[Batch], Batch], *, num_steps: int, pin_memory: bool
+        self, loader: StepLoader, shard_batch: Callable[[Batch], Batch], *, num_steps: int, device: torch.device
     ) -> None:
-        """With ``pin_memory`` shards lie in page-locked memory, which a GPU copies from while it computes."""
-        self._loader, self._shard_batch, self._pin_memory = loader, shard_batch, pin_memory
+        """For a GPU shards lie in page-locked memory, which it copies from while it computes."""
+        self._loader, self._shard_batch, self._device = loader, shard_batch, device
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
         # One step ahead: a second would only take memory.
@@ -134,6 +134,9 @@ class StepFeed:
         """Prepare all steps, each once there is room for it."""
         # PyTorch would give a new thread all of the machine's cores, which its ranks share.
         torch.set_num_threads(threads)
+        # Its GPU would be the first one, whose memory every rank's thread would take a context of.
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         try:
             for _ in range(self._num_steps):
                 self._room.acquire()
@@ -152,7 +155,7 @@ class StepFeed:
             batch = next(loader)
             lengths.append(batch.documents.lengths)
             shard = self._shard_batch(batch)
-            if self._pin_memory:
+            if self._device.type == "cuda":
                 shard = shard.map_tokens(lambda x: x.pin_memory())
             shards.append(shard)
         return StepData(

@@ -157,7 +157,8 @@ def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_h
         gpu = free_bytes(device)
     problem = why_too_large(config, model, need, ranks_here=ranks_here, host_bytes=host, gpu_bytes=gpu)
     if problem is not None:
-        raise ConfigError(f"{problem}\n{_advice(config, model, need, world_size)}")
+        advice = _advice(config, model, need, world_size, on_gpu=gpu is not None)
+        raise ConfigError(f"{problem}\n{advice}")
 
 
 def why_too_large(
@@ -204,11 +205,12 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
     return lines
 
 
-def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int) -> str:
+def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
     zero = dataclasses.replace(config.zero, stage=3)
     train = dataclasses.replace(config.train, recompute=True)
-    smaller = memory_of_rank(dataclasses.replace(config, zero=zero, train=train), model, world_size)
+    changed = dataclasses.replace(config, zero=zero, train=train)
+    smaller = memory_of_rank(changed, model, world_size)
     lines = []
     if smaller.training < need.training:
         lines.append(
@@ -217,6 +219,14 @@ def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int
         )
     else:
         lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
+    # Beside a GPU alone: on a CPU there is nowhere else to go.
+    if on_gpu and config.zero.offload == "none":
+        offloaded = dataclasses.replace(changed, zero=dataclasses.replace(zero, offload="cpu"))
+        most = memory_of_rank(offloaded, model, world_size)
+        lines.append(
+            f"With --zero.offload cpu as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
+            "machine's memory."
+        )
     lines.append("--run.memory_check false starts all the same.")
     return "\n".join(lines)
 

@@ -93,7 +93,7 @@ class Run:
             self.loader,
             self.shard_batch,
             num_steps=max(0, self.config.last_step - self.progress.step),
-            pin_memory=self.device.type == "cuda",
+            device=self.device,
         )
 
     @property
@@ -316,7 +316,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumula
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
         execution=Execution(
-            train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products, compiler_of(config)
+            train.recompute, train.recompute_experts, config.expert_tile_tokens, products, compiler_of(config)
         ),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,

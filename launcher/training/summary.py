@@ -84,8 +84,8 @@ def _experts(start: Start) -> str:
         line += ", one shared"
     if parallel.expert > 1:
         line += f", {model.num_experts // parallel.expert} on a rank"
-    if parallel.expert_tile_tokens:
-        line += f", {parallel.expert_tile_tokens} tokens at a time"
+    if start.config.expert_tile_tokens:
+        line += f", {start.config.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
         line += f", capacity {model.capacity_factor:g}"
     return line

@@ -30,8 +30,12 @@ from longctx.kernels.regions import Run, call_function
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
+_CHUNK_ELEMENTS_OF_GPU = 1 << 29
+"""The same on an accelerator: 1 GiB in bfloat16. A thousand tokens do not fill it, nor hide the sum over chunks."""
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
+_BLOCK_ELEMENTS_OF_GPU = 1 << 27
+"""Elements of a block on an accelerator: 512 MiB in float32, of which a few copies live at a time."""
 _TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
@@ -94,9 +98,9 @@ def loss_sums(
 
     The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
     are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
-    these need 64 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
-    ``products`` says how a CPU multiplies bfloat16; ``run`` calls what turns logits into losses where there is a
-    gradient.
+    these need 64 MiB, or a quarter of what the weight's gradient does; on an accelerator 8,192 tokens, or as many as
+    have 2^29 logits. That gradient is summed over chunks in float32. ``products`` says how a CPU multiplies bfloat16;
+    ``run`` calls what turns logits into losses where there is a gradient.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
         return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens, run)
@@ -210,7 +214,7 @@ def _chunks(
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     V, M = weight_VM.shape
-    size = chunk_tokens or _chunk_tokens(V, M)
+    size = chunk_tokens or _chunk_tokens(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
@@ -250,15 +254,18 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
-def _chunk_tokens(vocab_size: int, width: int) -> int:
-    """Tokens whose logits are 2^24, or in number a quarter of the weight's elements; whole tiles of 64."""
-    return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
+def _chunk_tokens(vocab_size: int, width: int, device_type: str) -> int:
+    """Tokens of a chunk, whole tiles of 64. On a CPU their logits are 2^24, or in number a quarter of the weight's
+    elements; on an accelerator 2^29, of 1,024 tokens at least and 8,192 at most."""
+    if device_type == "cpu":
+        return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
+    return min(max(_CHUNK_ELEMENTS_OF_GPU // vocab_size, 1024), 8192) // 64 * 64
 
 
 def _rows_of_block(whole: Tensor) -> int:
-    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator all."""
+    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator for its memory."""
     if whole.device.type != "cpu":
-        return max(1, len(whole))
+        return max(1, _BLOCK_ELEMENTS_OF_GPU // whole.shape[1])
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
 

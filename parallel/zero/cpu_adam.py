@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _NAME = "cpu_adam"
 """DeepSpeed's name of the extension, and of the folder that it is compiled in."""
+_LONGEST_BUILD_SECONDS = 900.0
 
 
 def compile_cpu_adam() -> None:
@@ -32,12 +33,8 @@ def compile_cpu_adam() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
     if not (folder / f"{_NAME}.so").exists():
-        log.info(
-            "zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, a minute or two once. Should it "
-            "wait for ever, a build was killed: remove %s.",
-            folder,
-            folder / "lock",
-        )
+        log.info("zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
+    wait_for_build(folder / "lock")
     try:
         builder.load(verbose=False)
     except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
@@ -47,6 +44,28 @@ def compile_cpu_adam() -> None:
             "Install g++ and ninja (the environment's bin folder must be in PATH), or take zero.offload=none."
         ) from error
     log.info("DeepSpeed's AdamW for the machine's memory was ready after %.1f s.", time.perf_counter() - started)
+
+
+def wait_for_build(lock: Path) -> None:
+    """Return once no other process compiles. ConfigError where the lock is older than any build: it was killed.
+
+    PyTorch's own wait for it has no end and says nothing.
+    """
+    waits = False
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if age > _LONGEST_BUILD_SECONDS:
+            raise ConfigError(
+                f"zero.offload='cpu': {lock} is {age / 60:.0f} minutes old, so a build of DeepSpeed's AdamW was killed "
+                "there.\nRemove that file."
+            )
+        if not waits:
+            log.info("Waiting for another process that compiles DeepSpeed's AdamW (%s).", lock)
+            waits = True
+        time.sleep(0.2)
 
 
 def build_cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Any:

@@ -61,6 +61,8 @@ def test_what_a_run_leaves_behind(finished, shards):
     assert "--data.train" in environment["command"]
     assert environment["packages"]["deepspeed"] != "not installed"
     assert "<html" in (folder / "report.html").read_text()
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert "Attention kernel for" in log, "which one, why, and what to install for a faster one"
     steps = range(2, STEPS + 1, 2)
     assert sorted(p.name for p in (folder / CHECKPOINTS).iterdir()) == [f"step_{n:06d}" for n in steps]
     assert all(CheckpointReader(p).verify() == [] for p in list_checkpoints(folder))

@@ -255,6 +255,24 @@ def test_a_gpu_gets_its_own_stage_and_never_float32_unasked():
     assert load_run_config(["--zero.stage", "auto"]).resolve(native_bfloat16=True).zero.stage == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "device_type", "wanted"),
+    [
+        (["--parallel.expert", "2"], "cuda", 4096),
+        (["--parallel.expert", "2"], "cpu", 0),
+        ([], "cuda", 0),
+        (["--parallel.expert", "2", "--parallel.expert_tile_tokens", "0"], "cuda", 0),
+        (["--parallel.expert", "2", "--parallel.expert_tile_tokens", "96"], "cuda", 96),
+        (DENSE, "cuda", 0),
+        ([*DENSE, "--parallel.expert_tile_tokens", "0"], "cuda", 0),
+    ],
+)
+def test_experts_on_several_gpus_are_sent_in_tiles(argv, device_type, wanted):
+    config = load_run_config(argv).resolve(native_bfloat16=True, device_type=device_type)
+    assert config.expert_tile_tokens == wanted
+    check_run(config, 2)
+
+
 def test_every_key_of_a_run_is_read_somewhere():
     read = _reads(["launcher", "parallel"])
     for section in dataclasses.fields(RunConfig):

@@ -50,8 +50,8 @@ class NumberedLoader:
         )
 
 
-def feed_of(loader: NumberedLoader, num_steps: int = 4, pin_memory: bool = False) -> StepFeed:
-    return StepFeed(loader, lambda batch: batch.flatten_rows(), num_steps=num_steps, pin_memory=pin_memory)
+def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu") -> StepFeed:
+    return StepFeed(loader, lambda batch: batch.flatten_rows(), num_steps=num_steps, device=torch.device(device))
 
 
 def threads() -> list[str]:
@@ -129,14 +129,15 @@ def test_the_wait_is_counted_and_only_the_wait():
     feed.close()
 
 
-def test_pinned_memory_is_asked_for_where_it_is_wanted(monkeypatch):
-    pinned: list[torch.Size] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x.shape) or x)
-    for wanted in (False, True):
-        feed = feed_of(NumberedLoader(), num_steps=1, pin_memory=wanted)
+def test_for_a_gpu_memory_is_pinned_by_a_thread_that_works_with_that_gpu(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: done.append("pinned") or x)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} {threads()}"))
+    for device in ("cpu", "cuda:3"):
+        feed = feed_of(NumberedLoader(), num_steps=1, device=device)
         feed.next_step()
         feed.close()
-    assert len(pinned) == 4 * NumberedLoader.micro_batches_per_step
+    assert done == ["cuda:3 ['longctx-feed']"] + ["pinned"] * 4 * NumberedLoader.micro_batches_per_step
 
 
 def test_a_reader_that_hangs_does_not_keep_the_end_waiting(monkeypatch):

@@ -7,23 +7,24 @@ from pathlib import Path
 import pytest
 
 from longctx.checkpoint_format import CHECKPOINTS
-from tests.launcher.workers import rows, run, train_each
+from tests.helpers import run_distributed
+from tests.launcher.workers import rows, train_each
 
 OFFLOADED = {"zero.stage": 3, "zero.offload": "cpu", "zero.offload_parameters": "cpu"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_it_trains_like_one_on_the_device_and_goes_on_from_its_checkpoint(shards, tmp_path):
     """The first run of a machine compiles DeepSpeed's AdamW, for minutes."""
     plain, offloaded, resumed = (tmp_path / name for name in ("plain", "offloaded", "resumed"))
-    run(train_each, 2, shards, {plain: {"zero.stage": 2}, offloaded: OFFLOADED})
+    run_distributed(train_each, 2, shards, {plain: {"zero.stage": 2}, offloaded: OFFLOADED}, timeout=350)
     check_same(offloaded, plain)
     log = (offloaded / "logs/rank_0.log").read_text()
     assert "DeepSpeed's AdamW for the machine's memory was ready" in log
     assert "of it offloaded" in log
     changed = {**OFFLOADED, "run.resume": plain / CHECKPOINTS / "step_000004"}
-    run(train_each, 2, shards, {resumed: changed})
+    run_distributed(train_each, 2, shards, {resumed: changed}, timeout=350)
     assert next(row["step"] for row in rows(resumed)) == 5
     check_same(resumed, plain)
 
