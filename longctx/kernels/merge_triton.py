@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# PyTorch builds for CPUs come without Triton, and a kernel is launched by an index that no type tells of.
 """The Triton kernel of ``merge_``: reads both results once and writes one.
 
 Axes: R rows (tokens × heads), V value head size.
