@@ -30,6 +30,7 @@ NAMES = (
     "peers",
     "loss",
     "decoder",
+    "compiled",
     "moe",
     "generation",
     "generation_batch",

@@ -91,6 +91,25 @@ def _decoder_row(row: dict[str, Any]) -> list[str]:
     return [_SHAPES[row["shape"]], floor, *times, f"{row['time_ratio']:.2f} ×", memory]
 
 
+def compiled(result: Result) -> str:
+    """A step compiled beside eager and the floor, and what stays eager beside the same compiled."""
+    head = ("case", "floor", "eager, × floor", "compiled, × floor", "compiled / eager", "losses differ by")
+    rows = []
+    for row in result["rows"]:
+        seconds, over = row["cpu_seconds"], row["over_floor"]
+        times = [f"{seconds[who]:.2f} s ({over[who]:.2f} ×)" for who in ("eager", "compiled")]
+        ratio, difference = f"**{row['compiled_over_eager']:.2f}**", _power(row["loss_difference"])
+        rows.append([f"step, {row['dtype']}", f"{seconds['floor']:.2f} s", *times, ratio, difference])
+    for part, seconds in result["parts"].items():
+        eager = f"{1000 * seconds['eager']:.0f} ms"
+        if "fused" in seconds:
+            eager += f", fused {1000 * seconds['fused']:.0f} ms"
+        least = min(seconds[who] for who in seconds if who != "compiled")
+        ratio = f"**{seconds['compiled'] / least:.2f}**"
+        rows.append([part, "", eager, f"{1000 * seconds['compiled']:.0f} ms", ratio, ""])
+    return markdown(head, rows)
+
+
 def loss(result: Result) -> str:
     """The loss in chunks beside whole logits."""
     rows = [
@@ -339,6 +358,7 @@ def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
+    "compiled": ("compiled", compiled),
     "loss": ("loss", loss),
     "generation": ("generation", generation),
     "generation-batch": ("generation_batch", generation_batch),
