@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.cluster.exit import is_for_console
 from launcher.metrics.record import METRICS_FILE
 from longctx import __version__
 from longctx.errors import ConfigError
@@ -70,8 +71,7 @@ def start_logging(folder: Path, rank: int) -> None:
     else:
         to_console.setLevel(logging.WARNING)
         to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    # They write to standard error what a user shall read, once for all ranks.
-    to_console.addFilter(lambda record: record.name not in ("launcher.cluster.exit", "parallel.runtime.watch.member"))
+    to_console.addFilter(is_for_console)
     # A full disk must not bury the error that says so under the log's own traceback.
     logging.raiseExceptions = False
     # Our packages alone, not the root: DeepSpeed and torch log what no user of ours asked for.

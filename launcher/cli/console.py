@@ -22,6 +22,7 @@ from typing import Annotated, Any, Protocol, TextIO, TypeVar
 
 from tyro.conf import arg
 
+from launcher.cluster.exit import is_for_console
 from launcher.wording import short_duration
 
 Result = TypeVar("Result")
@@ -278,10 +279,10 @@ def has_abandoned_work() -> bool:
 def warnings_on_stderr() -> Iterator[None]:
     """Within the block, warnings of any package are lines on standard error, without disturbing a progress bar.
 
-    What ``launcher.cluster.exit`` logs is left out: it writes to standard error by itself.
+    What ends a command is left out: it is written to standard error by itself.
     """
     handler = _NoteHandler(logging.WARNING)
-    handler.addFilter(lambda record: record.name != "launcher.cluster.exit")
+    handler.addFilter(is_for_console)
     root = logging.getLogger()
     root.addHandler(handler)
     try:

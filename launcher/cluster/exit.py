@@ -20,14 +20,18 @@ from parallel.runtime.watch.current import say_when_interrupted, stop_watch, wat
 from parallel.runtime.watch.failure import Failure
 from parallel.runtime.watch.last_words import end_process, say
 from parallel.runtime.watch.member import Member, text_of
+from parallel.runtime.watch.member import log as watch_log
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
 log.addHandler(logging.NullHandler())
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
-# What gloo and NCCL say when another rank has ended.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+# What gloo, NCCL and the store by which ranks met say when another rank has ended.
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
+    *("remote process exited", "ncclRemoteError", "failed to recv"),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HEAD_START_SECONDS = 10.0
@@ -37,6 +41,11 @@ _HEARD_SECONDS = 3.0
 """How long a rank that lost contact with another one waits to hear why."""
 
 _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
+
+
+def is_for_console(record: logging.LogRecord) -> bool:
+    """Whether a console shows this record: what ends a run is written to standard error, once for all ranks."""
+    return record.name not in (__name__, watch_log.name)
 
 
 def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> NoReturn:
@@ -127,6 +136,9 @@ def _report_together(member: Member, failure: Failure) -> None:
     """Report where this rank is the one to do so; else wait until rank 0 has."""
     if not failure.alike:
         _report(failure.text)
+    elif _rank() == 0 and not member.may_report():
+        # The watch has: this rank was late.
+        _log(failure.text)
     elif _rank() == 0:
         _report(text_of(failure, _rank()))
         member.line.reported()

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +68,7 @@ PLACES = [
     Place("save", "launcher.checkpoint.save", "_manifest", rank=0),
     Place("save", "launcher.checkpoint.save", "_commit", rank=0),
     Place("validation", "launcher.training.trainer", "Trainer._validate"),
-    Place("validation", "launcher.training.validation", "validate"),
+    Place("validation", "launcher.training.trainer", "validate"),
     Place("validation", "launcher.training.validation", "sum_over_ranks"),
 ]
 KINDS = {
@@ -76,8 +78,9 @@ KINDS = {
 }
 """What happens, and the exit code of the ranks then."""
 DEADLY = ("SIGKILL", "exit")
-LAUNCHERS = ("none", "torchrun", "deepspeed")
-"""Without one nobody but the ranks themselves ends them, as between two machines."""
+LAUNCHERS = ("none", "none", "torchrun", "none", "none", "none", "deepspeed", "none")
+"""How the accidents of the drill are started. Without a launcher nobody but the ranks themselves ends them, as between
+two machines: that is the harder case, and here it is the cheaper one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Accident:
     stalling: bool = False
     """Whether groups block for ever where another rank is gone, as NCCL's."""
     ranks: int = RANKS
+    script: str = "launcher/pretrain.py"
 
     def words(self) -> str:
         """What the user must read."""
@@ -133,60 +137,81 @@ def environment_of(accident: Accident, happened: Path) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def commands_of(accident: Accident, arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands to start, each with what its environment has besides."""
+def command_of(accident: Accident, arguments: list[str]) -> list[str]:
+    """The launcher's command line."""
     if accident.launcher == "torchrun":
-        return [(torchrun(*arguments, ranks=accident.ranks).split(), {})]
-    if accident.launcher == "deepspeed":
-        start = ["deepspeed", "--num_gpus", str(accident.ranks), "--master_port", str(free_port())]
-        return [([*start, "launcher/pretrain.py", *arguments], {})]
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(accident.ranks)}
-    command = [sys.executable, "launcher/pretrain.py", *arguments]
-    return [
-        (command, {**here, "LOCAL_SIZE": str(accident.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(accident.ranks)
-    ]
+        return torchrun(*arguments, ranks=accident.ranks, script=accident.script).split()
+    launch = ["deepspeed", "--num_gpus", str(accident.ranks), "--master_port", str(free_port())]
+    return [*launch, accident.script, *arguments]
 
 
-def run(accident: Accident, shards: Path, folder: Path, *, limit: float = 240.0) -> Outcome:
+def run(accident: Accident, shards: Path, folder: Path) -> Outcome:
     """A tiny run that meets the accident."""
-    happened, output = folder / "happened", folder / "output"
     changed = {"train.steps": 4, "checkpoint.every_steps": 2, "validation.every_steps": 2, "run.hostfile": "none"}
-    arguments = flags(shards, folder / "run", {**changed, "run.timeout_seconds": 600.0})
+    return start(accident, flags(shards, folder / "run", {**changed, "run.timeout_seconds": 600.0}), folder)
+
+
+def start(accident: Accident, arguments: list[str], folder: Path, *, limit: float = 240.0) -> Outcome:
+    """The accident's script with these arguments, to its end; ``folder`` is for notes."""
+    happened, output = folder / "happened", folder / "output"
     environment = environment_of(accident, happened)
-    with output.open("w") as file:
-        started = [
-            psutil.Popen(
-                command, cwd=REPOSITORY, env={**environment, **more}, stdout=file, stderr=subprocess.STDOUT, text=True
-            )
-            for command, more in commands_of(accident, arguments)
-        ]
-        seconds = _seconds_to_the_end(started, happened, limit)
-    codes = [process.returncode for process in started]
+    if accident.launcher == "none":
+        codes, ended = _fork(accident, arguments, environment, output, limit)
+    else:
+        with output.open("w") as file:
+            command = command_of(accident, arguments)
+            started = psutil.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            ended = _end_of_ranks(started, happened, limit)
+        codes = [started.returncode]
+    seconds = float("inf")
+    if happened.exists():
+        seconds = ended - float(happened.read_text())
     return Outcome(codes, output.read_text(), seconds)
 
 
-def _seconds_to_the_end(started: list[psutil.Popen], happened: Path, limit: float) -> float:
-    """Wait until no rank is left; those that do not end are killed."""
+@cache
+def _forker() -> subprocess.Popen:
+    """The process that forks ranks; it ends when its standard input closes."""
+    command, pipe = [sys.executable, str(ACCIDENTS / "forked.py")], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def _fork(
+    accident: Accident, arguments: list[str], environment: dict[str, str], output: Path, limit: float
+) -> tuple[list[int | None], float]:
+    """Ranks without a launcher, as the members of one machine; their exit codes, and when the last one ended."""
+    ranks = str(accident.ranks)
+    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
+    request = {
+        **{"ranks": accident.ranks, "script": accident.script, "arguments": arguments, "output": str(output)},
+        **{"environment": {**environment, **met}, "seconds": limit},
+    }
+    forker = _forker()
+    assert forker.stdin is not None
+    assert forker.stdout is not None
+    forker.stdin.write(json.dumps(request) + "\n")
+    forker.stdin.flush()
+    answer = json.loads(forker.stdout.readline())
+    return answer["codes"], answer["ended"]
+
+
+def _end_of_ranks(started: psutil.Popen, happened: Path, limit: float) -> float:
+    """When no rank of a launcher was left; those that do not end are killed."""
     deadline, ranks = time.monotonic() + limit, {}
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        for process in started:
-            # A process may end while it is asked.
-            try:
-                ranks.update({child.pid: child for child in process.children(recursive=True)})
-            except psutil.NoSuchProcess:
-                continue
-        if happened.exists() and not any(_is_rank(process) for process in [*started, *ranks.values()]):
+    while started.poll() is None and time.monotonic() < deadline:
+        # A process may end while it is asked.
+        with suppress(psutil.NoSuchProcess):
+            ranks.update({child.pid: child for child in started.children(recursive=True)})
+        if happened.exists() and not any(_is_rank(process) for process in ranks.values()):
             break
         time.sleep(0.02)
     ended = time.time()
-    _, alive = psutil.wait_procs(started, timeout=max(1.0, min(60.0, deadline - time.monotonic())))
+    _, alive = psutil.wait_procs([started], timeout=60.0)
     for process in [*alive, *(child for child in ranks.values() if child.is_running())]:
         process.kill()
-    psutil.wait_procs(started, timeout=10.0)
-    if not happened.exists():
-        return float("inf")
-    return ended - float(happened.read_text())
+    psutil.wait_procs([started], timeout=10.0)
+    return ended
 
 
 def _is_rank(process: psutil.Process) -> bool:
@@ -195,7 +220,7 @@ def _is_rank(process: psutil.Process) -> bool:
         words = process.cmdline()
         return (
             process.status() != psutil.STATUS_ZOMBIE
-            and "launcher/pretrain.py" in words
+            and any(word.startswith("launcher/") for word in words)
             and not any(word.endswith(("torchrun", "deepspeed")) or "deepspeed.launcher" in word for word in words)
         )
     except psutil.Error:
@@ -238,8 +263,7 @@ def draw(count: int, seed: int) -> list[Accident]:
                 rank=rank,
                 place=place,
                 kind=generator.choice(list(KINDS)),
-                # Half of them without a launcher: that is the harder half.
-                launcher=("none", "torchrun", "none", "deepspeed")[number % 4],
+                launcher=LAUNCHERS[number % len(LAUNCHERS)],
                 stalling=generator.random() < 0.5,
             )
         )
@@ -273,6 +297,21 @@ def test_a_run_on_groups_that_block_ends_as_any_other(shards, tmp_path):
     never = Accident(rank=0, place=STEP._replace(call=10_000), kind="MemoryError", stalling=True)
     outcome = run(never, shards, tmp_path)
     assert outcome.codes == [0] * RANKS, outcome.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MemoryError", "SIGKILL", "DataError"])
+def test_commands_that_compute_with_a_checkpoint_end_alike(kind, finished, tmp_path):
+    checkpoint = ["--checkpoint", str(finished.folder), "--run.hostfile", "none"]
+    place = Place("start", "launcher.evaluation.run", "build_decoder")
+    accident = Accident(rank=1, place=place, kind=kind, ranks=2, script="launcher/evaluate.py", stalling=True)
+    (tmp_path / "evaluate").mkdir()
+    options = [*checkpoint, "--tasks", "ppl", "--lengths", "128", "--output", str(tmp_path / "output")]
+    check(accident, start(accident, options, tmp_path / "evaluate"))
+    place = Place("start", "launcher.generation.run", "build_mesh")
+    accident = replace(accident, place=place, script="launcher/generate.py")
+    (tmp_path / "generate").mkdir()
+    check(accident, start(accident, [*checkpoint, "--prompt", "def", "--max-new-tokens", "4"], tmp_path / "generate"))
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def start_watch(
     if rank == 0:
         hub, host = Hub(remark=remark), "127.0.0.1"
         store.set(_KEY, json.dumps([hub.port, hub.token]))
+    # The machine of rank 0 is the one where ranks meet: launchers start it there.
     port, token = json.loads(store.get(_KEY))
     connection = socket.create_connection((host, port), timeout=seconds)
     connection.settimeout(None)

@@ -47,6 +47,7 @@ class Hub:
         self._listener = _listen()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        # Writing to the one end wakes the thread, which waits for the other one, too.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._lines: dict[socket.socket, _Line] = {}
@@ -79,6 +80,7 @@ class Hub:
                     self._accept()
                 elif key.fileobj is not self._woken:
                     self._read(self._lines[key.fileobj])  # type: ignore[index]
+        # Else a rank that is slower to leave would take the closed connection for rank 0's death.
         self._tell_all(line_of("over"))
         for connection in [*self._lines, self._listener, self._wake, self._woken]:
             connection.close()
@@ -112,6 +114,7 @@ class Hub:
             if not secrets.compare_digest(str(message["token"]), self.token):
                 raise ValueError("a stranger")
             line.rank, line.host = int(message["rank"]), str(message["host"])
+            # Another rank may have failed before this one came.
             if self._failure is not None:
                 self._tell(line, line_of("failed", **self._failure.to_values()))
         elif line.rank is None:

@@ -55,6 +55,7 @@ class Member:
         self._interrupted, self._last_act = interrupted, last_act
         self._speaks_for_rank_0 = speaks_for_rank_0
         self._taking_over, self._main_is_ending = threading.Lock(), False
+        self._has_reported = False
         self._interrupts = Interrupts(self._count_interrupts)
         self.line = Connection(connection, rank=rank, token=token, remark=remark, on_failure=self._see_to_the_end)
         """What this rank tells the others, and hears of them."""
@@ -63,6 +64,13 @@ class Member:
         """Say that the main thread ends the process: the watch no longer interrupts it, and only sees to the end."""
         with self._taking_over:
             self._main_is_ending = True
+
+    def may_report(self) -> bool:
+        """Whether the caller is the first one to report what all ranks met: main thread and watch may both come to."""
+        with self._taking_over:
+            is_first = not self._has_reported
+            self._has_reported = True
+        return is_first
 
     def end(self, code: int) -> NoReturn:
         """Do the last act, wait for the other ranks to hear what this one said, and end this process."""
@@ -108,11 +116,11 @@ class Member:
         time.sleep(ALIKE_SECONDS)
         if self._main_is_ending:
             return
-        if self._rank == 0:
+        if self._rank != 0:
+            self.line.wait_reported(REPORT_SECONDS)
+        elif self.may_report():
             say(text_of(failure, self._rank))
             self.line.reported()
-        else:
-            self.line.wait_reported(REPORT_SECONDS)
 
     def _interrupt_main(self, failure: Failure) -> None:
         """Let the main thread leave what it is in, where Python code runs: progress bars and files are closed."""

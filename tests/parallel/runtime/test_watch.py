@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from parallel.runtime.watch.failure import Failure, Lines, line_of
+from parallel.runtime.watch.hub import Hub
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.timeout(400)
@@ -133,6 +135,13 @@ def test_what_all_ranks_meet_is_said_by_rank_0_however_late_it_comes(tmp_path):
     assert (ended.codes, ended.said) == ([2] * RANKS, ["\nConfigError: x=1 (0)\n\n", "", ""])
 
 
+def test_rank_0_does_not_say_again_what_its_watch_has_said(tmp_path):
+    late = "watching().line.wait(60.0); watching().may_report(); watching().line.reported()\n"
+    late += "raise RuntimeError('Connection closed by peer')"
+    ended = Ranks(tmp_path, acts_of(0, late, others="raise ConfigError('x=1')")).wait()
+    assert (ended.codes, ended.said) == ([2] * RANKS, [""] * RANKS)
+
+
 def test_an_error_of_all_ranks_that_was_not_foreseen_is_told_by_one(tmp_path):
     ended = Ranks(tmp_path, ["raise KeyError('a bug')"] * RANKS).wait()
     assert ended.codes == [1] * RANKS
@@ -209,6 +218,22 @@ def test_strangers_are_not_listened_to(tmp_path):
             connection.sendall(data)
     ended = ranks.wait()
     assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
+
+
+def test_hundreds_of_ranks_hear_at_once():
+    hub, ranks = Hub(), 300
+    failed = line_of("failed", **Failure(rank=7, code=1, text="x" * 8_000).to_values())
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(("127.0.0.1", hub.port))) for _ in range(ranks)]
+        for rank, line in enumerate(lines):
+            line.sendall(line_of("hello", rank=rank, token=hub.token, host=""))
+        lines[7].sendall(failed)
+        for line in lines:
+            received = b""
+            while len(received) < len(failed):
+                received += line.recv(65_536)
+            assert received == failed
+    hub.stop()
 
 
 def test_messages_arrive_whole_however_they_are_cut():
