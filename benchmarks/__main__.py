@@ -25,7 +25,19 @@ from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
 
-NAMES = ("attention", "peers", "loss", "decoder", "moe", "generation", "generation_batch", "long_prompt", "start")
+NAMES = (
+    "attention",
+    "peers",
+    "loss",
+    "decoder",
+    "compiled",
+    "moe",
+    "generation",
+    "generation_batch",
+    "long_prompt",
+    "start",
+    "start_memory",
+)
 TIMEOUT_SECONDS = 7200
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import gpu
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
 from longctx.kernels.attention.reference import ReferenceKernel
-from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.select import device_generation, order_of_auto
 from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.layout.sequence import SequenceLayout
@@ -65,13 +65,14 @@ class Setting:
     def scores(self) -> Scores:
         return Scores(scale=self.head_dim**-0.5)
 
-    def kernels(self) -> dict[str, AttentionKernel]:
-        """The kernels that this device has, the preferred one first."""
+    def kernels(self, *, window: bool = True) -> dict[str, AttentionKernel]:
+        """The kernels that this device has, the preferred one first; ``window`` leaves out those without one."""
         D, H, K = self.head_dim, self.num_heads, self.num_kv_heads
-        request = KernelRequest(self.device.type, self.dtype, D, H, K, window=True)
+        request = KernelRequest(self.device.type, self.dtype, D, H, K, window=window)
         slow = NOT_MEASURED if self.device.type == "cuda" else NOT_MEASURED[:1]
-        names = [n for n in KERNELS if n not in slow and not n.endswith("_deterministic")]
-        return {n: KERNELS[n] for n in names if KERNELS[n].supports(request) is None}
+        in_order = order_of_auto(device_generation())
+        wanted = [k for k in in_order if k.name not in slow and not k.name.endswith("_deterministic")]
+        return {kernel.name: kernel for kernel in wanted if kernel.supports(request) is None}
 
     def tensors(self, tokens: int) -> list[Tensor]:
         """q, k, v and the output's gradient, [1, tokens, heads, D]."""
@@ -101,7 +102,7 @@ def tiny_setting(device: str) -> Setting:
 
 def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
     """Rates and memory of each kernel's blocks."""
-    for name, kernel in setting.kernels().items():
+    for name, kernel in setting.kernels(window=False).items():
         for tokens in setting.block_tokens:
             for mask, lo in (("full", None), ("causal", 0)):
                 if time.monotonic() > deadline:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import KINDS, RESULTS
+from benchmarks.scaling import table as scale
 
 MARKDOWN_COLUMNS = 100
 DOCS = Path(__file__).parent.parent / "docs"
@@ -88,6 +89,25 @@ def _decoder_row(row: dict[str, Any]) -> list[str]:
     times = [f"{seconds[who]:.2f} s{over.get(who, '')}" for who in ("longctx", "transformers")]
     memory = f"{mib['transformers']} → {mib['longctx']} ({row['memory_ratio']:.2f} ×)"
     return [_SHAPES[row["shape"]], floor, *times, f"{row['time_ratio']:.2f} ×", memory]
+
+
+def compiled(result: Result) -> str:
+    """A step compiled beside eager and the floor, and what stays eager beside the same compiled."""
+    head = ("case", "floor", "eager, × floor", "compiled, × floor", "compiled / eager", "losses differ by")
+    rows = []
+    for row in result["rows"]:
+        seconds, over = row["cpu_seconds"], row["over_floor"]
+        times = [f"{seconds[who]:.2f} s ({over[who]:.2f} ×)" for who in ("eager", "compiled")]
+        ratio, difference = f"**{row['compiled_over_eager']:.2f}**", _power(row["loss_difference"])
+        rows.append([f"step, {row['dtype']}", f"{seconds['floor']:.2f} s", *times, ratio, difference])
+    for part, seconds in result["parts"].items():
+        eager = f"{1000 * seconds['eager']:.0f} ms"
+        if "fused" in seconds:
+            eager += f", fused {1000 * seconds['fused']:.0f} ms"
+        least = min(seconds[who] for who in seconds if who != "compiled")
+        ratio = f"**{seconds['compiled'] / least:.2f}**"
+        rows.append([part, "", eager, f"{1000 * seconds['compiled']:.0f} ms", ratio, ""])
+    return markdown(head, rows)
 
 
 def loss(result: Result) -> str:
@@ -304,8 +324,41 @@ def _power(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
+# --- the start ----------------------------------------------------------------------------------------------
+
+_ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
+
+
+def start_memory(result: Result) -> str:
+    """Memory and time of a start by stage, of the state before and of today's."""
+    before = {_start_case(row): row for row in result["before"]}
+    lines = []
+    for row in result["rows"]:
+        old = before.get(_start_case(row), {})
+        size = f"{row['model']}, {row['billions']} billion"
+        limit = f"{2 * row['share'] + 1:.1f}"
+        figures = [_start_change(old, row, of) for of in ("peak", "seconds")]
+        lines.append(
+            [size, _ORIGINS[row["origin"]], f"{row['stage']}, {row['dtype']}", f"{row['share']:.1f}", limit, *figures]
+        )
+    head = ("parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "seconds")
+    return markdown(head, lines)
+
+
+def _start_case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "billions", "origin", "stage"))
+
+
+def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
+    """The figure of today, after that of the state before where there is one."""
+    if of in old:
+        return f"{old[of]:.1f} → **{row[of]:.1f}**"
+    return f"{row[of]:.1f}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
+    "compiled": ("compiled", compiled),
     "loss": ("loss", loss),
     "generation": ("generation", generation),
     "generation-batch": ("generation_batch", generation_batch),
@@ -317,6 +370,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("peers", peers),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
+    "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),
+    "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
+    "scale-files": ("scale", scale.table_of(scale.FILES)),
+    "scale-start": ("scale", scale.table_of(scale.START)),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

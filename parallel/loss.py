@@ -38,18 +38,27 @@ class StepCounts:
         return nll_sum / max(1, self.targets)
 
 
-def count_step(batches: Iterable[Batch]) -> StepCounts:
-    """Counts over every rank and micro-batch of the step, known before its first backward. Collective.
-
-    ``batches`` are this rank's shards, still on the CPU: counting them there waits for no device.
-    """
-    # One reduction for the whole step, whatever the number of micro-batches.
+def count_tokens(batches: Iterable[Batch]) -> tuple[int, int]:
+    """Targets and tokens of this rank's shards, which are on the CPU: counting them there waits for no device."""
     targets = tokens = 0
     for batch in batches:
         targets += batch.num_targets
         tokens += int((batch.document_ids != PADDING_DOCUMENT).sum())
-    total = sum_over_ranks(torch.tensor([targets, tokens], dtype=torch.int64))
+    return targets, tokens
+
+
+def sum_counts(own: tuple[int, int]) -> StepCounts:
+    """Counts over every rank and micro-batch of the step, known before its first backward. Collective.
+
+    ``own`` are those of this rank: one reduction for the whole step, whatever the number of micro-batches.
+    """
+    total = sum_over_ranks(torch.tensor(own, dtype=torch.int64))
     return StepCounts(int(total[0]), int(total[1]))
+
+
+def count_step(batches: Iterable[Batch]) -> StepCounts:
+    """``sum_counts`` of this rank's shards of a step. Collective."""
+    return sum_counts(count_tokens(batches))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
@@ -19,6 +20,7 @@ from parallel.attention.linear import ContextParallelLinearAttention, check_line
 from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
+from parallel.schedule.segments import shared_documents
 
 
 def build_parallel_model(
@@ -31,21 +33,30 @@ def build_parallel_model(
     communication_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     execution: Execution | None = None,
+    dispatcher: TokenDispatcher | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     seed: int | None = 0,
+    device: str | None = None,
 ) -> CausalLM:
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
-    its local experts. None leaves them unset, for a checkpoint to fill. ConfigError when the layers cannot have this
-    layout, or the experts this degree.
+    its local experts. None allocates nothing: weights are on the meta device, and under ZeRO ``ZeroEngine.initialize``
+    or ``load`` gives each rank what it holds. ``device`` is where weights are (None: on the CPU, or on meta).
+    ``dispatcher`` None is the mesh's. ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
-    decoder = build_empty_decoder(config, mesh, layout=layout, options=options, execution=execution)
-    # 2. Then weights, before anything is partitioned: they depend on names and seed, not on who holds them.
+    if device is None:
+        device = "cpu"
+        if seed is None:
+            device = "meta"
+    decoder = build_empty_decoder(
+        config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher, device=device
+    )
+    # 2. Then weights: they depend on names and seed, not on who holds them.
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
@@ -59,21 +70,23 @@ def build_empty_decoder(
     layout: str,
     options: AttentionOptions | None = None,
     execution: Execution | None = None,
+    dispatcher: TokenDispatcher | None = None,
+    device: str = "cpu",
 ) -> Decoder:
     """A decoder whose attention and experts span the mesh's ranks, its weights unset: for a state dict to fill.
+
+    Weights and buffers are on ``device``, which may be ``meta``. ``dispatcher`` None is the mesh's.
 
     ConfigError when the layers cannot have this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
-    return Decoder(
-        config,
-        ContextParallelAttention(mesh, layout, options or AttentionOptions()),
-        linear_core=ContextParallelLinearAttention(mesh, layout),
-        dispatcher=_dispatcher(config, mesh),
-        execution=execution,
-        seed=None,
-    )
+    core = ContextParallelAttention(mesh, layout, options or AttentionOptions())
+    linear_core = ContextParallelLinearAttention(mesh, layout)
+    dispatcher = dispatcher or _dispatcher(config, mesh)
+    # On the device are weights and buffers alone: everything else that a decoder holds is made when it runs.
+    with torch.device(device):
+        return Decoder(config, core, linear_core=linear_core, dispatcher=dispatcher, execution=execution, seed=None)
 
 
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
@@ -107,9 +120,20 @@ def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
 def _context_sum(mesh: Mesh):
     """Sums router counts over the ranks that share a sequence."""
 
-    def reduce_counts(counts_LSE: Tensor) -> Tensor:
-        if mesh.context_group is not None:
+    def reduce_counts(counts_LSE: Tensor, batch: Batch) -> Tensor:
+        if mesh.context_group is None:
+            return counts_LSE
+        num_documents = len(batch.documents.bounds) - 1
+        if batch.placement is None or counts_LSE.shape[1] != num_documents:
             dist.all_reduce(counts_LSE, group=mesh.context_group)
-        return counts_LSE
+            return counts_LSE
+        # A document that one rank holds alone is counted already; of a packed batch few are on several.
+        shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds)).to(counts_LSE.device)
+        summed = counts_LSE.index_select(1, shared)
+        # A token chooses an expert once, so no count is beyond the tokens: half the bytes.
+        if batch.documents.num_tokens < 2**31:
+            summed = summed.int()
+        dist.all_reduce(summed, group=mesh.context_group)
+        return counts_LSE.index_copy(1, shared, summed.long())
 
     return reduce_counts

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, practice, report, tokenizer
+from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, plan, practice, report, tokenizer
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -42,6 +42,8 @@ class Verb:
 
     run: Callable[..., int | None]
     examples: tuple[str, ...]
+    takes_settings: bool = False
+    """Whether other flags are a run's settings, which it gets as ``settings``."""
 
 
 VERBS = {
@@ -80,11 +82,18 @@ VERBS = {
         attention.attention,
         ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),
     ),
+    "plan": Verb(
+        plan.plan,
+        (
+            "--trace --config llama-3.1-8b-128k --ranks 16",
+            "--trace --config quickstart --model.preset llama-3.1-8b --data.seq_len 32768 --zero.stage 2",
+        ),
+        takes_settings=True,
+    ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {
-    "plan": "`data inspect DIR --seq-len N` tells rows and padding; pretrain.py checks a config before it starts.",
     "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
     "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
@@ -219,7 +228,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
 
     # tyro calls what it parses for. The verb itself must run later, outside of the handling of wrong usage.
     @functools.wraps(verb.run)
-    def bound(*positional, **options) -> Callable[[], int | None]:
+    def bound(*positional, **options) -> functools.partial[int | None]:
         return functools.partial(verb.run, *positional, **options)
 
     called = f"{program()} {name}"
@@ -231,7 +240,11 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            return tyro.cli(bound, prog=shown, args=arguments, config=markers)
+            if not verb.takes_settings:
+                return tyro.cli(bound, prog=shown, args=arguments, config=markers)
+            call, settings = tyro.cli(bound, prog=shown, args=arguments, config=markers, return_unknown_args=True)
+            # What is no option of the verb is a setting, which is checked with all others when they are read.
+            return functools.partial(call.func, **{**call.keywords, "settings": tuple(settings)})
     except SystemExit as end:
         if not end.code:
             # tyro has printed the verb's help.

@@ -148,6 +148,9 @@ def _values(name: str, kind: Any) -> str:
         choices = ("true", "false")
     if choices:
         return "{" + ",".join(str(choice) for choice in choices) + "}" + entries
+    # A number, or a word that leaves it to the machine.
+    if get_args(kind):
+        return "{" + ",".join(_values(name, part) for part in get_args(kind)).replace("{", "").replace("}", "") + "}"
     return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[kind] + entries
 
 

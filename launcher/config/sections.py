@@ -12,6 +12,7 @@ import torch
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from parallel.experts.tiles import default_tile_tokens
 from parallel.zero.options import default_stage
 
 NO_PRESET = "none"
@@ -116,6 +117,9 @@ class TrainSection:
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile makes fused kernels of each block's parts around attention, and on GPUs of the loss; auto
+    is on for GPUs where a compiler is found and off for CPUs, where it gains nothing. The first step then compiles."""
     recompute: bool = False
     """Activation checkpointing: backward recomputes each block from its input. Attention's result and the experts'
     choice and output are saved all the same, so that recomputation sends nothing and routes nothing again."""
@@ -141,9 +145,10 @@ class ParallelSection:
     expert: int = 1
     """Expert-parallel degree: neighbouring ranks over which the experts of each layer are spread, whatever sequences
     these work on; divides the ranks and model.num_experts."""
-    expert_tile_tokens: int = 0
+    expert_tile_tokens: int | Literal["auto"] = "auto"
     """Tokens of a rank that are dispatched to their experts at a time, while those before are computed; 0 is all at
-    once. Bounds the memory that the experts of a long row take."""
+    once. Bounds the memory that the experts of a long row take. auto is 4096 on GPUs whose experts are on several
+    ranks, else 0."""
     layout: str = "auto"
     """Which token lives where: contiguous, zigzag, striped, balanced or auto. zigzag evens out attention over long
     documents, balanced over any packed documents; auto takes the one that fits the rows and the layers and says which.
@@ -174,8 +179,33 @@ class ZeroSection:
     memory, 4 bytes each for the message and 2 or 4 for each of two buffers."""
     allgather_bucket_size: int = 500_000_000
     """Updated weights (values, not bytes) that stages 1 and 2 gather at once; an even number."""
-    offload: Literal["none", "cpu"] = "none"
-    """Where optimiser state lives; only none is built."""
+    prefetch_bucket_size: int = 50_000_000
+    """Weights (values, not bytes) that stage 3 gathers before they are needed (stage3_prefetch_bucket_size)."""
+    max_live_parameters: int = 1_000_000_000
+    """Gathered weights (values, not bytes) that stage 3 keeps at most (stage3_max_live_parameters); fewer need less
+    memory and more gathering."""
+    param_persistence_threshold: int = 100_000
+    """Size below which stage 3 keeps a parameter whole on every rank (stage3_param_persistence_threshold)."""
+    sub_group_size: int = 1_000_000_000
+    """Parameters of a rank that stage 3 updates at once."""
+    hpz_partition_size: int = 1
+    """hpZ of stage 3: so many neighbouring ranks, such as those of a node, keep a second copy of the weights among
+    them, so that backward gathers within them (zero_hpz_partition_size); 1 is none. It takes the weights' bytes divided
+    by it on each rank."""
+    quantized_weights: bool = False
+    """qwZ of stage 3: weights travel in 8 bits (zero_quantized_weights). GPUs only; results are not exact."""
+    quantized_gradients: bool = False
+    """qgZ of stage 3: gradients travel in 4 and 8 bits between nodes (zero_quantized_gradients). GPUs only; results are
+    not exact."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where masters, moments and gradients live, and where AdamW runs: none is the device, cpu the machine's memory
+    (offload_optimizer). nvme is not built."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where stage 3 keeps its part of the weights: the device, or cpu, the machine's memory (offload_param). nvme is
+    not built."""
+    pin_memory: bool = True
+    """Whether what is offloaded lies in page-locked memory; false where the machine allows too little of it
+    (ulimit -l)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +254,14 @@ class RunConfig:
         return getattr(torch, self.train.dtype)
 
     @property
+    def expert_tile_tokens(self) -> int:
+        """``parallel.expert_tile_tokens``, once ``resolve`` has settled it."""
+        # A dense model leaves it at "auto", and nothing reads it.
+        if self.parallel.expert_tile_tokens == "auto":
+            return 0
+        return self.parallel.expert_tile_tokens
+
+    @property
     def zero_stage(self) -> int:
         """The ZeRO stage, once ``resolve`` has settled it."""
         # Unsettled, it is that of the device that every machine has.
@@ -254,8 +292,13 @@ class RunConfig:
             products = "float32"
             if native_bfloat16:
                 products = "native"
+        parallel = self.parallel
+        if parallel.expert_tile_tokens == "auto" and self.model.num_experts:
+            tile_tokens = default_tile_tokens(device_type, parallel.expert)
+            parallel = dataclasses.replace(parallel, expert_tile_tokens=tile_tokens)
         train = dataclasses.replace(self.train, dtype=dtype, products=products)
-        return dataclasses.replace(self, train=train, zero=dataclasses.replace(self.zero, stage=stage))
+        zero = dataclasses.replace(self.zero, stage=stage)
+        return dataclasses.replace(self, train=train, parallel=parallel, zero=zero)
 
     def with_layout(self, layout: str) -> RunConfig:
         """The config with ``parallel.layout`` settled."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from launcher.config.sections import RunConfig, ZeroSection
 from longctx.errors import ConfigError
 from parallel.zero.options import ZeroOptions, check_zero
@@ -13,15 +15,112 @@ def zero_options(zero: ZeroSection) -> ZeroOptions:
         overlap_comm={"auto": None, "on": True, "off": False}[zero.overlap_comm],
         reduce_bucket_size=zero.reduce_bucket_size,
         allgather_bucket_size=zero.allgather_bucket_size,
+        prefetch_bucket_size=zero.prefetch_bucket_size,
+        max_live_parameters=zero.max_live_parameters,
+        param_persistence_threshold=zero.param_persistence_threshold,
+        sub_group_size=zero.sub_group_size,
+        hpz_partition_size=zero.hpz_partition_size,
+        quantized_weights=zero.quantized_weights,
+        quantized_gradients=zero.quantized_gradients,
+        offload=zero.offload,
+        offload_parameters=zero.offload_parameters,
+        pin_memory=zero.pin_memory,
     )
 
 
-def check_zero_section(config: RunConfig) -> None:
+_READ_BY: Mapping[str, Sequence[int]] = {
+    "overlap_comm": (1, 2, 3),
+    "reduce_bucket_size": (1, 2, 3),
+    "allgather_bucket_size": (1, 2),
+    "offload": (1, 2, 3),
+    "pin_memory": (1, 2, 3),
+    "prefetch_bucket_size": (3,),
+    "max_live_parameters": (3,),
+    "param_persistence_threshold": (3,),
+    "sub_group_size": (3,),
+    "hpz_partition_size": (3,),
+    "quantized_weights": (3,),
+    "quantized_gradients": (3,),
+    "offload_parameters": (3,),
+}
+"""The stages that read a key."""
+
+
+def check_zero_section(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule of the section that does not hold."""
     check_zero(config.zero_stage, config.dtype)
-    size = config.zero.allgather_bucket_size
+    _check_stage_reads(config)
+    _check_offload(config.zero)
+    _check_sizes(config.zero)
+    _check_hpz(config, world_size)
+
+
+def _check_stage_reads(config: RunConfig) -> None:
+    """ConfigError for a key that is not at its default and that the stage does not read: it would have no effect."""
+    defaults = ZeroSection()
+    for key, stages in _READ_BY.items():
+        value, default = getattr(config.zero, key), getattr(defaults, key)
+        # "auto" is stage 1 or 2: no key tells these apart.
+        if value != default and config.zero_stage not in stages:
+            raise ConfigError(
+                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {_stages(stages)}.\n"
+                f"Leave it out (zero.{key}={default}), or set zero.stage={stages[-1]}."
+            )
+
+
+def _stages(stages: Sequence[int]) -> str:
+    """Stages in words."""
+    if len(stages) == 1:
+        return f"only stage {stages[0]} reads it"
+    listed = ", ".join(str(stage) for stage in stages)
+    return f"stages {listed} read it"
+
+
+def _check_offload(zero: ZeroSection) -> None:
+    """What is offloaded goes to the machine's memory, and only then may be page-locked."""
+    for key in ("offload", "offload_parameters"):
+        if getattr(zero, key) == "nvme":
+            raise ConfigError(
+                f"zero.{key}='nvme' is not built: DeepSpeed swaps that state to files of its own, which no checkpoint "
+                f"here reads or writes yet.\nTry zero.{key}=cpu, or more ranks."
+            )
+    if not zero.pin_memory and zero.offload == zero.offload_parameters == "none":
+        raise ConfigError(
+            "zero.pin_memory=False means nothing where nothing is offloaded.\nLeave it out, or set zero.offload=cpu."
+        )
+
+
+def _check_sizes(zero: ZeroSection) -> None:
+    """Numbers in their ranges."""
+    at_least = {
+        "reduce_bucket_size": (zero.reduce_bucket_size, 1),
+        "prefetch_bucket_size": (zero.prefetch_bucket_size, 0),
+        "max_live_parameters": (zero.max_live_parameters, 0),
+        "param_persistence_threshold": (zero.param_persistence_threshold, 0),
+        "sub_group_size": (zero.sub_group_size, 1),
+        "hpz_partition_size": (zero.hpz_partition_size, 1),
+    }
+    for key, (value, least) in at_least.items():
+        if value < least:
+            raise ConfigError(f"zero.{key}={value} must be at least {least}.")
+    size = zero.allgather_bucket_size
     if size < 2 or size % 2:
         raise ConfigError(
             f"zero.allgather_bucket_size={size} must be even and at least 2: DeepSpeed aligns what it sends to pairs "
             f"of values.\nTry {max(2, size + size % 2)}."
+        )
+
+
+def _check_hpz(config: RunConfig, world_size: int) -> None:
+    """The second copy of hpZ lies on whole groups of neighbouring ranks, and DeepSpeed has none of experts."""
+    size = config.zero.hpz_partition_size
+    if world_size % size:
+        nearest = max(n for n in range(1, size) if world_size % n == 0)
+        raise ConfigError(f"zero.hpz_partition_size={size} does not divide the {world_size} ranks.\nTry {nearest}.")
+    if config.parallel.expert > 1 and (size > 1 or config.zero.quantized_gradients):
+        raise ConfigError(
+            f"zero.hpz_partition_size={size} and zero.quantized_gradients={config.zero.quantized_gradients} with "
+            f"parallel.expert={config.parallel.expert}: DeepSpeed says that AutoEP with ZeRO Stage 3 supports neither "
+            "hpZeRO secondary tensor groups nor zero_quantized_gradients yet.\n"
+            "Leave them out, or set parallel.expert=1."
         )

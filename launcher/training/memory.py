@@ -32,8 +32,10 @@ class Memory:
     """AdamW's two, float32."""
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
+    host: int
+    """Those of all these bytes that are offloaded: in the machine's memory, also beside a GPU."""
     building: int
-    """Float32 weights of a model that is not yet spread over ranks: in the machine's memory, also beside a GPU."""
+    """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
 
     @property
     def optimizer(self) -> int:
@@ -49,6 +51,11 @@ class Memory:
     def training(self) -> int:
         """Bytes that are held at once within a step."""
         return self.state + self.activations
+
+    @property
+    def on_device(self) -> int:
+        """Those of them that lie on the rank's device."""
+        return self.training - self.host
 
 
 def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
@@ -72,7 +79,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
     width, stage = config.dtype.itemsize, config.zero_stage
-    weights, gradients, masters = held * width, held * FLOAT32, part * FLOAT32
+    weights, gradients, masters, building = held * width, held * FLOAT32, part * FLOAT32, 0
     if stage == 0:
         masters, part = 0, held
     elif stage == 2:
@@ -80,13 +87,25 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
+        building = weights
+    moments, host = 2 * part * FLOAT32, 0
+    if config.zero.offload != "none":
+        # A copy of the gradients that AdamW reads there; stage 3 collects them there, too.
+        copied = part * FLOAT32
+        host = masters + moments + copied
+        if stage == 3:
+            host += gradients
+        gradients += copied
+    if config.zero.offload_parameters != "none" and stage == 3:
+        host += weights
     return Memory(
         weights=weights,
         gradients=gradients,
         masters=masters,
-        moments=2 * part * FLOAT32,
+        moments=moments,
+        host=host,
         activations=_activation_bytes(config, model),
-        building=held * FLOAT32,
+        building=building,
     )
 
 
@@ -138,7 +157,8 @@ def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_h
         gpu = free_bytes(device)
     problem = why_too_large(config, model, need, ranks_here=ranks_here, host_bytes=host, gpu_bytes=gpu)
     if problem is not None:
-        raise ConfigError(f"{problem}\n{_advice(config, model, need, world_size)}")
+        advice = _advice(config, model, need, world_size, on_gpu=gpu is not None)
+        raise ConfigError(f"{problem}\n{advice}")
 
 
 def why_too_large(
@@ -150,15 +170,18 @@ def why_too_large(
     machine.
     """
     ranks, parameters = plural(ranks_here, "rank"), sum(count_parameters(model).values())
-    if gpu_bytes is not None and need.training > gpu_bytes:
+    if gpu_bytes is not None and need.on_device > gpu_bytes:
         has = f"and {gib(gpu_bytes)} are free on its GPU"
-        return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
+        return "\n".join([_headline(need.on_device, has, parameters), *_parts(config, need)])
+    if gpu_bytes is not None and ranks_here * need.host > host_bytes:
+        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free for what is offloaded"
+        return "\n".join([_headline(need.host, has, parameters), *_parts(config, need)])
     if gpu_bytes is None and ranks_here * need.training > host_bytes:
         has = f"{ranks} of it run on this machine, and {gib(host_bytes)} are free"
         return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
     if ranks_here * need.building > host_bytes:
         has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free"
-        how = "  A model is built whole, in float32, before ZeRO spreads it."
+        how = "  Stage 3 lays a rank's weights end to end in the machine's memory before they go to its GPU."
         return f"{_headline(need.building, has, parameters)}\n{how}"
     return None
 
@@ -176,14 +199,18 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
         "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
-    return [*lines, f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})"]
+    lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})")
+    if need.host:
+        lines.append(f"  {'offloaded':<12}{gib(need.host):>12}  of these")
+    return lines
 
 
-def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int) -> str:
+def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
     zero = dataclasses.replace(config.zero, stage=3)
     train = dataclasses.replace(config.train, recompute=True)
-    smaller = memory_of_rank(dataclasses.replace(config, zero=zero, train=train), model, world_size)
+    changed = dataclasses.replace(config, zero=zero, train=train)
+    smaller = memory_of_rank(changed, model, world_size)
     lines = []
     if smaller.training < need.training:
         lines.append(
@@ -192,6 +219,14 @@ def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int
         )
     else:
         lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
+    # Beside a GPU alone: on a CPU there is nowhere else to go.
+    if on_gpu and config.zero.offload == "none":
+        offloaded = dataclasses.replace(changed, zero=dataclasses.replace(zero, offload="cpu"))
+        most = memory_of_rank(offloaded, model, world_size)
+        lines.append(
+            f"With --zero.offload cpu as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
+            "machine's memory."
+        )
     lines.append("--run.memory_check false starts all the same.")
     return "\n".join(lines)
 

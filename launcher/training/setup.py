@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.compiling import compiler_of, settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
+from launcher.training.feed import StepFeed
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
@@ -38,8 +41,10 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
+from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +86,16 @@ class Run:
         """Whether this process writes the run's files and the console."""
         return self.mesh.rank == 0
 
+    @cached_property
+    def feed(self) -> StepFeed:
+        """The data of the steps to come, in their order."""
+        return StepFeed(
+            self.loader,
+            self.shard_batch,
+            num_steps=max(0, self.config.last_step - self.progress.step),
+            device=self.device,
+        )
+
     @property
     def expert_layers(self) -> list[int]:
         """The layers that have experts: the rows of every tensor with an L axis."""
@@ -115,17 +130,20 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     """
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
     on_every_rank(check_tensorboard)
+    if config.zero.offload != "none":
+        on_every_rank(compile_cpu_adam)
 
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
-    config = settle_layout(config, model, loader)
+    config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     # The others wait as long as it takes: rank 0 alone needs the plan of an epoch's rows now.
@@ -133,16 +151,14 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    # Initial weights are drawn where no checkpoint fills them.
-    seed = None
-    if origin.kind == "new":
-        seed = config.run.seed
-    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step, seed=seed)
+    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model, loader)
     elif origin.kind == "started":
         _start(origin, engine, model)
+    else:
+        engine.initialize(config.run.seed)
 
     # Last, because only now the steps that this process takes are known.
     routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin.kind == "resumed")
@@ -282,10 +298,8 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     return config.with_layout(layout)
 
 
-def _build_engine(
-    config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int, seed: int | None
-) -> ZeroEngine:
-    """The model over the mesh's ranks, under ZeRO, with the initial weights of ``seed``; None leaves them unset."""
+def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+    """The model over the mesh's ranks, under ZeRO; its weights are unset."""
     train, parallel = config.train, config.parallel
     communication_dtype = None
     if parallel.communication_dtype != "float32":
@@ -301,10 +315,12 @@ def _build_engine(
         transport=parallel.transport,
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
-        execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, products),
+        execution=Execution(
+            train.recompute, train.recompute_experts, config.expert_tile_tokens, products, compiler_of(config)
+        ),
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
-        seed=seed,
+        seed=None,
     )
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm

@@ -14,6 +14,7 @@ from launcher.metrics.throughput import (
 )
 from launcher.training.broken_step import broken_step
 from launcher.training.expert_record import expert_record
+from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
 from launcher.training.setup import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
@@ -21,7 +22,7 @@ from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
-from parallel.loss import StepCounts, count_step
+from parallel.loss import StepCounts, sum_counts
 from parallel.runtime.device import device_name, peak_memory_bytes
 
 
@@ -41,19 +42,17 @@ class TrainStep:
         started = time.perf_counter()
 
         # 1. The step's rows, and this rank's shard of each micro-batch. ``order`` says where they begin in the data:
-        # the routing files and the message about a broken step need it.
-        order = run.loader.state_dict()
-        batches = [next(run.loader) for _ in range(run.loader.micro_batches_per_step)]
-        shards = [run.shard_batch(batch) for batch in batches]
-        waited = time.perf_counter() - started
+        # the routing files and the message about a broken step need it. The next step's are prepared meanwhile.
+        data, waited = run.feed.next_step()
+        order, shards = data.order, data.shards
         if run.routing.active:
             run.routing.begin(step, order, run.token_indices(shards))
 
         # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
         # the step's loss is one sum over one count whatever the degrees and the accumulation.
-        counts = count_step(shards)
+        counts = sum_counts(data.own_counts)
         sums = self.forward_backward(shards, counts, progress)
-        totals = sums.over_ranks(_model_flops(run, batches))
+        totals = sums.over_ranks(_model_flops(run, data))
 
         # 3. A step that is not finite ends the run here: weights and moments are still those of the step before.
         routers = totals.broken_routers(run.expert_layers)
@@ -108,10 +107,10 @@ class TrainStep:
         return sums
 
 
-def _model_flops(run: Run, batches: list[Batch]) -> float:
+def _model_flops(run: Run, data: StepData) -> float:
     """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and divide it."""
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
-    flops = sum(training_flops(run.model, batch.documents.lengths) for batch in batches)
+    flops = sum(training_flops(run.model, lengths) for lengths in data.lengths)
     return flops / run.mesh.context
 
 
@@ -123,7 +122,7 @@ def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, 
     if peak_flops is not None:
         peak_flops *= world_size
     return {
-        "tokens": run.loader.tokens_consumed,
+        "tokens": run.feed.tokens_consumed,
         "tokens_per_second": tokens_per_second(counts.tokens, seconds),
         "step_seconds": seconds,
         "data_wait_seconds": waited,

@@ -84,8 +84,8 @@ def _experts(start: Start) -> str:
         line += ", one shared"
     if parallel.expert > 1:
         line += f", {model.num_experts // parallel.expert} on a rank"
-    if parallel.expert_tile_tokens:
-        line += f", {parallel.expert_tile_tokens} tokens at a time"
+    if start.config.expert_tile_tokens:
+        line += f", {start.config.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
         line += f", capacity {model.capacity_factor:g}"
     return line
@@ -136,7 +136,10 @@ def _stages(start: Start) -> list[str]:
         chosen = ""
         if stage == start.config.zero_stage:
             chosen = ", this run"
-        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}).")
+        offloaded = ""
+        if need.host:
+            offloaded = f", {gib(need.host)} of it offloaded"
+        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}){offloaded}.")
     return lines
 
 

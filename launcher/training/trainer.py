@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launcher.checkpoint.save import save_checkpoint
 from launcher.metrics.record import Record, truncate_after
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
+from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
@@ -44,6 +46,7 @@ class Trainer:
         self._sampler = None
         if run.validation is not None and run.config.validation.sample_tokens:
             self._sampler = Sampler(run)
+        self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
 
     def train(self) -> None:
@@ -61,7 +64,7 @@ class Trainer:
             last_step=last,
             every=config.run.log_every,
         )
-        with RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
+        with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             # The first point of the curve: what the weights can do before this run changes them.
@@ -80,6 +83,7 @@ class Trainer:
     def take_step(self) -> Record:
         """Take one optimiser step and return its record; TrainingError when it is not finite. Collective."""
         self.progress, record = self._train_step(self.progress)
+        self._compile_watch.report(self.progress.step)
         load_LE = self.progress.expert_load_LE
         # Loads are the same on every rank, so rank 0 can watch them for all.
         if load_LE is not None and self.run.is_rank_0:
@@ -144,7 +148,7 @@ class Trainer:
         # the two are written for people to read.
         training: dict[str, Any] = {
             "step": self.progress.step,
-            "loader": run.loader.state_dict(),
+            "loader": run.feed.state_dict(),
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
             "expert_load": expert_load,

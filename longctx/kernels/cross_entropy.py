@@ -26,11 +26,16 @@ from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import Products
+from longctx.kernels.regions import Run, call_function
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
+_CHUNK_ELEMENTS_OF_GPU = 1 << 29
+"""The same on an accelerator: 1 GiB in bfloat16. A thousand tokens do not fill it, nor hide the sum over chunks."""
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
+_BLOCK_ELEMENTS_OF_GPU = 1 << 27
+"""Elements of a block on an accelerator: 512 MiB in float32, of which a few copies live at a time."""
 _TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
@@ -87,16 +92,18 @@ def loss_sums(
     options: LossOptions = PLAIN,
     products: Products = "native",
     chunk_tokens: int | None = None,
+    run: Run = call_function,
 ) -> tuple[Tensor, Tensor]:
     """(Σ objective, Σ −log softmax(logits)[target]) over the targets that count, float32 (float64 for float64) scalars.
 
     The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
     are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
-    these need 64 MiB, or a quarter of what the weight's gradient does. That gradient is summed over chunks in float32.
-    ``products`` says how a CPU multiplies bfloat16.
+    these need 64 MiB, or a quarter of what the weight's gradient does; on an accelerator 8,192 tokens, or as many as
+    have 2^29 logits. That gradient is summed over chunks in float32. ``products`` says how a CPU multiplies bfloat16;
+    ``run`` calls what turns logits into losses where there is a gradient.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)
+        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens, run)
     return _sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)[0]
 
 
@@ -132,9 +139,10 @@ class _LossSums(torch.autograd.Function):
         options: LossOptions,
         products: Products,
         chunk_tokens: int | None,
+        run: Run,
     ) -> tuple[Tensor, Tensor]:
         sums, dhidden, dweight = _sums_and_gradients(
-            hidden, weight, targets, options, products, chunk_tokens, wanted=ctx.needs_input_grad[:2]
+            hidden, weight, targets, options, products, chunk_tokens, wanted=ctx.needs_input_grad[:2], run=run
         )
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
@@ -150,7 +158,7 @@ class _LossSums(torch.autograd.Function):
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
             dweight = _scaled(dweight, dobjective, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None
 
 
 def _scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,6 +177,7 @@ def _sums_and_gradients(
     products: Products,
     chunk_tokens: int | None,
     wanted: tuple[bool, ...] = (False, False),
+    run: Run = call_function,
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
     """Both sums and, where ``wanted``, the objective's gradients: hidden's in its dtype, the weight's a partial sum."""
     partial = accumulate_dtype(hidden_NM.dtype)
@@ -180,7 +189,8 @@ def _sums_and_gradients(
     dweight_VM: Tensor | None = None
     product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        sums += _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted)).sum(1, dtype=torch.float64)
+        losses_2n = _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        sums += losses_2n.sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
@@ -204,7 +214,7 @@ def _chunks(
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     V, M = weight_VM.shape
-    size = chunk_tokens or _chunk_tokens(V, M)
+    size = chunk_tokens or _chunk_tokens(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
@@ -244,15 +254,18 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
-def _chunk_tokens(vocab_size: int, width: int) -> int:
-    """Tokens whose logits are 2^24, or in number a quarter of the weight's elements; whole tiles of 64."""
-    return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
+def _chunk_tokens(vocab_size: int, width: int, device_type: str) -> int:
+    """Tokens of a chunk, whole tiles of 64. On a CPU their logits are 2^24, or in number a quarter of the weight's
+    elements; on an accelerator 2^29, of 1,024 tokens at least and 8,192 at most."""
+    if device_type == "cpu":
+        return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
+    return min(max(_CHUNK_ELEMENTS_OF_GPU // vocab_size, 1024), 8192) // 64 * 64
 
 
 def _rows_of_block(whole: Tensor) -> int:
-    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator all."""
+    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator for its memory."""
     if whole.device.type != "cpu":
-        return max(1, len(whole))
+        return max(1, _BLOCK_ELEMENTS_OF_GPU // whole.shape[1])
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
 
@@ -275,11 +288,16 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool) -> Tensor:
+def _losses_(
+    logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
+) -> Tensor:
     """Each token's objective and negative log-likelihood, [2, n] in the accumulation dtype; overwrites the logits.
 
     With ``with_gradient`` what they become is the gradient of the objectives' sum.
     """
+    # On a CPU the blocks below stay in its cache, and no compiled loop over a vocabulary is as fast.
+    if run is not call_function and logits_nV.device.type != "cpu":
+        return run(_whole_losses_, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
     # a vocabulary of exponentials is summed in float32, whatever the products were
     partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
@@ -289,6 +307,15 @@ def _losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with
         if with_gradient and partial != logits_nV.dtype:
             logits_nV[block] = block_rV
     return losses_2n
+
+
+def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool) -> Tensor:
+    """``_losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
+    wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype))
+    losses = _block_losses_(wide_nV, targets_n, options, with_gradient)
+    if with_gradient and wide_nV.dtype != logits_nV.dtype:
+        logits_nV.copy_(wide_nV)
+    return torch.stack(losses)
 
 
 def _block_losses_(

@@ -46,6 +46,14 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
         return multiply_row(x_NI, weight_OI, bias_O)
     if not multiplies_in_float32(x_NI, products):
         return nn.functional.linear(x_NI, weight_OI, bias_O)
+    # a graph that held the tiles would serve one number of rows
+    if torch.compiler.is_compiling():
+        return torch.ops.longctx.multiply.default(x_NI, weight_OI, bias_O)
+    return _multiply(x_NI, weight_OI, bias_O)
+
+
+def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias, formed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
     for n in _tiles(len(rows_NI)):
@@ -79,16 +87,29 @@ def multiply_backward(
     dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, needs_x: bool, needs_weight: bool, products: Products
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``multiply`` for x and the weight, each in its dtype, None where it is not needed."""
-    rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
-    dx_NI: Tensor | None = None
-    dweight_OI: Tensor | None = None
-    if not multiplies_in_float32(x_NI, products):
-        if needs_x:
-            dx_NI = (dy_rows_NO @ weight_OI).view(x_NI.shape)
-        if needs_weight:
-            dweight_OI = dy_rows_NO.T @ rows_NI
+    if multiplies_in_float32(x_NI, products):
+        backward = _multiply_backward
+        if torch.compiler.is_compiling():
+            backward = torch.ops.longctx.multiply_backward.default
+        # an operator returns tensors only: an empty one stands for none
+        grads = zip(backward(dy_NO, x_NI, weight_OI, needs_x, needs_weight), (needs_x, needs_weight), strict=True)
+        dx_NI, dweight_OI = (grad if is_needed else None for grad, is_needed in grads)
         return dx_NI, dweight_OI
+    rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
+    dx_NI = dweight_OI = None
+    if needs_x:
+        dx_NI = (dy_rows_NO @ weight_OI).view(x_NI.shape)
+    if needs_weight:
+        dweight_OI = dy_rows_NO.T @ rows_NI
+    return dx_NI, dweight_OI
 
+
+def _multiply_backward(
+    dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """``multiply_backward`` with products formed in float32; an empty tensor where a gradient is not needed."""
+    rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
+    dx_NI = dweight_OI = x_NI.new_empty(0)
     wide_weight_OI = weight_OI
     if needs_x:
         wide_weight_OI, dx_NI = weight_OI.float(), torch.empty_like(rows_NI)
@@ -97,15 +118,13 @@ def multiply_backward(
         dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
     for n in _tiles(len(rows_NI)):
         dy_nO = dy_rows_NO[n].float()
-        if dx_NI is not None:
+        if needs_x:
             dx_NI[n] = dy_nO @ wide_weight_OI
-        if dweight_OI is not None:
+        if needs_weight:
             dweight_OI.addmm_(dy_nO.T, rows_NI[n].float())
-    if dx_NI is not None:
+    if needs_x:
         dx_NI = dx_NI.view(x_NI.shape)
-    if dweight_OI is not None:
-        dweight_OI = dweight_OI.to(weight_OI.dtype)
-    return dx_NI, dweight_OI
+    return dx_NI, dweight_OI.to(weight_OI.dtype)
 
 
 def sum_rows(dy_NO: Tensor) -> Tensor:
@@ -137,3 +156,31 @@ class _Float32Linear(torch.autograd.Function):
 def _tiles(rows: int) -> list[slice]:
     """The rows in tiles of at most ``_ROWS``."""
     return [slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]
+
+
+def _fake_multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[:-1] + weight_OI.shape[:1])
+
+
+def _fake_multiply_backward(
+    dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dx_NI = dweight_OI = x_NI.new_empty(0)
+    if needs_x:
+        dx_NI = x_NI.new_empty(x_NI.shape)
+    if needs_weight:
+        dweight_OI = weight_OI.new_empty(weight_OI.shape)
+    return dx_NI, dweight_OI
+
+
+_library = torch.library.Library("longctx", "FRAGMENT")
+_library.define("multiply(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "multiply_backward(Tensor dy, Tensor x, Tensor weight, bool needs_x, bool needs_weight) -> (Tensor, Tensor)"
+)
+for _name, _operator, _fake in (
+    ("multiply", _multiply, _fake_multiply),
+    ("multiply_backward", _multiply_backward, _fake_multiply_backward),
+):
+    _library.impl(_name, _operator, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"longctx::{_name}", _fake, lib=_library)

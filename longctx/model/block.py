@@ -12,14 +12,18 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCache, PassCore, Plan
 from longctx.model.attention.projections import build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
-from longctx.model.layers.dropout import Dropout
+from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
 from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
 from longctx.model.rotary import RotaryTable
+
+Draws = tuple[Draw | None, Draw | None]
+"""What the two residual sums of a layer drop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,8 @@ class Call:
     dropout: Dropout | None
     recompute: bool
     experts: MoECall
+    run: Run = call_function
+    """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
 
 class Block(nn.Module):
@@ -78,10 +84,11 @@ class Block(nn.Module):
     def _run(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        attention, sinks_H, cache = self.self_attn, None, None
-        q, k, v = attention.project(self._before(x_BtM, "input_layernorm"), table, cached=call.cache is not None)
-        if attention.sinks is not None:
-            sinks_H = attention.sinks()
+        sinks_H, cache, cached = None, None, call.cache is not None
+        draws = self._draws(call.dropout)
+        q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
+        if self.self_attn.sinks is not None:
+            sinks_H = self.self_attn.sinks()
         if call.cache is not None:
             cache = call.cache.layer(self.layer)
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
@@ -95,46 +102,61 @@ class Block(nn.Module):
             sinks_H=sinks_H,
             recompute_cache=recompute_cache,
         )
-        return self._after_core(x_BtM, heads_BtHV, call, recompute_cache)
+        if isinstance(self.mlp, FeedForward):
+            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached),)
+        # Experts stay outside: how many tokens each of them gets is data.
+        x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
+        out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
+        return self.join_ffn(x_BtM, out_BtM, draws), *stats
 
-    def _after_core(
-        self, x_BtM: Tensor, heads_BtHV: Tensor, call: Call, recompute_cache: RecomputeCache | None
-    ) -> tuple[Tensor, ...]:
-        out_BtM = self.self_attn.output(heads_BtHV, cached=call.cache is not None)
+    def before_core(self, x_BtM: Tensor, table: RotaryTable | None, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the layer's input, as ``project`` gives them."""
+        return self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)
+
+    def after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> Tensor:
+        """The output of a dense layer, from its input and the core's result."""
+        x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
+        return self.join_ffn(x_BtM, self.mlp(normed_BtM), draws)
+
+    def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
+        """The residual stream with attention added, and what the FFN or the experts read of it."""
+        out_BtM = self.self_attn.output(heads_BtHV, cached=cached)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
-        x_BtM = self._add(x_BtM, out_BtM, 0, call)
+        x_BtM = self._add(x_BtM, out_BtM, draws[0])
         if self.order == "post":
             x_BtM = self.post_attention_layernorm(x_BtM)
         # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
         second = "post_attention_layernorm"
         if self.order == "sandwich":
             second = "pre_feedforward_layernorm"
-        out_BtM, *stats = self._feed(self._before(x_BtM, second), call, recompute_cache)
+        return x_BtM, self._before(x_BtM, second)
+
+    def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
+        """The residual stream with the output of the FFN or of the experts added."""
         if self.order == "sandwich":
             out_BtM = self.post_feedforward_layernorm(out_BtM)
-        x_BtM = self._add(x_BtM, out_BtM, 1, call)
+        x_BtM = self._add(x_BtM, out_BtM, draws[1])
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
-        return x_BtM, *stats
+        return x_BtM
+
+    def _draws(self, dropout: Dropout | None) -> Draws:
+        """What the layer's two residual sums drop."""
+        if dropout is None:
+            return None, None
+        # Two sites a layer: each draws other random numbers for the same token.
+        return dropout.draw(2 * self.layer), dropout.draw(2 * self.layer + 1)
 
     def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
         if self.order == "post":
             return x_BtM
         return getattr(self, norm)(x_BtM)
 
-    def _add(self, x_BtM: Tensor, part_BtM: Tensor, site: int, call: Call) -> Tensor:
+    def _add(self, x_BtM: Tensor, part_BtM: Tensor, draw: Draw | None) -> Tensor:
         """The residual stream with one part's output added."""
-        # Two sites a layer: each draws other random numbers for the same token.
-        if call.dropout is not None:
-            part_BtM = call.dropout(part_BtM, 2 * self.layer + site)
+        if draw is not None:
+            part_BtM = draw.drop(part_BtM)
         if self.residual_scale != 1:
             part_BtM = part_BtM * self.residual_scale
         return x_BtM + part_BtM
-
-    def _feed(self, normed_BtM: Tensor, call: Call, recompute_cache: RecomputeCache | None) -> tuple[Tensor, ...]:
-        """The FFN's output, and the statistics of its router."""
-        mlp = self.mlp
-        if isinstance(mlp, FeedForward):
-            return (mlp(normed_BtM),)
-        return mlp(normed_BtM, call.experts, recompute_cache)

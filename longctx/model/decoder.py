@@ -16,6 +16,7 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.regions import Run, call_function, run_with
 from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
@@ -28,7 +29,7 @@ from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.layers.dropout import Dropout
-from longctx.model.layers.initialize import initial_value
+from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
@@ -77,6 +78,7 @@ class Backbone(nn.Module):
         dropout: Dropout | None,
         recompute: bool,
         experts: MoECall,
+        run: Run = call_function,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
@@ -95,6 +97,7 @@ class Backbone(nn.Module):
                 dropout=dropout,
                 recompute=recompute,
                 experts=experts,
+                run=run,
             )
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         stats: list[tuple[Tensor, ...]] = []
@@ -175,8 +178,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        if execution is None:
-            execution = Execution()
+        execution = execution or Execution()
         if core is None:
             core = LocalAttention(products=execution.products)
         if linear_core is None:
@@ -188,7 +190,7 @@ class Decoder(nn.Module):
         self.linear_core = linear_core
         self.dispatcher = dispatcher
         self.model = Backbone(config, dispatcher.local_experts)
-        self.lm_head = LMHead(config, execution.products)
+        self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
         set_products(self, execution.products)
         if seed is not None:
             self.initialize(seed)
@@ -199,12 +201,12 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
-            # Drawn whole and then cut: a weight has the same values on any number of expert ranks.
-            shape = self.logical_shape(name, parameter.shape)
-            value = initial_value(name, shape, self.config, seed)
-            if shape != tuple(parameter.shape):
-                value = value[self.dispatcher.local_experts]
-            parameter.copy_(value)
+            # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
+            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
+            initial, first = InitialTensor(name, whole, self.config, seed), 0
+            if whole != parameter.numel():
+                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
+            initial.copy_to(parameter.view(-1), first)
         # The only buffers are the routers' selection biases, which start even.
         for buffer in self.buffers():
             buffer.zero_()
@@ -266,6 +268,7 @@ class Decoder(nn.Module):
             experts=_build_moe_call(
                 self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
+            run=_run_of(self, cache),
         )
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
@@ -343,6 +346,14 @@ def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]
     if chunk is not None and chunk.sequences:
         return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
     return {**cores}
+
+
+def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
+    """How blocks call their parts: compiled in training alone."""
+    # evaluation has other lengths, generation few tokens
+    if cache is not None or not torch.is_grad_enabled():
+        return call_function
+    return decoder.lm_head.run
 
 
 def _build_moe_call(

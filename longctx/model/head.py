@@ -12,6 +12,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import Products
+from longctx.kernels.regions import Run, call_function
 
 
 class LMHead(nn.Module):
@@ -21,10 +22,11 @@ class LMHead(nn.Module):
     ZeRO-3 has gathered what ``Decoder.external_parameters`` registered.
     """
 
-    def __init__(self, config: ModelConfig, products: Products) -> None:
-        """``products`` says how a CPU multiplies bfloat16."""
+    def __init__(self, config: ModelConfig, products: Products, run: Run = call_function) -> None:
+        """``products`` says how a CPU multiplies bfloat16, ``run`` how a training loss is computed (``loss_sums``)."""
         super().__init__()
         self.products: Products = products
+        self.run = run
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
         self.weight: nn.Parameter | None
         weight = None
@@ -56,7 +58,7 @@ class LMHead(nn.Module):
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
             return nll_N.view_as(targets_Bt)
-        return loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
+        return loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=self.products, run=self.run)
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         # The narrow side is scaled: hidden states have M channels, logits V.

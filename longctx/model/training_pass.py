@@ -21,9 +21,10 @@ from longctx.model.layers.dropout import Dropout, Jitter
 
 @dataclass(frozen=True)
 class Execution:
-    """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies.
+    """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies,
+    whether ``torch.compile`` fuses them.
 
-    Changes no result but for the rounding of bfloat16 products.
+    Changes no result but for rounding.
     """
 
     recompute: bool = False
@@ -35,6 +36,9 @@ class Execution:
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
     products: Products = field(default_factory=fastest_products)
     """How a CPU multiplies bfloat16: by default in the way that is faster on this machine's processor."""
+    compiler: str | None = None
+    """The backend of ``torch.compile`` that compiles what lies around attention cores in training (``Regions``), as
+    inductor; None compiles nothing."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from longctx.model.training_pass import TrainingPass
 from longctx.objectives.loss_sum import LossSum
 
 
-def identity(counts_LSE: Tensor) -> Tensor:
+def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
     """The counts as they are: in one process no other rank shares the sequence."""
     return counts_LSE
 
@@ -29,12 +29,12 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         decoder: Decoder,
-        reduce_counts: Callable[[Tensor], Tensor] = identity,
+        reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
         *,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
     ) -> None:
-        """``reduce_counts`` sums int64 counts over the ranks that share a sequence: [L, S, E], or [L, 1, E] where the
+        """``reduce_counts`` sums int64 counts over the ranks that share the batch: [L, S, E], or [L, 1, E] where the
         micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
         balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
         super().__init__()
@@ -58,7 +58,11 @@ class CausalLM(nn.Module):
         load_LE = None
         if training_pass is not None:
             load_LE = training_pass.expert_load_LE
-        balance = balance_sum(stats, scope=scope, reduce_counts=self.reduce_counts, load_LE=load_LE)
+
+        def reduce_counts(counts_LSE: Tensor) -> Tensor:
+            return self.reduce_counts(counts_LSE, batch)
+
+        balance = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
         # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
         z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])

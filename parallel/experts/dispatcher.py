@@ -64,7 +64,11 @@ class AllToAllDispatcher:
         recv_pt2 = torch.empty_like(send_pt2)
         described = f"{self._who} telling how many tokens it sends to experts"
         named_collective(lambda: dist.all_to_all_single(recv_pt2, send_pt2, group=self.mesh.expert_group), described)
-        send, recv = torch.stack((send_pt2, recv_pt2)).transpose(1, 2).tolist()
+        return self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
+
+    def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
+        """The sizes of every tile from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
+        send, recv = counts_2tp2.tolist()
         return [
             DispatchSizes(
                 send_counts=tuple(tokens for tokens, _ in to_ranks),
@@ -163,7 +167,7 @@ class _Handle:
         exchange = self.dispatcher.exchange(
             of_tokens_SX.to(communication_dtype), recv_counts, send_counts, "returning what experts made of tokens"
         )
-        return _PendingSums(exchange, self.token_U, send_counts, len(self.experts_nk))
+        return _PendingSums(exchange, self.token_U, send_counts, self.experts_nk.shape)
 
     def bytes_sent(self, bytes_per_token: int) -> int:
         own = self.dispatcher.mesh.expert_rank
@@ -214,18 +218,47 @@ class _PendingSums:
     exchange: PendingExchange
     token_U: Tensor
     send_counts: tuple[int, ...]
-    num_tokens: int
+    choices: torch.Size
+    """Tokens, and experts of each."""
 
     def wait(self) -> Tensor:
         """Return sums over ranks, always in their order: a token's results are added one rank after another."""
         results_UX = self.exchange.wait()
-        shape = (self.num_tokens, *results_UX.shape[1:])
-        sums = results_UX.new_zeros(shape, dtype=accumulate_dtype(results_UX.dtype))
-        by_rank = zip(self.token_U.split(self.send_counts), results_UX.split(self.send_counts), strict=True)
-        for token, results in by_rank:
-            # One rank returns every token once, so no two additions of a call meet: the order is that of the ranks.
-            sums.index_add_(0, token, results.to(sums.dtype))
-        return sums
+        num_tokens, experts_per_token = self.choices
+        # A token has results of at most as many ranks as it has experts.
+        if experts_per_token < len(self.send_counts):
+            return sum_by_turn(results_UX, self.token_U, num_tokens, experts_per_token)
+        return sum_by_rank(results_UX, self.token_U, num_tokens, self.send_counts)
+
+
+def sum_by_rank(results_UX: Tensor, token_U: Tensor, num_tokens: int, send_counts: Sequence[int]) -> Tensor:
+    """Each token's results added up rank by rank, [n, X] in the accumulation dtype; one call a rank."""
+    sums = results_UX.new_zeros((num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
+    for token, results in zip(token_U.split(send_counts), results_UX.split(send_counts), strict=True):
+        # One rank returns every token once, so no two additions of a call meet: the order is that of the ranks.
+        sums.index_add_(0, token, results.to(sums.dtype))
+    return sums
+
+
+def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int) -> Tensor:
+    """The same, to the bit, in one call for each token's first result, one for its second, and so on to ``most``.
+
+    Many ranks would be many calls, most of them for a few tokens each.
+    """
+    num_results = len(token_U)
+    # Sorted by token, and within one by rank: a result's place less that of its token's first one is its turn.
+    token_sorted_U, order_U = torch.sort(token_U, stable=True)
+    firsts_n = torch.searchsorted(token_sorted_U, torch.arange(num_tokens, device=token_U.device))
+    places_U = torch.arange(num_results, device=token_U.device)
+    turn_U = places_U - firsts_n[token_sorted_U]
+    # A token without a result in some turn takes the row of zeros behind the last result: no size depends on routing.
+    result_mn = token_U.new_full((most, num_tokens), num_results)
+    result_mn[turn_U, token_sorted_U] = order_U
+    padded_UX = torch.cat((results_UX, results_UX.new_zeros(1, *results_UX.shape[1:])))
+    sums = results_UX.new_zeros((num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
+    for result_n in result_mn:
+        sums += padded_UX.index_select(0, result_n)
+    return sums
 
 
 def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:

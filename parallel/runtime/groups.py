@@ -98,8 +98,12 @@ def groups_of_library() -> Iterator[None]:
 
 def world_timeout() -> timedelta:
     """How long collectives of the world group wait."""
-    # torch has no question for it; every world group of ours has gloo for CPU tensors.
-    return world_group()._get_backend(torch.device("cpu")).options._timeout
+    # torch has no question for it; every world group of a run has gloo for CPU tensors.
+    options = world_group()._get_backend(torch.device("cpu")).options
+    if options is None:
+        # torch's fake groups, by which a step is traced, wait for nobody.
+        return distributed_c10d.default_pg_timeout
+    return options._timeout
 
 
 def device_backend() -> str:

@@ -23,7 +23,7 @@ from parallel.schedule import costs
 from parallel.schedule.bands import area
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
-from parallel.schedule.work import Hop, Mask, RingWork
+from parallel.schedule.work import Hop, Mask, Partners, RingWork
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,10 @@ class Schedule:
         receiver = rank // self.layout.ulysses
         # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
+
+    def partners(self, ring_rank: int) -> Partners:
+        """The ring ranks that a ring rank may receive rows from, or send some to, in any hop."""
+        return self._ring.partners(ring_rank)
 
     def hop(self, receiver: int, owner: int) -> Hop:
         """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""

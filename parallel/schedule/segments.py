@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy import ndarray
 
-from parallel.layout.sequence import Run
+from parallel.layout.sequence import Run, SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,19 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
     some = np.flatnonzero(end > begin)  # a document that is empty, or falls between two rows, leaves nothing
     begin, end = begin[some], end[some]
     return Segments(document[some], start[some] + step * begin, end - begin, first_row[some] + begin, step)
+
+
+def shared_documents(layout: SequenceLayout, bounds: Sequence[int]) -> ndarray:
+    """The documents (numbers, ascending) with tokens on several ranks; the others lie on one rank whole."""
+    # Ring rank after ring rank, so that a row counted over all of them says which rank holds it: Ulysses too.
+    runs = [run for of_rank in layout.runs for run in of_rank]
+    segments = cut_segments(runs, np.asarray(bounds, dtype=np.int64))
+    num_local, num_documents = layout.num_local(0), len(bounds) - 1
+    first = np.full(num_documents, layout.degree)
+    np.minimum.at(first, segments.document, segments.row // num_local)
+    last = np.full(num_documents, -1)
+    np.maximum.at(last, segments.document, (segments.row + segments.length - 1) // num_local)
+    return np.flatnonzero(first < last)
 
 
 def expand_ranges(start: ndarray, stop: ndarray) -> tuple[ndarray, ndarray]:

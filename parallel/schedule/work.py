@@ -19,7 +19,15 @@ from longctx.kernels.attention.slices import K_START, K_STOP, Q_START, Q_STOP
 from longctx.model.attention.strided import reach
 from longctx.model.attention.work import EVERY_ROW, Work
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.bands import NO_SLICES, band_slices, mask_bounds, own_slices, prefix_slices, shift_slices
+from parallel.schedule.bands import (
+    NO_SLICES,
+    band_slices,
+    mask_bounds,
+    meeting_segments,
+    own_slices,
+    prefix_slices,
+    shift_slices,
+)
 from parallel.schedule.rows import RowRanges, union
 from parallel.schedule.segments import Segments, cut_segments
 from parallel.schedule.strided import ClassSegments, StridedWork, sort_by_class, strided_work
@@ -56,6 +64,26 @@ class Hop:
         return self.rows.num_rows
 
 
+class Partners(NamedTuple):
+    """Whom a ring rank may exchange rows with; with all others it never does."""
+
+    ring_rank: int
+    degree: int
+    owners: frozenset[int]
+    """Others with a key that some query of the ring rank may see."""
+    receivers: frozenset[int]
+    """Others with a query that may see some key of the ring rank."""
+    are_known: bool = True
+    """False where nobody has looked: then they are all others."""
+
+    @property
+    def hops(self) -> list[int]:
+        """The hops, from 1, in which the ring rank may receive or send: its keys' owner is so many before it."""
+        receives = {(self.ring_rank - owner) % self.degree for owner in self.owners}
+        sends = {(receiver - self.ring_rank) % self.degree for receiver in self.receivers}
+        return sorted(receives | sends)
+
+
 @dataclass(frozen=True)
 class RingWork:
     """The work between every two ring ranks, each built once, when it is first asked for."""
@@ -83,6 +111,10 @@ class RingWork:
             return rows_seen(slices, strided)
 
         return self._once(("rows", receiver, owner), build)
+
+    def partners(self, ring_rank: int) -> Partners:
+        """The ring ranks that a ring rank may receive rows from, or send some to: found by two searches over all."""
+        return self._once(("partners", ring_rank), lambda: self._find_partners(ring_rank))
 
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
         """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
@@ -114,10 +146,9 @@ class RingWork:
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
         """The slices of the mask's bands, and what a stride adds to them."""
-        queries, keys = self._segments(receiver), self._segments(owner, keys=True)
-        # Most ranks of many documents have none in common: this test costs no search.
-        if not queries.may_meet(keys):
+        if not self._may_meet(receiver, owner):
             return NO_SLICES, None
+        queries, keys = self._segments(receiver), self._segments(owner, keys=True)
         one_layout = self.key_layout is self.layout
         slices = local_slices(
             queries,
@@ -130,6 +161,46 @@ class RingWork:
         if not self.mask.stride:
             return slices, None
         return slices, strided_work(self._classes(receiver), self._classes(owner, keys=True), self._reach)
+
+    def _may_meet(self, receiver: int, owner: int) -> bool:
+        """Whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
+        if receiver == owner:
+            return True
+        # Known where one of the two has asked for all its partners at once.
+        for_receiver, for_owner = self._built.get(("partners", receiver)), self._built.get(("partners", owner))
+        if for_receiver is not None and for_receiver.are_known:
+            return owner in for_receiver.owners
+        if for_owner is not None and for_owner.are_known:
+            return receiver in for_owner.receivers
+        return self._segments(receiver).may_meet(self._segments(owner, keys=True))
+
+    def _find_partners(self, ring_rank: int) -> Partners:
+        degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
+        # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
+        if not one_layout or self.mask.stride or self.layout.runs[ring_rank][0].step != 1:
+            everyone = frozenset(range(degree)) - {ring_rank}
+            return Partners(ring_rank, degree, everyone, everyone, are_known=False)
+        own, (others, rank_of) = self._segments(ring_rank), self._all_segments
+        owners: set[int] = set()
+        receivers: set[int] = set()
+        for bounds in mask_bounds(causal=self.mask.causal, window=self.mask.window, sink_tokens=self.mask.sink_tokens):
+            _, keys = meeting_segments(own, others, bounds)
+            queries, _ = meeting_segments(others, own, bounds)
+            owners.update(rank_of[keys].tolist())
+            receivers.update(rank_of[queries].tolist())
+        return Partners(ring_rank, degree, frozenset(owners) - {ring_rank}, frozenset(receivers) - {ring_rank})
+
+    @cached_property
+    def _all_segments(self) -> tuple[Segments, ndarray]:
+        """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
+        counts = [len(runs) for runs in self.layout.runs]
+        runs = [run for runs in self.layout.runs for run in runs]
+        starts = np.array([run.start for run in runs])
+        order = np.argsort(starts)
+        segments = cut_segments([runs[n] for n in order.tolist()], self._boundaries)
+        owner = np.repeat(np.arange(len(counts)), counts)[order]
+        # A segment belongs to the last run that begins before it ends: runs are disjoint.
+        return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
 
     @cached_property
     def _boundaries(self) -> ndarray:

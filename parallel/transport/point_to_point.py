@@ -38,17 +38,19 @@ class PointToPoint:
 
     def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
         self.schedule, self.rank, self.degree = schedule, mesh.ring_rank, mesh.ring_degree
+        # Of many documents a rank meets few others: the rest of the hops would only cost time on the host.
+        self.hops = schedule.partners(mesh.ring_rank).hops
         self.exchange = RingExchange(mesh, communication_dtype)
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
-        arriving = self._fetch(own, hop=1)
+        arriving = self._fetch(own, 0)
         # Own keys first: every query sees at least itself, so out and lse are of all queries from here on.
         out, lse = compute(self._own_block(own))
-        for hop in range(1, self.degree):
+        for number, hop in enumerate(self.hops):
             block = self._block(hop, arriving.wait())
             # The next hop's rows are in flight while this hop computes.
-            arriving = self._fetch(own, hop + 1)
+            arriving = self._fetch(own, number + 1)
             if block is not None:
                 # Exact whatever the blocks: log-sum-exps weigh the two softmax results over disjoint keys.
                 merge_block_(out, lse, block, compute(block))
@@ -56,11 +58,11 @@ class PointToPoint:
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
-        arriving, returning = self._fetch(own, hop=1), PendingGradients()
+        arriving, returning = self._fetch(own, 0), PendingGradients()
         own_gradients = compute(self._own_block(own))
-        for hop in range(1, self.degree):
+        for number, hop in enumerate(self.hops):
             block = self._block(hop, arriving.wait())
-            arriving = self._fetch(own, hop + 1)
+            arriving = self._fetch(own, number + 1)
             gradients = None
             if block is not None:
                 gradients = compute(block)
@@ -71,10 +73,11 @@ class PointToPoint:
         returning.add_to(own_gradients)
         return own_gradients
 
-    def _fetch(self, own: KeysAndValues, hop: int) -> PendingExchange:
-        """Start the exchange of a hop: rows of its owner come here, this rank's rows go to the rank that needs them."""
-        if hop == self.degree:  # nothing follows the last hop
+    def _fetch(self, own: KeysAndValues, number: int) -> PendingExchange:
+        """Start a hop's exchange: rows of its owner come here, this rank's rows go to the rank that needs them."""
+        if number == len(self.hops):  # nothing follows the last hop
             return PendingExchange()
+        hop = self.hops[number]
         owner, receiver = self._owner(hop), self._receiver(hop)
         outgoing = take_rows(own, self.schedule.rows_needed(receiver, self.rank))
         rows = self.schedule.hop(self.rank, owner).num_rows

@@ -64,6 +64,16 @@ class NodeRing:
         """The ring rank of the same local ring rank, so many nodes on."""
         return self.ranks_in_node(self.node + distance)[self.ring_rank % self.node_size]
 
+    def busy_steps(self, schedule: Schedule) -> list[int]:
+        """The steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
+        receivers = schedule.partners(self.ring_rank).receivers
+        steps = {(receiver // self.node_size - self.node) % self.num_nodes for receiver in receivers}
+        # What is handed round in the node is what somebody in it needs.
+        for mate in self.ranks_in_node(self.node):
+            owners = schedule.partners(mate).owners
+            steps |= {(self.node - owner // self.node_size) % self.num_nodes for owner in owners}
+        return sorted(steps - {0})
+
 
 @dataclass(frozen=True)
 class HeldRows:
@@ -73,6 +83,10 @@ class HeldRows:
     rows: RowRanges
     """Which of the owner's rows."""
     tensors: KeysAndValues
+
+    def needed_by(self, receiver: int, schedule: Schedule) -> RowRanges:
+        """Which of the held rows a query of a ring rank sees."""
+        return schedule.rows_needed(receiver, self.owner).located_in(self.rows)
 
 
 class TwoLevel:
@@ -95,6 +109,7 @@ class TwoLevel:
         self.schedule, self.rank = schedule, mesh.ring_rank
         self.ring = NodeRing(mesh.ring_rank, mesh.ring_degree, node_size)
         self.exchange = RingExchange(mesh, communication_dtype)
+        self.steps = self.ring.busy_steps(schedule)
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         result: PartialResult | None = None
@@ -130,22 +145,22 @@ class TwoLevel:
 
     def _steps(self, own: KeysAndValues) -> Iterator[tuple[int, HeldRows]]:
         """Each step with the rows that this rank holds in it; the next step's cross over meanwhile."""
-        crossing = self._fetch_across(own, step=1)
+        crossing = self._fetch_across(own, 0)
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
-        for step in range(1, self.ring.num_nodes):
+        for number, step in enumerate(self.steps):
             owner = self.ring.owner(step, 0)
             arrived = crossing.wait()
             if arrived is None:
                 # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
-            crossing = self._fetch_across(own, step + 1)
+            crossing = self._fetch_across(own, number + 1)
             yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), arrived)
 
     def _hops(self, step: int, held: HeldRows) -> Iterator[KVBlock | None]:
         """What this rank meets in each hop of a step, None where nothing; the next hop's rows arrive meanwhile."""
         arriving = self._hand_round(step, held, hop=1)
-        yield self._block(held.owner, take_rows(held.tensors, self._needed_by(self.rank, held)))
+        yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
             block = self._block(self.ring.owner(step, hop), arriving.wait())
             arriving = self._hand_round(step, held, hop + 1)
@@ -170,10 +185,11 @@ class TwoLevel:
         returning.add_to(total)
         return total
 
-    def _fetch_across(self, own: KeysAndValues, step: int) -> PendingExchange:
+    def _fetch_across(self, own: KeysAndValues, number: int) -> PendingExchange:
         """Start a step's exchange between nodes: rows for this rank to hold, and its own to its counterpart."""
-        if step == self.ring.num_nodes:
+        if number == len(self.steps):
             return PendingExchange()
+        step = self.steps[number]
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
         outgoing = take_rows(own, self._rows_to_node(self.rank, self.ring.node + step))
         rows = self._rows_to_node(owner, self.ring.node).num_rows
@@ -184,14 +200,14 @@ class TwoLevel:
         if hop == self.ring.node_size:
             return PendingExchange()
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
-        outgoing = take_rows(held.tensors, self._needed_by(receiver, held))
+        outgoing = take_rows(held.tensors, held.needed_by(receiver, self.schedule))
         rows = self.schedule.hop(self.rank, self.ring.owner(step, hop)).num_rows
         return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, tag=TAG_KEYS)
 
     def _return_to_holder(self, held: HeldRows, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the way back of a hop's gradients to the neighbour that holds the rows."""
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
-        rows = self._needed_by(receiver, held)
+        rows = held.needed_by(receiver, self.schedule)
         return self.exchange.gradients(
             gradients, to=holder, like=held.tensors, rows=rows, source=receiver, tag=TAG_GRADIENTS
         )
@@ -210,10 +226,6 @@ class TwoLevel:
         if arrived is None:
             return None
         return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
-
-    def _needed_by(self, receiver: int, held: HeldRows) -> RowRanges:
-        """Which of the held rows a query of a ring rank sees."""
-        return self.schedule.rows_needed(receiver, held.owner).located_in(held.rows)
 
     def _as_held_rows(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
         """Gradients of the rows that this rank needed as gradients of all rows that it holds."""

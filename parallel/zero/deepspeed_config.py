@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from parallel.zero.options import ZeroOptions, overlaps
+from parallel.zero.options import ZeroOptions, aligns, overlaps
 
 
 def deepspeed_config(
@@ -40,12 +40,28 @@ def accelerator() -> str:
 
 def _zero_section(stage: int, zero: ZeroOptions) -> dict[str, Any]:
     """DeepSpeed's ``zero_optimization``."""
-    return {
+    section: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": overlaps(stage, accelerator(), zero.overlap_comm),
         "reduce_bucket_size": zero.reduce_bucket_size,
         "allgather_bucket_size": zero.allgather_bucket_size,
     }
+    if stage in (1, 2):
+        section["parameter_alignment"] = aligns(accelerator(), zero.parameter_alignment)
+    if stage == 3:
+        section |= {
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+            "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_param_persistence_threshold": zero.param_persistence_threshold,
+            "sub_group_size": zero.sub_group_size,
+            "zero_hpz_partition_size": zero.hpz_partition_size,
+            "zero_quantized_weights": zero.quantized_weights,
+            "zero_quantized_gradients": zero.quantized_gradients,
+        }
+    for key, device in (("offload_optimizer", zero.offload), ("offload_param", zero.offload_parameters)):
+        if device != "none":
+            section[key] = {"device": device, "pin_memory": zero.pin_memory}
+    return section
 
 
 def quiet_deepspeed() -> None:

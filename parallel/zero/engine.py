@@ -24,6 +24,7 @@ from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
 from parallel.zero.gradients import named_on_any_rank, not_finite
+from parallel.zero.initial import InitialWeights
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
 from parallel.zero.partition import Partition, Wrapping
@@ -52,7 +53,8 @@ class ZeroEngine:
     ) -> None:
         """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step.
 
-        Which experts are here is what the decoder's dispatcher says.
+        Which experts are here is what the decoder's dispatcher says. A model on the meta device gets memory for what
+        this rank holds of it, which ``initialize`` or ``load`` has to set.
         """
         check_zero(stage, dtype)
         quiet_deepspeed()
@@ -119,7 +121,8 @@ class ZeroEngine:
         held = dict(self.model.decoder.named_buffers())
         for name, p in self.model.decoder.named_parameters():
             held[name] = self.partition.working_part(name, p)
-        return named_on_any_rank(not_finite(held[name] for name in self.shapes), self.shapes)
+        found = not_finite((held[name] for name in self.shapes), self.partition.engine.device)
+        return named_on_any_rank(found, self.shapes)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
@@ -127,6 +130,15 @@ class ZeroEngine:
         Over all ranks every value exactly once.
         """
         return read_state(self.model.decoder, self.partition, self.tensors)
+
+    def initialize(self, seed: int) -> None:
+        """Set masters and weights to the initial values of ``seed``; each rank draws what it holds. Collective.
+
+        The optimiser starts afresh. Values are those of ``Decoder.initialize``, rounded to the dtype of the weights.
+        """
+        config, parameters = self.model.decoder.config, self.tensors.parameters
+        initial = InitialWeights(config, parameters, seed=seed, dtype=self.dtype)
+        self.load(initial.read, step=0, moments=False)
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
         """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
@@ -138,5 +150,6 @@ class ZeroEngine:
     def _broken_gradients(self) -> Tensor:
         """Which of the tensors in ``shapes`` have a gradient that is not finite in this rank's part; on its device."""
         parts = dict(self.partition.local_gradients())
-        nothing = torch.zeros(0, device=self.partition.engine.device)
-        return not_finite(parts.get(name, nothing) for name in self.shapes)
+        device = self.partition.engine.device
+        nothing = torch.zeros(0, device=device)
+        return not_finite((parts.get(name, nothing) for name in self.shapes), device)

@@ -20,27 +20,33 @@ Read = Callable[[int, int], Tensor]
 def fill(out: Tensor, read: Read, *, shared_by: dist.ProcessGroup | None = None) -> None:
     """Set the flat tensor ``out`` from ``read``.
 
-    The ranks of ``shared_by`` fill equal tensors: each reads its part of every block, once, and gets the others' parts
-    from them. Collective among these.
+    The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the others' parts from
+    them. Collective among these.
     """
+    if shared_by is not None and dist.get_world_size(shared_by) > 1:
+        _fill_together(out, read, shared_by)
+        return
     for start in range(0, out.numel(), BLOCK_VALUES):
         block = out[start : start + BLOCK_VALUES]
-        if shared_by is None or dist.get_world_size(shared_by) == 1:
-            block.copy_(read(start, block.numel()))
-        else:
-            block.copy_(_read_together(block, start, read, shared_by))
+        block.copy_(read(start, block.numel()))
 
 
-def _read_together(block: Tensor, start: int, read: Read, group: dist.ProcessGroup) -> Tensor:
-    """The values of a block, of which this rank reads one part; on the block's device."""
+def _fill_together(out: Tensor, read: Read, group: dist.ProcessGroup) -> None:
+    """``fill`` where each rank of a group reads one part, the last ones shorter or empty ones."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    # Equal parts, of which the last ones may be shorter or empty: a gather wants as many values from every rank.
-    part_numel = -(-block.numel() // ranks)
-    first = min(rank * part_numel, block.numel())
-    count = min(part_numel, block.numel() - first)
-    own = torch.zeros(part_numel, device=block.device)
-    if count:
-        own[:count].copy_(read(start + first, count))
-    gathered = torch.empty(ranks * part_numel, device=block.device)
-    named_collective(lambda: dist.all_gather_into_tensor(gathered, own, group=group), "sharing out initial values")
-    return gathered[: block.numel()]
+    part_numel = -(-out.numel() // ranks)
+    block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
+    # A gather wants as many values from every rank: those behind the end count for nothing.
+    own = torch.zeros(block_numel, device=out.device)
+    gathered = torch.empty(ranks, block_numel, device=out.device)
+    parts = [out[number * part_numel : (number + 1) * part_numel] for number in range(ranks)]
+    for start in range(0, part_numel, block_numel):
+        count = len(parts[rank][start : start + block_numel])
+        if count:
+            own[:count].copy_(read(rank * part_numel + start, count))
+        named_collective(
+            lambda: dist.all_gather_into_tensor(gathered.view(-1), own, group=group), "sharing out the model's weights"
+        )
+        for part, values in zip(parts, gathered, strict=True):
+            block = part[start : start + block_numel]
+            block.copy_(values[: len(block)])

@@ -20,7 +20,8 @@ class Flat:
         self._model = wrapping.model
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
         # In stage 1 and bfloat16 DeepSpeed takes an optimiser class of its own, which keeps whole gradients.
-        self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16
+        self._offloads = wrapping.zero.offload != "none"
+        self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16 and not self._offloads
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -32,7 +33,11 @@ class Flat:
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         # Both by group of parameters, in the order in which the group lists them.
         zero = self.engine.optimizer
-        if self._keeps_whole_gradients:
+        if self._offloads:
+            # They are on their way to the machine's memory.
+            zero._wait_for_offload_copies()
+            groups, gradients = zero.params_in_partition, zero.offload_gradient_dict
+        elif self._keeps_whole_gradients:
             groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients
         else:
             groups, gradients = zero.params_in_partition, zero.averaged_gradients

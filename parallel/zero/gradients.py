@@ -23,8 +23,11 @@ def named_gradients(
             yield names[id(p)], part
 
 
-def not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """1 for each tensor that holds a value that is not finite, else 0. No host sync."""
+def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """1 for each tensor that holds a value that is not finite, else 0, on ``device``. No host sync.
+
+    Tensors may lie on several devices.
+    """
     filled = []
     for x in tensors:
         if not x.numel():
@@ -32,7 +35,7 @@ def not_finite(tensors: Iterable[Tensor]) -> Tensor:
         filled.append(x.detach())
     # The largest absolute value is exact, NaN where there is one, and needs no mask of each tensor.
     largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)
-    return (~torch.stack(largest).isfinite()).to(torch.int32)
+    return (~torch.stack([norm.to(device, non_blocking=True) for norm in largest]).isfinite()).to(torch.int32)
 
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:

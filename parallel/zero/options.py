@@ -19,6 +19,29 @@ class ZeroOptions:
     """Gradients that are reduced at once."""
     allgather_bucket_size: int = 500_000_000
     """Updated weights that stages 1 and 2 gather at once."""
+    parameter_alignment: bool | None = None
+    """Whether each parameter of stages 1 and 2 starts at a multiple of 16 bytes; None: on GPUs, whose grouped products
+    want it."""
+    prefetch_bucket_size: int = 50_000_000
+    """Weights that stage 3 gathers before they are needed."""
+    max_live_parameters: int = 1_000_000_000
+    """Gathered weights that stage 3 keeps at most."""
+    param_persistence_threshold: int = 100_000
+    """Parameters below this size stay whole in stage 3."""
+    sub_group_size: int = 1_000_000_000
+    """Parameters that stage 3 updates at once."""
+    hpz_partition_size: int = 1
+    """Ranks, such as those of a node, that keep a second copy of the weights among them (hpZ)."""
+    quantized_weights: bool = False
+    """Whether stage 3 gathers weights in 8 bits (qwZ)."""
+    quantized_gradients: bool = False
+    """Whether stage 3 reduces gradients in 4 and 8 bits (qgZ)."""
+    offload: str = "none"
+    """Where masters, moments and gradients live, and AdamW runs: "none" is the device, "cpu" the machine's memory."""
+    offload_parameters: str = "none"
+    """Where stage 3 keeps its part of the weights."""
+    pin_memory: bool = True
+    """Whether what is offloaded lies in page-locked memory, which copies take less time to and from."""
 
 
 def default_stage(device_type: str) -> int:
@@ -42,6 +65,13 @@ def overlaps(stage: int, device_type: str, wish: bool | None) -> bool:
     return stage == 3 or (stage > 0 and device_type == "cuda")
 
 
+def aligns(device_type: str, wish: bool | None) -> bool:
+    """Whether stages 1 and 2 leave gaps in their flat buffers, so that each parameter starts at 16 bytes."""
+    if wish is not None:
+        return wish
+    return device_type == "cuda"
+
+
 def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
     """Whether AdamW updates in one kernel: on GPUs, where the other forms hold temporaries of twice the partition.
 
@@ -50,6 +80,19 @@ def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
     if wish is not None:
         return wish
     return device_type == "cuda"
+
+
+def check_device(zero: ZeroOptions, device_type: str) -> None:
+    """ConfigError for what DeepSpeed does on GPUs alone."""
+    for key, wanted in (
+        ("quantized_weights", zero.quantized_weights),
+        ("quantized_gradients", zero.quantized_gradients),
+    ):
+        if wanted and device_type != "cuda":
+            raise ConfigError(
+                f"zero.{key}=true needs GPUs: its quantizer says, this op had not been implemented on CPU.\n"
+                f"Leave it out (zero.{key}=false)."
+            )
 
 
 def check_zero(stage: int, dtype: torch.dtype) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
 from parallel.runtime.groups import groups_of_library
+from parallel.zero.allocate import allocate, nothing_is_sent
+from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
@@ -54,25 +56,30 @@ class Wrapping:
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
-        optimizer = AdamW(
-            optimizer_groups(self.model, self.options.weight_decay),
-            lr=0.0,
-            betas=self.options.betas,
-            eps=self.options.eps,
-            foreach=False,
-            fused=uses_fused_adamw(accelerator(), self.options.fused),
-        )
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
+        # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
+        groups = optimizer_groups(self.model, self.options.weight_decay)
+        experts = self.tensors.experts
+        with groups_of_library():
+            allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
+        optimizer = self._optimizer(groups)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()), groups_of_library():
+            with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
                 return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
             gc.unfreeze()
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The AdamW that DeepSpeed wraps."""
+        common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
+        if self.zero.offload != "none":
+            return build_cpu_adam(groups, **common)
+        # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
+        return AdamW(groups, foreach=False, fused=uses_fused_adamw(accelerator(), self.options.fused), **common)
 
 
 class Partition(Protocol):
@@ -131,8 +138,11 @@ def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
             inner.state[p].update(step=_step_counter(inner, p), **moments)
 
 
-def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor:
-    """A counter of no steps, where AdamW keeps it: on the CPU, or for the fused kernel where the master is."""
+def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
+    """A counter of no steps, as the optimiser keeps it: DeepSpeed's a number, PyTorch's a tensor on the CPU, or for its
+    fused kernel where the master is."""
+    if not isinstance(inner, torch.optim.AdamW):
+        return 0
     if inner.defaults.get("fused"):
         return torch.zeros((), device=master.device)
     return torch.tensor(0.0)
@@ -141,9 +151,11 @@ def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor:
 def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
     """Let the optimiser count on from so many steps."""
     for state in inner.state.values():
-        if "step" in state:
+        if isinstance(state.get("step"), Tensor):
             # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
             state["step"] = torch.full_like(state["step"], float(steps))
+        elif "step" in state:
+            state["step"] = steps
 
 
 def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:

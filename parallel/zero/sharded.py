@@ -8,10 +8,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
+from longctx.model.block import Block
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
@@ -24,6 +25,10 @@ class Sharded:
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
         for module, parameter in wrapping.model.decoder.external_parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
+        # A compiled graph spans modules, and no hook runs inside of it: a block's weights are gathered before it.
+        if wrapping.model.decoder.execution.compiler is not None:
+            set_z3_leaf_modules(wrapping.model, [Block])
+        self._offloads = wrapping.zero.offload != "none"
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
 
     @property
@@ -35,17 +40,25 @@ class Sharded:
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         zero = self.engine.optimizer
-        return named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
+        if not self._offloads:
+            yield from named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
+            return
+        for name, p in self._model.decoder.named_parameters():
+            group, start, count = zero.grad_position[zero.get_param_id(p)]
+            yield name, zero.fp32_partitioned_groups_flat[group].grad.narrow(0, start, count)
 
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
-        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
-        master = safe_get_local_fp32_param(p)
-        values = {MASTER: master}
+        # Where they live: DeepSpeed's own functions would give copies on the GPU of what is offloaded.
+        zero = self.engine.optimizer
+        group, first, count = zero.grad_position[zero.get_param_id(p)]
+        flat = zero.fp32_partitioned_groups_flat[group]
+        values = {MASTER: flat.narrow(0, first, count)}
         for role in roles:
             if role != MASTER:
-                values[role] = safe_get_local_optimizer_state(p, role)
-        start = p.ds_zero_partition_rank * master.numel()  # type: ignore[attr-defined]
-        return Part(start, self._num_own(name, p, master.numel()), values)
+                values[role] = self.inner.state[flat][role].narrow(0, first, count)
+        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
+        start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
+        return Part(start, self._num_own(name, p, count), values)
 
     def replicas(self, name: str) -> dist.ProcessGroup | None:
         return None

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from longctx.kernels.merge import merge_ as merge_
 from longctx.kernels.processor import Products
 
 RULES = {"softcap": "soft cap", "alibi": "ALiBi", "relative_bias": "learned bias"}
@@ -173,17 +174,3 @@ class NewestTokensKernel(Protocol):
 def attends_newest(kernel: object) -> TypeGuard[NewestTokensKernel]:
     """Whether a kernel is a ``NewestTokensKernel``."""
     return hasattr(kernel, "forward_newest")
-
-
-def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
-
-    The log-sum-exps are float64; a row without a key in one of the two takes the other's.
-    """
-    total = torch.logaddexp(lse, block_lse)
-    # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
-    # A row without any key has −inf − (−inf), which is no number: both results are 0, and stay it.
-    old_weight = torch.exp(lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
-    new_weight = torch.exp(block_lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
-    out.mul_(old_weight).addcmul_(block_out, new_weight)
-    lse.copy_(total)

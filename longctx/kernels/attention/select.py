@@ -14,6 +14,7 @@ from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.flash.adapter import FlashKernel
+from longctx.kernels.attention.flash.cudnn import CudnnKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH3, FLASH4
 from longctx.kernels.attention.flash.varlen import VarlenKernel
@@ -28,6 +29,7 @@ _KERNELS: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH2, deterministic=True),
     FlashKernel(FLASH4, deterministic=True),
     FlashKernel(CUDA_FLASH),  # where no flash-attn is installed
+    CudnnKernel(),  # never by ``auto``, since the one before it serves all that it serves; cudnn.py says why
     FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
     BlockwiseKernel(),  # any device and any score
@@ -112,7 +114,7 @@ def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
 def _first_that_serves(request: KernelRequest) -> KernelChoice:
     """The first kernel in the order of ``auto``. ConfigError, a line a reason, when none serves the request."""
     refusals: dict[str, str] = {}
-    for kernel in order_of_auto(_generation()):
+    for kernel in order_of_auto(device_generation()):
         refusal = kernel.supports(request)
         if refusal is None:
             reason = f"the fastest of those that serve it{_passed_over(refusals)}"
@@ -122,7 +124,7 @@ def _first_that_serves(request: KernelRequest) -> KernelChoice:
     raise ConfigError(f"no attention kernel serves {request}:{lines}")
 
 
-def _generation() -> int | None:
+def device_generation() -> int | None:
     """The major compute capability of the CUDA device, as the kernels see it; None without one."""
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):

@@ -122,7 +122,8 @@ class _Permuted:
         if self.num_assignments is None:
             # Only the device knows whether there are assignments without an expert. They count as the last expert's,
             # where their gates of 0 make them nothing: cheaper than to mask every product.
-            self.ends_e[-1] = len(order_R)
+            # A range, not an element: a number that is written to an element is copied there, with a wait.
+            self.ends_e[-1:] = len(order_R)
             self.order_R, self.inverse_R = order_R, inverse_R
         else:
             # indices of the assignments that are here, without waiting for the device to count them

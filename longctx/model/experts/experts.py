@@ -118,7 +118,7 @@ class _Experts(torch.autograd.Function):
         if cache is not None:
             known = cache.load(of="experts")
         if known is not None:
-            out_NM = known[0]  # of the first run; backward will agree on sizes again
+            out_NM = known[0]  # of the first run, whose context, and sizes, backward gets
         elif torch.compiler.is_compiling():
             out_NM, saved = forward_in_graph(routed, weights, call)
         else:

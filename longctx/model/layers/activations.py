@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import multiply, multiply_backward, sum_rows
+from longctx.kernels.matmul import linear, multiply, multiply_backward, sum_rows
 from longctx.kernels.processor import Products
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
@@ -72,6 +72,9 @@ def gated_linear(
     """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
     if not torch.is_grad_enabled():
         return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
+    # Its gradient asks autograd, which a graph cannot hold; what a graph keeps, its partitioner decides as well.
+    if kind == "swiglu_oai" and torch.compiler.is_compiling():
+        return linear(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
     return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,24 @@ class Dropout:
     """Each token's index in the whole micro-batch, on whatever rank; tokens 2^32 apart drop alike."""
 
     def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
-        """x with values dropped; ``site``, at least −1, tells apart the layers of the network that drop.
+        """x with values dropped; ``site``, at least −1, tells apart the layers of the network that drop."""
+        return self.draw(site).drop(x_BtM)
 
-        Backward forms the same bits again: all it keeps is one number a token.
-        """
-        return _Dropped.apply(x_BtM, _keys(self.seed, site, self.token_Bt), self.rate)
+    def draw(self, site: int) -> Draw:
+        """What one such layer drops."""
+        return Draw(_keys(self.seed, site, self.token_Bt), self.rate)
+
+
+class Draw(NamedTuple):
+    """What one layer of the network drops, without the seed: tensors and constants, which a compiled graph can take."""
+
+    key_Bt: Tensor
+    """32 bits for each token, int32."""
+    rate: float
+
+    def drop(self, x_BtM: Tensor) -> Tensor:
+        """x with values dropped. Backward forms the same bits again: all it keeps is one number a token."""
+        return _Dropped.apply(x_BtM, self.key_Bt, self.rate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +79,13 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(token_Bt)
         ctx.rate = rate
-        return _drop(x_BtM, token_Bt, rate)
+        return _drop_anywhere(x_BtM, token_Bt, rate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BtM: Tensor):  # type: ignore[override]
         (token_Bt,) = ctx.saved_tensors
-        return _drop(dy_BtM, token_Bt, ctx.rate), None, None
+        return _drop_anywhere(dy_BtM, token_Bt, ctx.rate), None, None
 
 
 class _Jittered(torch.autograd.Function):
@@ -89,6 +102,13 @@ class _Jittered(torch.autograd.Function):
     def backward(ctx: Any, dy_BtM: Tensor):  # type: ignore[override]
         (token_Bt,) = ctx.saved_tensors
         return _jitter(dy_BtM, token_Bt, ctx.width, ctx.dtype), None, None
+
+
+def _drop_anywhere(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+    """``_drop``, in a compiled graph as an operator: a compiler is free to change what wraps around."""
+    if torch.compiler.is_compiling():
+        return torch.ops.longctx.drop.default(x_BtM, token_Bt, rate)
+    return _drop(x_BtM, token_Bt, rate)
 
 
 def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
@@ -143,3 +163,13 @@ def _signed(word: int) -> int:
     if word >= 1 << 31:
         return word - (1 << 32)
     return word
+
+
+def _fake_drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
+    return x_BtM.new_empty(x_BtM.shape)
+
+
+_library = torch.library.Library("longctx", "FRAGMENT")
+_library.define("drop(Tensor x, Tensor key, float rate) -> Tensor")
+_library.impl("drop", _drop, "CompositeExplicitAutograd")
+torch.library.register_fake("longctx::drop", _fake_drop, lib=_library)

@@ -36,7 +36,7 @@ def need(flags: list[str], world_size: int = 2) -> Memory:
 def test_what_each_stage_holds_of_seven_billion_parameters(stage, dtype, weights, gradients, optimizer):
     own = need([*LLAMA, "--zero.stage", str(stage), "--train.dtype", dtype, "--parallel.context", "2"])
     assert (own.weights, own.gradients, own.optimizer) == (weights, gradients, optimizer)
-    assert own.building == 4 * P
+    assert own.building == (own.weights if stage == 3 else 0), "nothing is ever whole but a tensor"
     assert own.masters == (own.optimizer // 3 if stage else 0)
 
 
@@ -47,6 +47,27 @@ def test_the_stages_that_train_in_a_dtype_are_compared():
     assert [found[stage].state for stage in found] == sorted((m.state for m in found.values()), reverse=True)
     config = load_run_config(LLAMA).resolve(native_bfloat16=False)
     assert list(memory_by_stage(config, config.model.config(), 8)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_device", "host"),
+    [
+        (["--zero.stage", "2", "--zero.offload", "cpu"], 2 * P + 4 * P // 2 + 2 * 50_000_000, 16 * P // 2),
+        (["--zero.stage", "3", "--zero.offload", "cpu"], 2 * P // 2, 20 * P // 2),
+        (["--zero.stage", "3", "--zero.offload", "cpu", "--zero.offload_parameters", "cpu"], 0, 22 * P // 2),
+        (["--zero.stage", "3", "--zero.offload_parameters", "cpu"], 16 * P // 2, 2 * P // 2),
+    ],
+)
+def test_what_is_offloaded_lies_in_the_machines_memory(flags, on_device, host):
+    own = need([*LLAMA, "--train.dtype", "bfloat16", "--parallel.context", "2", *flags])
+    assert (own.on_device - own.activations, own.host) == (on_device, host)
+
+
+def test_a_machine_without_room_for_what_is_offloaded_refuses():
+    flags = [*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3", "--zero.offload", "cpu"]
+    # 20 bytes a parameter over eight ranks of this machine are 125.5 GiB.
+    assert "for what is offloaded" in refusal(flags, 8, host=120, gpu=20)
+    assert refusal(flags, 8, host=130, gpu=20) == ""
 
 
 def test_experts_are_held_by_the_ranks_that_share_them():
@@ -106,11 +127,11 @@ def test_what_fits_is_not_refused():
     assert refusal([*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3"], 8, host=300, gpu=39) == ""
 
 
-def test_a_gpu_holds_one_rank_and_the_machine_builds_every_ranks_model():
+def test_a_gpu_holds_one_rank_and_the_machine_passes_every_ranks_weights():
     flags = [*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3"]
     assert "10.0 GiB are free on its GPU" in refusal(flags, 8, host=300, gpu=10)
-    said = refusal(flags, 8, host=100, gpu=39)
-    assert "25.1 GiB, 8 ranks of it run on this machine, and 100.0 GiB of memory are free" in said
+    said = refusal(flags, 8, host=10, gpu=39)
+    assert "1.6 GiB, 8 ranks of it run on this machine, and 10.0 GiB of memory are free" in said
 
 
 def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
@@ -120,6 +141,10 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
         check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
     assert "--zero.stage 3 and --train.recompute true would need" in str(caught.value)
     assert "--run.memory_check false" in str(caught.value)
+    assert "--zero.offload" not in str(caught.value), "a CPU has nowhere else to go"
+    monkeypatch.setattr(memory, "free_bytes", lambda device: GIB)
+    with pytest.raises(ConfigError, match=r"With --zero\.offload cpu as well it is .* on the GPU and"):
+        check_memory(config, config.model.config(), 2, 2, torch.device("cuda"))
     assert len(str(caught.value).splitlines()) < SCREEN
     off = load_run_config([*LLAMA, "--run.memory_check", "false"]).resolve(native_bfloat16=False)
     check_memory(off, off.model.config(), 2, 2, torch.device("cpu"))

@@ -95,11 +95,11 @@ def test_sums_and_gradients_add_up_over_shards():
     wanted = gradients(lm)
 
     local = []
-    lm.reduce_counts = lambda counts: local.append(counts.clone()) or counts
+    lm.reduce_counts = lambda counts, batch: local.append(counts.clone()) or counts
     for shard in shards:
         lm(shard)
     assert len(local) == len(shards), "one call a micro-batch, also without a token"
-    lm.reduce_counts = lambda counts: sum(local)
+    lm.reduce_counts = lambda counts, batch: sum(local)
     lm.zero_grad()
     parts = [LossSum.from_tensors(lm(shard)) for shard in shards]
     sum(step_loss(part, 0.1, 0.1) for part in parts).backward()
@@ -109,7 +109,7 @@ def test_sums_and_gradients_add_up_over_shards():
 
 
 def test_reduced_counts_may_be_written_in_place():
-    lm = model(reduce_counts=lambda counts: counts.mul_(3))
+    lm = model(reduce_counts=lambda counts, batch: counts.mul_(3))
     torch.testing.assert_close(lm(BATCH), model()(BATCH))  # counts_LE stay local; the balance loss is scale-free
 
 
@@ -117,13 +117,13 @@ def test_reduced_counts_may_be_written_in_place():
 def test_counts_are_not_doubled_by_recomputation(recompute):
     lm = model(execution=Execution(recompute))
     calls = []
-    lm.reduce_counts = lambda counts: calls.append(counts.sum().item()) or counts
+    lm.reduce_counts = lambda counts, batch: calls.append(counts.sum().item()) or counts
     lm(BATCH)[0].backward()
     assert calls == [2 * 2 * 36]
 
 
 def test_dense_models_have_no_balance():
-    lm = model(dense_config(), reduce_counts=lambda _: pytest.fail("nothing to reduce"))
+    lm = model(dense_config(), reduce_counts=lambda counts, batch: pytest.fail("nothing to reduce"))
     loss = LossSum.from_tensors(lm(BATCH))
     assert loss.balance_sum == loss.z_sum == 0
     assert loss.counts_LE.shape == (0, 0)

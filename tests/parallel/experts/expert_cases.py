@@ -186,7 +186,8 @@ class Spread:
 class RanksRun:
     """A model under ZeRO over the ranks of this process group, stepped as a trainer does."""
 
-    def __init__(self, config: ModelConfig, spread: Spread) -> None:
+    def __init__(self, config: ModelConfig, spread: Spread, *, given: bool = False) -> None:
+        """Each rank draws what it holds; with ``given`` DeepSpeed is handed a model that has its weights already."""
         self.config, self.spread, self.run = config, spread, Run()
         self.mesh = Mesh.build(context=spread.context, expert=spread.expert)
         model = build_parallel_model(
@@ -194,7 +195,7 @@ class RanksRun:
             self.mesh,
             layout=spread.layout,
             execution=Execution(spread.recompute, spread.recompute_experts, spread.tile_tokens, spread.products),
-            seed=spread.seed,
+            seed=spread.seed if given else None,
         )
         self.load_LE: Tensor | None = None
         self.engine = ZeroEngine(
@@ -204,6 +205,8 @@ class RanksRun:
             accumulation=ROWS // self.mesh.data,
             options=OptimizerOptions(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP),
         )
+        if not given:
+            self.engine.initialize(spread.seed)
 
     def step(self, number: int, routing: Routing | None = None) -> None:
         """One step, the ``number``-th of the data; its choices are ``routing``'s where that is given."""

@@ -16,7 +16,8 @@ from longctx.kernels.processor import Products
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
-from parallel.experts.dispatcher import AllToAllDispatcher
+from parallel.experts.dispatcher import AllToAllDispatcher, sum_by_rank, sum_by_turn
+from parallel.experts.tiles import default_tile_tokens
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.longctx.samples import randomize, tiny_config
@@ -189,6 +190,11 @@ def check_bytes():
         assert sum(handle.bytes_sent(8 * 32) for handle in handles) == 8 * 32 * len(elsewhere)
 
 
+def test_tiles_hide_the_all_to_all_of_gpus():
+    degrees = {("cuda", 8): 4096, ("cuda", 1): 0, ("cpu", 8): 0}
+    assert {case: default_tile_tokens(*case) for case in degrees} == degrees
+
+
 def test_sums_over_ranks_are_not_rounded():
     run_distributed(check_sums, 2)
 
@@ -204,6 +210,22 @@ def check_sums():
     sums = handle.combine(here, torch.bfloat16).wait()
     assert sums.dtype == torch.float32
     assert sums.flatten().tolist() == [257, 257, 256, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "tokens", "most"), [(9, 31, 3), (5, 1, 1), (128, 40, 8), (3, 7, 2), (4, 0, 2)])
+def test_a_call_for_each_turn_sums_as_a_call_for_each_rank(ranks, tokens, most, dtype):
+    """To the bit: every token's results in the order of the ranks."""
+    g = torch.Generator().manual_seed(ranks)
+    # Each token's results come from as many ranks as it likes, none included, up to most.
+    wanted = torch.rand(ranks, tokens, generator=g).argsort(0) < torch.randint(0, most + 1, (tokens,), generator=g)
+    send_counts = wanted.sum(1).tolist()
+    token_U = torch.nonzero(wanted)[:, 1]
+    results = torch.randn(len(token_U), 5, generator=g).to(dtype)
+    by_rank = sum_by_rank(results, token_U, tokens, send_counts)
+    by_turn = sum_by_turn(results, token_U, tokens, most)
+    assert by_turn.dtype == torch.float32
+    assert torch.equal(by_turn, by_rank)
 
 
 def test_gathering_over_a_sequence():

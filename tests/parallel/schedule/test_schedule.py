@@ -15,6 +15,7 @@ from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
+from parallel.schedule.segments import shared_documents
 
 
 def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0, stride=0):
@@ -83,6 +84,61 @@ def test_every_pair_of_the_mask_is_computed_once_and_nothing_else_travels(case, 
         needed = set(mask[places].any(0).nonzero().flatten().tolist()) - set(places.tolist())
         assert sorted(travelled) == sorted(needed)
         assert schedule.rows_received(rank) == len(needed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_hops_that_are_left_out_send_and_receive_nothing(case):
+    layout, mask_words = case
+    schedule, whole = Schedule.build(layout, **mask_words), Schedule.build(layout, **mask_words)
+    ring = layout.ring_degree
+    for rank in range(ring):
+        # Asked first, so that the hops are then built from what is known of partners.
+        exchanges = schedule.partners(rank).hops
+        busy = [
+            h
+            for h in range(1, ring)
+            if whole.hop(rank, (rank - h) % ring).rows or whole.rows_needed((rank + h) % ring, rank)
+        ]
+        assert set(busy) <= set(exchanges) <= set(range(1, ring))
+        # Sinks may be asked for in vain, striped layouts do not say, all others say exactly.
+        if not mask_words["sink_tokens"] and layout.kind != "striped":
+            assert exchanges == busy
+        for h in range(ring):
+            assert schedule.hop(rank, (rank - h) % ring).rows == whole.hop(rank, (rank - h) % ring).rows
+            assert schedule.rows_needed((rank + h) % ring, rank) == whole.rows_needed((rank + h) % ring, rank)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_shared_documents_are_those_on_several_ranks(case):
+    layout, mask_words = case
+    bounds = np.array(mask_words["cu_seqlens"])
+    holders: dict[int, set[int]] = {}
+    for rank in range(layout.degree):
+        for token in layout.indices(rank).tolist():
+            holders.setdefault(int(np.searchsorted(bounds, token, side="right")) - 1, set()).add(rank)
+    wanted = sorted(document for document, ranks in holders.items() if len(ranks) > 1)
+    assert shared_documents(layout, mask_words["cu_seqlens"]).tolist() == wanted
+
+
+def test_ranks_of_many_documents_meet_few_others():
+    """What a rank does follows from its own documents, however many ranks there are."""
+    documents = list(range(0, 512 * 256 + 1, 384))
+    met = {}
+    for degree in (16, 128, 512):
+        bounds = [bound for bound in documents if bound < degree * 256]
+        schedule = Schedule.build(
+            SequenceLayout.build("contiguous", degree * 256, degree, [*bounds, degree * 256]), [*bounds, degree * 256]
+        )
+        exchanges = schedule.partners(degree // 2).hops
+        met[degree] = len(exchanges)
+        before = len(schedule._ring._built)
+        for hop in exchanges:
+            schedule.hop(degree // 2, (degree // 2 - hop) % degree)
+            schedule.rows_needed((degree // 2 + hop) % degree, degree // 2)
+        assert len(schedule._ring._built) - before <= 4 * len(exchanges)
+    assert max(met.values()) <= 2
 
 
 @settings(max_examples=40, deadline=None)

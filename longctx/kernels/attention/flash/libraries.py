@@ -177,10 +177,15 @@ def _load_flash4() -> Any:
     module = import_library("flash_attn.cute.interface")
     if isinstance(module, str):
         return module
-    # flash-attn 2.8 ships a folder of this name with an early version, whose backward knows no packed sequences
-    if "cu_seqlens_q" not in inspect.signature(module._flash_attn_bwd).parameters:
+    if not _takes_packed_sequences(module):
         return "flash_attn.cute is the early version of flash-attn 2; flash-attn-4 is not installed, or was overwritten"
     return module
+
+
+@lru_cache(maxsize=4)
+def _takes_packed_sequences(module: ModuleType) -> bool:
+    """Whether this is flash-attn 4: flash-attn 2.8 ships a folder of the same name, whose backward takes none."""
+    return "cu_seqlens_q" in inspect.signature(module._flash_attn_bwd).parameters
 
 
 def _flash4_refuses(request: KernelRequest, generation: int) -> str | None:

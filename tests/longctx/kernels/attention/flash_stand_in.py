@@ -1,4 +1,4 @@
-"""Functions with the signatures of flash-attn 2 and 4, of PyTorch's CUDA op and of FlexAttention, on any device.
+"""Functions with the signatures of flash-attn 2 and 4, of PyTorch's CUDA operators and of FlexAttention, on any device.
 
 They compute by definition in float64 what the libraries' sources say, traps included: windows counted from the
 bottom-right corner and clamped as each library clamps them, log-sum-exps in float32 [H, n], outputs that hold garbage
@@ -323,6 +323,85 @@ class Flash4:
         assert left is None or left >= 0
         assert right is None or right >= 0
         return _Rule(scale=scale, left=left, right=0 if causal else right, softcap=softcap or 0.0)
+
+
+class Cudnn:
+    """``torch.ops.aten``'s two cuDNN operators over sequences of one length, as of PyTorch 2.13."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _scaled_dot_product_cudnn_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ):
+        assert attn_bias is None
+        assert compute_log_sumexp
+        assert dropout_p == 0.0
+        assert not return_debug_mask
+        q, k, v, cu = self._packed(query, key, value, is_causal)
+        self.calls.append((query.shape[2], key.shape[2], is_causal))
+        rule = _Rule(scale=scale, left=None, right=0 if is_causal else None)
+        out, lse = _forward(q, k, v, *cu, rule)
+        B, H, n, _ = query.shape
+        out = out.view(B, n, H, -1).transpose(1, 2)
+        return out, lse.view(H, B, n).transpose(0, 1).contiguous(), None, None, n, key.shape[2], None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        attn_bias: Tensor | None,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+    ):
+        assert attn_bias is cum_seq_q is cum_seq_k is None
+        assert (max_q, max_k) == (query.shape[2], key.shape[2])
+        assert dropout_p == 0.0
+        B, H, n, _ = query.shape
+        assert logsumexp.shape == (B, H, n), "the operator adds the axis of 1 itself"
+        assert logsumexp.is_contiguous()
+        for x in (out, grad_out):
+            # the plan of the first call is taken again, whatever their strides are then
+            assert x.transpose(1, 2).is_contiguous()
+        q, k, v, cu = self._packed(query, key, value, is_causal)
+        o, do = (x.transpose(1, 2).flatten(0, 1) for x in (out, grad_out))
+        rule = _Rule(scale=scale, left=None, right=0 if is_causal else None)
+        lse = logsumexp.transpose(0, 1).flatten(1).contiguous()
+        dq, dk, dv = _backward(do, q, k, v, o, lse, *cu, rule)
+        return tuple(x.unflatten(0, (B, -1)).transpose(1, 2) for x in (dq, dk, dv))
+
+    def _packed(self, query, key, value, is_causal):
+        for x in (query, key, value):
+            assert x.dim() == 4
+            assert x.stride(-1) == 1
+            assert x.shape[-1] % 8 == 0
+        assert (query.shape[-1], value.shape[-1]) == (192, 128) or query.shape[-1] == value.shape[-1] <= 128
+        assert key.shape[2] > 1, "not supported"
+        assert not is_causal or query.shape[2] == key.shape[2], "the corner that causal masks count from"
+        cu = [torch.arange(x.shape[0] + 1, dtype=torch.int32) * x.shape[2] for x in (query, key)]
+        return *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), cu
 
 
 def flex(

@@ -220,11 +220,11 @@ def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
     tokens = sum(int((share.document_ids != PADDING_DOCUMENT).sum()) for share in shares)
     for micro_batch in micro_batches:
         local: list[Tensor] = []
-        lm.reduce_counts = lambda counts, local=local: local.append(counts.clone()) or counts
+        lm.reduce_counts = lambda counts, batch, local=local: local.append(counts.clone()) or counts
         with torch.no_grad():
             for share in micro_batch:
                 lm(share, TRAINING)
-        lm.reduce_counts = lambda counts, local=local: torch.stack(local).sum(0)
+        lm.reduce_counts = lambda counts, batch, local=local: torch.stack(local).sum(0)
         for share in micro_batch:
             loss = LossSum.from_tensors(lm(share, TRAINING))
             of_routers = 0.2 * loss.balance_sum + 0.05 * loss.z_sum

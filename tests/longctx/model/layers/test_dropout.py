@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longctx.model.decoder import Decoder
 from longctx.model.layers import dropout as module
-from longctx.model.layers.dropout import Dropout
+from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.training_pass import Execution, TrainingPass
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
@@ -173,14 +173,20 @@ def test_nothing_is_dropped_without_a_seed_or_a_rate():
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_sites_are_the_embedding_and_what_each_part_adds(order, monkeypatch):
     """Recorded one by one: 1 + 2 · layers sites, each once, over all of the width."""
-    decoder, batch, sites = decoder_of(norm_order=order), one_document(1, 6), []
-    known = Dropout.__call__
+    decoder, batch, sites, site_of = decoder_of(norm_order=order), one_document(1, 6), [], {}
+    draw, drop = Dropout.draw, Draw.drop
 
-    def recording(self, x_BtM, site):
-        sites.append((site, tuple(x_BtM.shape)))
-        return known(self, x_BtM, site)
+    def recording_draw(self, site):
+        made = draw(self, site)
+        site_of[id(made)] = site, made  # kept, so that no other draw gets its id
+        return made
 
-    monkeypatch.setattr(Dropout, "__call__", recording)
+    def recording_drop(self, x_BtM):
+        sites.append((site_of[id(self)][0], tuple(x_BtM.shape)))
+        return drop(self, x_BtM)
+
+    monkeypatch.setattr(Dropout, "draw", recording_draw)
+    monkeypatch.setattr(Draw, "drop", recording_drop)
     run(decoder, batch)
     assert sites == [(site, (1, 6, 32)) for site in (-1, 0, 1, 2, 3)]
 

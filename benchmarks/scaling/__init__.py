@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/scale.py``: what each piece of the host's work costs one rank of a large job."""

@@ -1,0 +1,89 @@
+"""A trace as text: one screen for each question, with what is traced and what is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.plan.figures import RankTrace
+from launcher.plan.trace import RunTrace
+from launcher.plan.world import RankKind
+from launcher.training.memory import gib
+
+Rows = tuple[list[str], list[list[str]]]
+"""Headings and rows of a table."""
+
+
+def heading(run: RunTrace) -> str:
+    """What was traced, on a few lines."""
+    config, world = run.config, run.world
+    parallel, tokens = config.parallel, config.data.seq_len * config.train.micro_batch_rows
+    documents = "one document a row"
+    if run.document_tokens:
+        documents = f"documents of {run.document_tokens:,} tokens"
+    return (
+        f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
+        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
+        f"{parallel.layout}, recompute {str(config.train.recompute).lower()}\n"
+        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}; attention "
+        f"traced as {parallel.kernel}, for compute capability {run.capability[0]}.{run.capability[1]}"
+    )
+
+
+def memory_rows(run: RunTrace) -> Rows:
+    """Bytes by kind, a line a rank."""
+    headings = ["rank", "weights", "gradients", "optimizer", "kept", "passing", "peak", "operators", "host waits"]
+    rows = []
+    for trace in run.traces:
+        b = trace.bytes
+        sizes = [gib(n) for n in (b.weights + b.gathered, b.gradients, b.optimizer, b.kept, b.passing, b.peak)]
+        rows.append([f"{trace.rank}", *sizes, f"{trace.operators:,}", f"{_num_waits(trace)}"])
+    return headings, rows
+
+
+def link_rows(run: RunTrace) -> Rows:
+    """What is sent in a micro-batch, a line a rank and link."""
+    rows = []
+    for trace in run.traces:
+        for link in trace.links:
+            sent, received = gib(link.sent_bytes), gib(link.received_bytes)
+            rows.append([f"{trace.rank}", link.what, link.link, sent, received, f"{link.messages:,}"])
+    return ["rank", "what", "link", "sent", "received", "messages"], rows
+
+
+def remarks(run: RunTrace) -> list[str]:
+    """What the tables do not say: which rank is which, where the peak is, every host wait."""
+    lines: list[str] = []
+    for kind, trace in zip(run.kinds, run.traces, strict=True):
+        lines.append(_peak(kind, trace))
+        lines.extend(_waits(trace))
+    return [*lines, "", *_NOTES]
+
+
+_NOTES = (
+    "kept, passing, operators, host waits and links are traced: forward and backward of one micro-batch, on tensors "
+    "without data.",
+    "weights, gradients and optimizer are arithmetic, from the model's shapes and what ZeRO leaves on a rank. What "
+    "DeepSpeed sends for them is not among the links.",
+    "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
+    "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
+    "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
+)
+
+
+def _peak(kind: RankKind, trace: RankTrace) -> str:
+    where = trace.peak_place or "a gradient of PyTorch's own"
+    return f"{kind.describe()}: forward and backward are largest at {trace.peak_operator}, {where}"
+
+
+def _waits(trace: RankTrace) -> Sequence[str]:
+    lines = [
+        f"  host wait, {wait.times} times a micro-batch: {wait.place} ({wait.operator}): {wait.why}"
+        for wait in trace.host_waits
+    ]
+    if not trace.is_whole:
+        lines.append("  The trace ends at that wait: what comes after it is not counted.")
+    return lines
+
+
+def _num_waits(trace: RankTrace) -> int:
+    return sum(wait.times for wait in trace.host_waits)

@@ -1,0 +1,99 @@
+"""PyTorch's CUDA build on a machine without a driver: a stand-in for the two questions that it asks one.
+
+Tensors without data need no GPU, yet autograd asks how many devices there are and whether they are in use. Where there
+is a driver nothing of this is loaded. Must run before torch is imported, so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from longctx.errors import LongCtxError
+
+_SOURCE = """\
+static signed char devices = 0;
+void longctx_set_devices(int n) { devices = (signed char)n; }
+/* c10::cuda::device_count() and c10::cuda::hasPrimaryContext(signed char) */
+signed char _ZN3c104cuda12device_countEv(void) { return devices; }
+_Bool _ZN3c104cuda17hasPrimaryContextEa(signed char device) { (void)device; return 0; }
+/* the driver's own: no device is in use */
+int cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *active) { *flags = 0; *active = 0; return 0; }
+"""
+_DRIVER = "libcuda.so.1"
+_MANY_DEVICES = 64
+"""More than any device index that autograd asks about."""
+
+
+def torch_cuda_version() -> str | None:
+    """The CUDA version that the installed PyTorch was built for; None of a CPU build. Imports no torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    # A file of assignments that PyTorch's build writes.
+    values: dict[str, object] = {}
+    exec((Path(spec.origin).parent / "version.py").read_text(), values)
+    version = values.get("cuda")
+    if version is None:
+        return None
+    return str(version)
+
+
+def has_driver() -> bool:
+    """Whether this machine has NVIDIA's driver."""
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def load_stand_in() -> Callable[[], None]:
+    """Load the stand-in; returns what is to be called once torch is imported.
+
+    LongCtxError where it cannot be compiled.
+    """
+    # Global, and before torch: its libraries then find these symbols before their own. The library has the driver's
+    # name, so torch takes it for the driver when it asks for that.
+    library = ctypes.CDLL(str(_compiled()), ctypes.RTLD_GLOBAL)
+
+    def finish() -> None:
+        import torch
+
+        # While no device is counted: PyTorch then takes its guard that does nothing.
+        torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+        library.longctx_set_devices(_MANY_DEVICES)
+        # Otherwise tensors without data would make a context on the device.
+        torch.cuda.is_available = lambda: False
+
+    return finish
+
+
+def _compiled() -> Path:
+    """The stand-in in the user's cache, compiled when it is first asked for."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longctx"
+    path = folder / f"driver-stand-in-{hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]}.so"
+    if path.exists():
+        return path
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise LongCtxError(
+            "plan --trace: this machine has no NVIDIA driver, so ten lines of C stand in for it, and there is no C "
+            "compiler (cc, gcc or clang).\nInstall one, such as `apt install gcc`, or trace on a machine with a driver."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    # Under a name of its own first: another process may compile it at the same time.
+    draft = folder / f"{path.name}.{os.getpid()}"
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_DRIVER}", "-x", "c", "-", "-o", str(draft)]
+    done = subprocess.run(command, input=_SOURCE, text=True, capture_output=True)
+    if done.returncode:
+        raise LongCtxError(f"plan --trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
+    draft.replace(path)
+    return path

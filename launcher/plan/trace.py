@@ -1,0 +1,148 @@
+"""``trace_run``: every kind of rank of a run, each traced in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.config.check import check_run
+from launcher.config.sections import RunConfig
+from launcher.plan.figures import RankTrace
+from launcher.plan.places import ROOT
+from launcher.plan.stand_in import torch_cuda_version
+from launcher.plan.world import RankKind, World, rank_kinds
+from longctx import errors
+from longctx.errors import ConfigError, LongCtxError
+from parallel.layout.select import AUTO, choose_layout
+
+_NO_CUDA = """\
+plan --trace needs PyTorch's CUDA build, and {python} has the CPU build ({version}).
+No GPU is needed, and no driver: tensors have shapes and no data. Make an environment beside this one:
+  python3 -m venv cuda && cuda/bin/pip install torch==2.13.0 && cuda/bin/pip install -e .
+  cuda/bin/python -m launcher plan --trace …
+It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTrace:
+    """A run's step, as each kind of rank meets it."""
+
+    config: RunConfig
+    world: World
+    document_tokens: int
+    capability: tuple[int, int]
+    kinds: list[RankKind]
+    traces: list[RankTrace]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "world": dataclasses.asdict(self.world),
+            "document_tokens": self.document_tokens,
+            "capability": list(self.capability),
+            "ranks": [
+                {"kind": kind.describe(), **trace.to_json()}
+                for kind, trace in zip(self.kinds, self.traces, strict=True)
+            ],
+        }
+
+
+def check_cuda_build() -> None:
+    """LongCtxError, saying what to install, unless this PyTorch is built for CUDA."""
+    if torch_cuda_version() is None:
+        import torch
+
+        raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__))
+
+
+def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
+    """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
+    config = config.resolve(native_bfloat16=True, device_type="cuda")
+    model, parallel = config.model.config(), config.parallel
+    check_run(config, world.ranks)
+    # As a run does once it has seen its data: here the documents are known beforehand.
+    if parallel.layout == AUTO:
+        layout, _ = choose_layout(
+            num_tokens=config.data.seq_len * config.train.micro_batch_rows,
+            degree=parallel.context,
+            ulysses=parallel.ulysses,
+            packed=bool(document_tokens and config.data.seq_len % document_tokens) or config.train.micro_batch_rows > 1,
+            layers=model.layers,
+            window=model.window,
+        )
+        config = config.with_layout(layout)
+    if parallel.kernel == "auto" and not _has_score_rules(config):
+        # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
+    return config
+
+
+def trace_run(
+    config: RunConfig,
+    world: World,
+    *,
+    document_tokens: int = 0,
+    capability: tuple[int, int] = (9, 0),
+    progress: Callable[[RankKind], None] = lambda kind: None,
+) -> RunTrace:
+    """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
+    check_cuda_build()
+    config = settled(config, world, document_tokens=document_tokens)
+    kinds, traces = rank_kinds(config), []
+    # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
+    for kind in kinds:
+        progress(kind)
+        orders = {
+            "config": dataclasses.asdict(config),
+            "world": dataclasses.asdict(world),
+            "rank": kind.rank,
+            "document_tokens": document_tokens,
+            "capability": list(capability),
+        }
+        traces.append(RankTrace.from_json(_ask_worker(orders)))
+    return RunTrace(
+        config=config,
+        world=world,
+        document_tokens=document_tokens,
+        capability=capability,
+        kinds=kinds,
+        traces=traces,
+    )
+
+
+def _has_score_rules(config: RunConfig) -> bool:
+    """Whether scores are more than products, which PyTorch's flash operator does not have."""
+    model = config.model
+    return bool(model.attention_softcap) or model.position in ("alibi", "t5")
+
+
+def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
+    """The trace of one rank, from a process of its own."""
+    # The worker imports the packages from where this process has them, whatever the folder it starts in.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.plan.worker", str(result)],
+            input=json.dumps(orders),
+            text=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        if not result.exists():
+            raise RuntimeError(f"the process that traces rank {orders['rank']} died: {done.stderr.strip()[-2000:]}")
+        answer = json.loads(result.read_text())
+    if "trace" in answer:
+        return answer["trace"]
+    if not answer["kind"]:
+        raise RuntimeError(f"the trace of rank {orders['rank']} failed:\n{answer['error']}")
+    raise getattr(errors, answer["kind"], ConfigError)(answer["error"])

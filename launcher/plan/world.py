@@ -1,0 +1,78 @@
+"""The ranks of a planned run, the kinds of them that differ, and this process as one of them.
+
+Nothing is sent: collectives return at once and carry nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config.sections import RunConfig
+
+_MOST_IN_A_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """How many ranks, and how many of them a machine holds."""
+
+    ranks: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
+        """The world that was asked for; 0 is the smallest that the config's degrees make, 8 ranks a machine."""
+        if not ranks:
+            ranks = math.lcm(config.parallel.context, config.parallel.expert)
+        return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, _MOST_IN_A_NODE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKind:
+    """A rank that stands for those with the same kind of work."""
+
+    rank: int
+    names: tuple[str, ...]
+    """What it is: the first of its ring, the last that shares the experts."""
+
+    def describe(self) -> str:
+        """One line for the report."""
+        described = ", ".join(self.names)
+        if not described:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} ({described})"
+
+
+def rank_kinds(config: RunConfig) -> list[RankKind]:
+    """The ranks to look at: first, middle and last of the first ring, first and last of the first expert group."""
+    parallel = config.parallel
+    # A rank may be of several kinds, and is traced once.
+    ring = parallel.context // parallel.ulysses
+    names: dict[int, list[str]] = {0: []}
+    if ring > 1:
+        for place, ring_rank in (("first", 0), ("middle", ring // 2), ("last", ring - 1)):
+            names.setdefault(ring_rank * parallel.ulysses, []).append(f"{place} of the ring")
+    if parallel.ulysses > 1:
+        # Heads that do not divide evenly leave the last rank fewer.
+        names.setdefault(parallel.ulysses - 1, []).append("last of those that split heads")
+    if parallel.expert > 1:
+        names[0].append("first that shares the experts")
+        names.setdefault(parallel.expert - 1, []).append("last that shares the experts")
+    return [RankKind(rank=rank, names=tuple(names[rank])) for rank in sorted(names)]
+
+
+def join_world(rank: int, world: World) -> None:
+    """Make this process one of the world's ranks. Every group is one that sends nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
+    real = dist.new_group
+
+    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return real(ranks, backend="fake")
+
+    # This process serves nothing but the trace, and nobody answers on a real group.
+    dist.new_group = new_group

@@ -1,0 +1,168 @@
+"""``StepFeed``: the rows of each step, prepared by a thread while the step before is computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from longctx.batch import Batch
+from parallel.loss import count_tokens
+
+_PATIENCE_SECONDS = 5.0
+"""How long an end waits for the thread: a disk that hangs must not keep a failing rank from saying so."""
+
+
+class StepLoader(Protocol):
+    """What a feed reads: ``data_pipeline.loader.Loader``."""
+
+    micro_batches_per_step: int
+
+    @property
+    def tokens_consumed(self) -> int:
+        """Tokens of all completed steps."""
+        ...
+
+    def __next__(self) -> Batch:
+        """The next micro-batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last completed step ended."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepData:
+    """A step's rows, ready to be computed."""
+
+    order: dict[str, Any]
+    """The loader's state before the step: where its rows begin in the data."""
+    after: dict[str, Any]
+    """The loader's state once the step is taken: what a checkpoint of it holds."""
+    tokens_consumed: int
+    """Tokens of all steps up to this one, over all ranks, without padding."""
+    lengths: list[tuple[int, ...]]
+    """Tokens of the documents of each whole micro-batch."""
+    shards: list[Batch]
+    """This rank's part of each micro-batch, on the CPU."""
+    own_counts: tuple[int, int]
+    """Targets and tokens of these."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What the thread could not go on from."""
+
+    error: BaseException
+
+
+class StepFeed:
+    """Gives step after step; the next one is prepared meanwhile.
+
+    ``state_dict`` and ``tokens_consumed`` are those of the steps that were given, never of what lies ahead. The thread
+    starts at the first ``next_step`` and ends with ``close``, or after ``num_steps``, which it does not read beyond.
+    """
+
+    def __init__(
+        self, loader: StepLoader, shard_batch: Callable[[Batch], Batch], *, num_steps: int, device: torch.device
+    ) -> None:
+        """For a GPU shards lie in page-locked memory, which it copies from while it computes."""
+        self._loader, self._shard_batch, self._device = loader, shard_batch, device
+        self._num_steps, self._given = num_steps, 0
+        self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
+        # One step ahead: a second would only take memory.
+        self._room = threading.Semaphore(1)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last: StepData | None = None
+
+    @property
+    def tokens_consumed(self) -> int:
+        """Tokens of the steps that were given and of all before, over all ranks, without padding."""
+        if self._last is None:
+            return self._loader.tokens_consumed
+        return self._last.tokens_consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state after the step that was given last: a run goes on from there."""
+        if self._last is None:
+            return self._loader.state_dict()
+        return self._last.after
+
+    def next_step(self) -> tuple[StepData, float]:
+        """The next step's data, and the seconds that it was waited for; raises what preparing it raised."""
+        started = time.perf_counter()
+        if self._given >= self._num_steps:
+            step: StepData | _Failure = self._prepare()
+        else:
+            self._start()
+            step = self._ready.get()
+            self._room.release()
+        if isinstance(step, _Failure):
+            self.close()
+            raise step.error
+        self._given += 1
+        self._last = step
+        return step, time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the thread, and forget what it had prepared.
+
+        It is left alone, to end with the process, where it reads on for longer than ``_PATIENCE_SECONDS``.
+        """
+        self._stop.set()
+        self._room.release()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS)
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        assert not self._stop.is_set(), "the feed was closed"
+        threads = torch.get_num_threads()
+        # A daemon: a rank that ends by an error does not wait for data.
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="longctx-feed", daemon=True)
+        self._thread.start()
+
+    def _run(self, threads: int) -> None:
+        """Prepare all steps, each once there is room for it."""
+        # PyTorch would give a new thread all of the machine's cores, which its ranks share.
+        torch.set_num_threads(threads)
+        # Its GPU would be the first one, whose memory every rank's thread would take a context of.
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            for _ in range(self._num_steps):
+                self._room.acquire()
+                if self._stop.is_set():
+                    return
+                self._ready.put(self._prepare())
+        except BaseException as error:  # whatever it is, the main thread raises it
+            self._ready.put(_Failure(error))
+
+    def _prepare(self) -> StepData:
+        """Read a step's rows and cut this rank's shards out of them."""
+        loader = self._loader
+        order = loader.state_dict()
+        lengths, shards = [], []
+        for _ in range(loader.micro_batches_per_step):
+            batch = next(loader)
+            lengths.append(batch.documents.lengths)
+            shard = self._shard_batch(batch)
+            if self._device.type == "cuda":
+                shard = shard.map_tokens(lambda x: x.pin_memory())
+            shards.append(shard)
+        return StepData(
+            order=order,
+            after=loader.state_dict(),
+            tokens_consumed=loader.tokens_consumed,
+            lengths=lengths,
+            shards=shards,
+            own_counts=count_tokens(shards),
+        )

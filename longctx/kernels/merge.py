@@ -1,0 +1,63 @@
+"""Merging softmax results over different keys: eager, and on CUDA in one kernel where Triton is installed.
+
+Axes: V value head size; leading axes are any.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
+
+    The log-sum-exps are float64; a row without a key in one of the two takes the other's.
+    """
+    if out.is_cuda and has_triton() and is_one_stretch(out, lse, block_out, block_lse):
+        torch.ops.longctx.merge_.default(out, lse, block_out, block_lse)
+    else:
+        merge_eager_(out, lse, block_out, block_lse)
+
+
+def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """``merge_`` in PyTorch's own operators: five passes over the outputs, where one kernel takes three."""
+    total = torch.logaddexp(lse, block_lse)
+    # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
+    # A row without any key has −inf − (−inf), which is no number: both results are 0, and stay it.
+    old_weight = torch.exp(lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
+    new_weight = torch.exp(block_lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
+    out.mul_(old_weight).addcmul_(block_out, new_weight)
+    lse.copy_(total)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, as it is with PyTorch's builds for CUDA."""
+    return find_spec("triton") is not None
+
+
+def is_one_stretch(*tensors: Tensor) -> bool:
+    """Whether each tensor's rows lie one behind the other, as the kernel takes them."""
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _merge_by_kernel(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    from longctx.kernels.merge_triton import launch_merge  # Triton takes a second to import, and CPUs lack it
+
+    launch_merge(out, lse, block_out, block_lse)
+
+
+def _fake_merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    pass
+
+
+# An operator, so that traces and fake tensors need not look into a kernel.
+_library = torch.library.Library("longctx", "FRAGMENT")
+_library.define("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()")
+_library.impl("merge_", merge_eager_, "CompositeExplicitAutograd")
+_library.impl("merge_", _merge_by_kernel, "CUDA")
+torch.library.register_fake("longctx::merge_", _fake_merge, lib=_library)

@@ -1,0 +1,95 @@
+"""Memory for a model that was built on the meta device: what a rank holds of it, unset, for a load to fill.
+
+DeepSpeed sends every rank the weights of rank 0 when it starts. Ours are unset then, or equal on all ranks, so nothing
+is sent. In stage 3 it takes a module on each device whole before it partitions it: ours is partitioned before, one
+parameter after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch import nn
+
+from longctx.objectives.causal_lm import CausalLM
+from parallel.zero.experts import ExpertsAcrossRanks
+
+
+def allocate(
+    model: CausalLM, *, stage: int, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None
+) -> None:
+    """Give the parameters and buffers of a model, as far as they are on meta, memory where DeepSpeed computes.
+
+    Parameters get ``dtype``, and in stage 3 each rank its part of them. Collective in stage 3.
+    """
+    accelerator: Any = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                # The only buffers are selection biases, which start even.
+                setattr(module, name, torch.zeros_like(buffer, device=device))
+            else:
+                setattr(module, name, buffer.to(device))
+    if stage == 3:
+        deepspeed.init_distributed(accelerator.communication_backend_name())
+        _partition(model, dtype, config, experts)
+        return
+    for p in model.parameters():
+        _make_whole(p, dtype, device)
+
+
+@contextmanager
+def nothing_is_sent() -> Iterator[None]:
+    """DeepSpeed's engines that start within the block leave every rank the weights that it has."""
+    broadcast = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = broadcast  # type: ignore[method-assign]
+
+
+def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+    """Memory for a whole parameter, unset where it was on meta, and its values otherwise."""
+    if p.is_meta:
+        whole = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
+        # The same object for everyone who has it, marks and all: data cannot move from meta to a device.
+        for mark, value in vars(p).items():
+            setattr(whole, mark, value)
+        torch.utils.swap_tensors(p, whole)
+    else:
+        p.data = p.data.to(device, dtype)
+
+
+def _partition(model: CausalLM, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None) -> None:
+    """Hand the module to DeepSpeed's stage 3, one parameter after the other: a rank keeps its part alone."""
+    if experts is not None:
+        # Else DeepSpeed would make these groups, and say which of them a weight belongs to, too late for this.
+        experts.set_deepspeed_parallelism()
+        for p in model.parameters():
+            if getattr(p, "group_name", None) == experts.ep_group_name:
+                p.ds_zero_partition_process_group = experts.replicas  # type: ignore[attr-defined]
+    _OneByOne(dtype, module=model, config_dict_or_path=config)
+
+
+class _OneByOne(deepspeed.zero.Init):
+    """DeepSpeed's conversion of a module, without sending: no more than one parameter is whole at a time."""
+
+    def __init__(self, param_dtype: torch.dtype, **options: Any) -> None:
+        self._param_dtype = param_dtype  # DeepSpeed's own ``dtype`` is bfloat16 wherever there is no float16
+        super().__init__(**options)
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        for p in param_list:
+            if not is_zero_param(p):
+                _make_whole(p, self._param_dtype, self.local_device)
+                self._convert_to_deepspeed_param(p)
+                p.partition()  # type: ignore[attr-defined]

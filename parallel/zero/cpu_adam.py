@@ -1,0 +1,95 @@
+"""DeepSpeed's AdamW for masters in the machine's memory: compiled when a machine first uses it, then kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from longctx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_NAME = "cpu_adam"
+"""DeepSpeed's name of the extension, and of the folder that it is compiled in."""
+_LONGEST_BUILD_SECONDS = 900.0
+
+
+def compile_cpu_adam() -> None:
+    """Compile the extension where no earlier run has; the log says so. ConfigError where that fails.
+
+    Ranks of one machine wait for the first that compiles.
+    """
+    device = get_accelerator()
+    assert device is not None, "importing DeepSpeed chooses one"
+    builder = device.create_op_builder("CPUAdamBuilder")
+    assert builder is not None, "every device has this one"
+    # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    folder, started = _folder(), time.perf_counter()
+    if not (folder / f"{_NAME}.so").exists():
+        log.info("zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
+    wait_for_build(folder / "lock")
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
+        raise ConfigError(
+            f"zero.offload='cpu' needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
+            f"{_last_lines(str(error))}\n"
+            "Install g++ and ninja (the environment's bin folder must be in PATH), or take zero.offload=none."
+        ) from error
+    log.info("DeepSpeed's AdamW for the machine's memory was ready after %.1f s.", time.perf_counter() - started)
+
+
+def wait_for_build(lock: Path) -> None:
+    """Return once no other process compiles. ConfigError where the lock is older than any build: it was killed.
+
+    PyTorch's own wait for it has no end and says nothing.
+    """
+    waits = False
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if age > _LONGEST_BUILD_SECONDS:
+            raise ConfigError(
+                f"zero.offload='cpu': {lock} is {age / 60:.0f} minutes old, so a build of DeepSpeed's AdamW was killed "
+                "there.\nRemove that file."
+            )
+        if not waits:
+            log.info("Waiting for another process that compiles DeepSpeed's AdamW (%s).", lock)
+            waits = True
+        time.sleep(0.2)
+
+
+def build_cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+    """AdamW with float32 moments; it steps as PyTorch's does, on the CPU's vector units."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True, fp32_optimizer_states=True)
+
+
+def _folder() -> Path:
+    """Where PyTorch keeps the compiled extension."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root:
+        return Path(root) / _NAME
+    # PyTorch's own folder has one below it for each version of Python and CUDA.
+    found = sorted(Path(get_default_build_root()).glob(f"*/{_NAME}"))
+    if found:
+        return found[-1]
+    return Path(get_default_build_root()) / _NAME
+
+
+def _last_lines(text: str, most: int = 6) -> str:
+    """The end of a long message: a compiler says there what was wrong."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(f"  {line.strip()[:200]}" for line in lines[-most:])

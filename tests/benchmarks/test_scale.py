@@ -1,0 +1,56 @@
+"""The scale benchmark at a small size: every figure has a value, and what must not grow does not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import scale
+from benchmarks.scaling.figures import Figure, as_json
+from benchmarks.scaling.table import ATTENTION, EXPERTS, FILES, START, quantity, table_of
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[Figure]:
+    return scale.measure((16, 32), 2**12, documents=500, steps=4)
+
+
+def test_every_figure_stands_at_every_size_and_in_one_table(figures: list[Figure]):
+    assert len(figures) > 40
+    assert all(list(figure.values) == [16, 32] for figure in figures)
+    assert all(math.isfinite(value) and value >= 0 for figure in figures for value in figure.values.values())
+    result = {"figures": [as_json(figure) for figure in figures]}
+    tables = [table_of(parts)(result) for parts in (ATTENTION, EXPERTS, FILES, START)]
+    assert sum(len(table.splitlines()) - 2 for table in tables) == len(figures)
+
+
+def test_what_must_not_grow_does_not(figures: list[Figure]):
+    found = {(figure.part, figure.case): list(figure.values.values()) for figure in figures}
+    for (part, case), values in found.items():
+        if part in ("metrics.jsonl, a step", "a step's totals, all-reduced"):
+            assert len(set(values)) == 1, case
+    entered = [values for (part, _), values in found.items() if part == "groups that a rank makes"]
+    assert entered
+    assert max(entered[0]) <= 6
+    read = [values for (part, _), values in found.items() if part == "checksums that a rank reads"]
+    assert read == [[250 * 268_435_456, 125 * 268_435_456]]
+
+
+def test_growth_is_the_power_between_the_ends():
+    def grown(*values: float, power: float = 1.0, unit: str = "s") -> Figure:
+        return Figure("", "", unit, "", power, dict(zip((64, 512, 4096), values, strict=True)))
+
+    assert grown(1.0, 8.0, 64.0).growth == pytest.approx(1.0)
+    assert not grown(1.0, 8.0, 64.0).is_too_fast
+    assert grown(1.0, 64.0, 4096.0).is_too_fast
+    assert grown(1.0, 1.0, 1.0, power=-1.0).is_too_fast
+    # Microseconds are noise.
+    assert grown(1e-6, 1e-5, 1e-3).growth is None
+    assert grown(100, 200, 300, unit="B").growth is None
+
+
+def test_quantities_are_readable():
+    assert [quantity(0.0123, "s"), quantity(12.34, "s")] == ["12.3 ms", "12.3 s"]
+    assert [quantity(17, "B"), quantity(1.2e9, "B"), quantity(4300, "B")] == ["17 B", "1.2 GB", "4.3 kB"]
+    assert quantity(1216, "") == "1,216"

@@ -1,0 +1,1 @@
+"""CUDA code on fake tensors, in processes of their own."""

@@ -1,0 +1,106 @@
+"""Attention kernels and grouped products on fake CUDA tensors; prints a line for each thing that was run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from unittest.mock import patch
+
+from tests.fake_cuda.devices import say  # isort: skip
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.adapter import FlashKernel
+from longctx.kernels.attention.flash.calls import translate
+from longctx.kernels.attention.flash.cudnn import CudnnKernel, squares_and_rectangles
+from longctx.kernels.attention.flash.libraries import CUDA_FLASH
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.grouped import grouped_outer, grouped_rows
+
+ROWS = 40
+# documents of 9, 0, 1 and 30 tokens, and a hop of a ring
+TABLES = (
+    slice_table([AttentionSlice(a, b, a, b, 0) for a, b in ((0, 9), (9, 9), (9, 10), (10, 40))]),
+    slice_table([AttentionSlice(0, 40, 0, 13), AttentionSlice(20, 40, 13, 33, 7)]),
+)
+ONE_KEY = {"cuda_flash": (0, 0), "cudnn": (1, 0)}
+"""Calls of a table that see one key: cuDNN takes none."""
+HEADS = ((4, 4), (4, 2), (4, 1))
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+class Operators:
+    """PyTorch's operators, and how often each was called."""
+
+    def __init__(self) -> None:
+        self.called: Counter[str] = Counter()
+
+    def __getattr__(self, name: str):
+        self.called[name] += 1
+        return getattr(torch.ops.aten, name)
+
+
+def attention() -> None:
+    """Both passes of PyTorch's own CUDA kernels: their operators' checks, and what comes back."""
+    operators = Operators()
+    kernels = (
+        FlashKernel(CUDA_FLASH, operators, capability=(9, 0)),
+        CudnnKernel(operators, capability=(9, 0), version=92000),
+    )
+    for kernel, (H, K), (D, V), dtype in product(kernels, HEADS, SIZES, (torch.bfloat16, torch.float16)):
+        if kernel.supports(KernelRequest("cuda", dtype, D, H, K, V)) is not None:
+            say("refused", kernel.name, D, V)
+            continue
+        for number, table in enumerate(TABLES):
+            # before any layer computes, as a plan does: fake tensors have no numbers to read
+            calls = {"cuda_flash": translate(table, distances=False), "cudnn": squares_and_rectangles(table)}
+            operators.called.clear()
+            both_passes(kernel, table, H, K, D, V, dtype)
+            forward, backward = operators.called.values()
+            assert forward == backward == len(calls[kernel.name]) - ONE_KEY[kernel.name][number]
+        say("ran", kernel.name, H, K, D, V, dtype)
+
+
+def both_passes(kernel, table, H, K, D, V, dtype) -> None:
+    scores = Scores(scale=D**-0.5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        wide = torch.empty(2, ROWS + 2, H + 2 * K, D, dtype=dtype, device="cuda")
+        q, k = wide[:, 1:-1, :H], wide[:, 1:-1, H : H + K]
+        v = torch.empty(2, ROWS, K, V, dtype=dtype, device="cuda")
+        out, lse = kernel.forward(q, k, v, table, scores=scores)
+        dout = torch.empty(2, ROWS, H, V, dtype=dtype, device="cuda")
+        grads = kernel.backward(dout, q, k, v, out, lse, table, scores=scores)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (dout.shape, torch.float32, q.shape[:3], torch.float64)
+    for grad, x in zip(grads[:3], (q, k, v), strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (x.shape, torch.float32, x.device)
+
+
+def grouped() -> None:
+    """Experts' products from every place of a flat buffer; the real operator checks strides, this one places too."""
+    real = functional.grouped_mm
+
+    def checked(a, b, *, offs):
+        for x in (a, b):
+            assert x.storage_offset() * x.element_size() % 16 == 0, "CUDA refuses a matrix between two words"
+        return real(a, b, offs=offs)
+
+    with FakeTensorMode(), patch.object(functional, "grouped_mm", checked):
+        ends = torch.empty(4, dtype=torch.int32, device="cuda")
+        for before in (0, 1, 3, 8, 129):
+            flat = torch.empty(before + 4 * 24 * 16, dtype=torch.bfloat16, device="cuda")
+            weight = flat[before:].view(4, 24, 16)
+            x, dy = (torch.empty(37, width, dtype=torch.bfloat16, device="cuda") for width in (16, 24))
+            out = grouped_rows(x, weight.mT, ends, products="native")
+            dx = grouped_rows(dy, weight, ends, products="native")
+            dweight = grouped_outer(dy, x, ends, products="native")
+            assert (out.shape, dx.shape, dweight.shape) == (dy.shape, x.shape, weight.shape)
+            assert {out.dtype, dx.dtype, dweight.dtype} == {torch.bfloat16}
+            say("grouped", before)
+
+
+if __name__ == "__main__":
+    attention()
+    grouped()

@@ -1,0 +1,78 @@
+"""The verb: what it refuses, and what it says where nothing can be traced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from tests.helpers import REPOSITORY
+from tests.launcher.cli.calls import call
+from tests.launcher.plan.cuda_build import environment, need_cuda_build
+
+QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")
+
+
+def test_without_trace_it_says_that_only_that_is_built(capsys):
+    code, out, err = call(capsys, "plan", *QUICK)
+    assert (code, out) == (2, "")
+    assert "only --trace is built yet" in err
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="says what to install where the CPU build is")
+def test_a_cpu_build_says_what_to_install(capsys):
+    code, out, err = call(capsys, "plan", "--trace", *QUICK)
+    assert (code, out) == (1, "")
+    assert torch.__version__ in err
+    assert "pip install torch==" in err
+    assert err.count("\n") < 12
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [need_cuda_build(), "-m", "launcher", "plan", *words]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ranks", "3", "--parallel.context", "2"], "parallel.context=2 does not divide the 3 ranks"),
+        (["--capability", "hopper"], "--capability 'hopper' is not one"),
+        (["--ranks", "-1"], "--ranks -1 must be at least 1"),
+        (["--data.seqlen", "64"], "seqlen"),
+        (["--run.hostfile", "nowhere"], "hostfile nowhere does not exist"),
+        (["--document-tokens", "-5"], "--document-tokens -5"),
+    ],
+)
+def test_bad_input_is_refused_on_one_screen(words, says):
+    done = plan("--trace", *QUICK, *words)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+
+
+@pytest.mark.slow
+def test_json_has_every_kind_of_rank(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=2\nb slots=2\n")
+    done = plan("--trace", *QUICK, "--parallel.context", "4", "--run.hostfile", str(hostfile), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["world"] == {"ranks": 4, "ranks_per_node": 2}
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 2, 3]
+    for rank in told["ranks"]:
+        assert rank["host_waits"] == []
+        assert rank["bytes"]["peak"] > rank["bytes"]["held"] > 0
+        assert {link["link"] for link in rank["links"]} == {"within a node", "between nodes"}
+
+
+@pytest.mark.slow
+def test_the_table_fits_a_screen_and_says_what_is_arithmetic():
+    done = plan("--trace", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "host waits" in done.stdout
+    assert "arithmetic" in done.stdout
+    assert len(done.stdout.splitlines()) < 40

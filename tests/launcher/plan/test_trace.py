@@ -1,0 +1,189 @@
+"""Traces of tiny models beside sums by hand, and of a ring beside its schedule."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from launcher.config.load import load_run_config
+from launcher.plan.batch import synthetic_batch
+from launcher.plan.links import BETWEEN, WITHIN
+from longctx.architecture.size import count_parameters
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.schedule import Schedule
+from tests.launcher.plan.cuda_build import under_cuda_build
+
+M, HEADS, KV_HEADS, HEAD, T = 64, 4, 2, 16, 256
+DENSE = {
+    "model.preset": "none",
+    "model.vocab_size": 128,
+    "model.hidden_size": M,
+    "model.num_heads": HEADS,
+    "model.num_kv_heads": KV_HEADS,
+    "model.head_dim": HEAD,
+    "model.ffn_size": 96,
+    "data.seq_len": T,
+    "train.tokens_per_step": T,
+    "parallel.context": 1,
+    "train.recompute": "true",
+}
+EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
+ONE, TWO_NODES = {"ranks": 1, "ranks_per_node": 1}, {"ranks": 4, "ranks_per_node": 2}
+DOCUMENTS = 300
+"""Length of the packed documents of a ring's row of 1,024 tokens: none ends where a rank's tokens do."""
+
+
+def flags(values: dict[str, Any], **changes: Any) -> list[str]:
+    settings = values | {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in settings.items() for word in (f"--{name}", f"{value}")]
+
+
+def ring(transport: str) -> list[str]:
+    sizes = {"data__seq_len": 4 * T, "train__tokens_per_step": 4 * T}
+    options = {"parallel__context": 4, "parallel__transport": transport, "parallel__layout": "zigzag"}
+    return flags(DENSE, model__num_layers=2, **sizes, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 layers": {"flags": flags(DENSE, model__num_layers=2), "world": ONE, "rank": 0},
+    "3 layers": {"flags": flags(DENSE, model__num_layers=3), "world": ONE, "rank": 0},
+    "planted": {"flags": flags(DENSE, model__num_layers=1), "world": ONE, "rank": 0, "plant": True},
+    "p2p": {"flags": ring("p2p"), "world": TWO_NODES, "rank": 1, "document_tokens": DOCUMENTS},
+    "two_level": {"flags": ring("auto"), "world": TWO_NODES, "rank": 1, "document_tokens": DOCUMENTS},
+    "experts": {"flags": flags(EXPERTS, model__num_layers=2), "world": ONE, "rank": 0},
+    "experts of 4": {
+        "flags": flags(EXPERTS, model__num_layers=2, parallel__expert=4, train__tokens_per_step=4 * T),
+        "world": TWO_NODES,
+        "rank": 3,
+    },
+}
+
+
+@cache
+def traces() -> dict[str, dict[str, Any]]:
+    """Every case, traced once by one process under the CUDA build."""
+    results = under_cuda_build("tests.launcher.plan.traces", json.dumps(list(CASES.values())))
+    return dict(zip(CASES, results, strict=True))
+
+
+@cache
+def programs() -> dict[str, Any]:
+    return under_cuda_build("tests.launcher.plan.programs")
+
+
+KIB = 1024
+
+
+def test_live_bytes_of_a_known_program():
+    assert programs()["live_bytes"] == {
+        "before": 2 * KIB,
+        "view holds": 3 * KIB,
+        "view gone": 2 * KIB,
+        "after": 4 * KIB,
+        "end": 0,
+        "peak": 4 * KIB,
+        "peak at": "aten::zeros",
+    }
+
+
+def test_every_way_to_wait_is_found_and_nothing_else():
+    for name, found in programs()["waits"].items():
+        assert len(found) == (not name.startswith("none")), f"{name}: {found}"
+
+
+def test_a_layer_keeps_what_recomputation_needs_and_nothing_else():
+    two, three = traces()["2 layers"], traces()["3 layers"]
+    # Its input and attention's output in bfloat16, and a float64 log-sum-exp for each head.
+    assert three["bytes"]["kept"] - two["bytes"]["kept"] == T * (2 * M + 2 * HEADS * HEAD + 8 * HEADS)
+    assert three["bytes"]["passing"] == two["bytes"]["passing"], "one layer is recomputed at a time"
+
+
+@pytest.mark.parametrize("name", ["2 layers", "3 layers", "experts"])
+def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name):
+    count = sum(count_parameters(load_run_config(CASES[name]["flags"]).model.config()).values())
+    held = traces()[name]["bytes"]
+    # Stage 2, the default on GPUs, collects them in bfloat16 besides: a bucket that holds all of this model.
+    gradients = (4 + 2) * count
+    assert (held["weights"], held["gradients"], held["optimizer"]) == (2 * count, gradients, 12 * count)
+
+
+@pytest.mark.parametrize("name", ["2 layers", "p2p", "two_level", "experts"])
+def test_a_step_waits_for_nothing(name):
+    assert traces()[name]["host_waits"] == []
+    assert traces()[name]["is_whole"]
+
+
+def test_a_planted_item_is_named_by_file_and_line():
+    planted = traces()["planted"]
+    (wait,) = planted["host_waits"]
+    assert wait["operator"] == "aten::_local_scalar_dense"
+    file, line = wait["place"].split(":")
+    assert file == "longctx/model/decoder.py", "the caller: the planted line is a test's"
+    assert int(line) > 0
+    assert not planted["is_whole"]
+
+
+def schedule() -> Schedule:
+    batch = synthetic_batch(load_run_config(CASES["p2p"]["flags"]), DOCUMENTS)
+    return Schedule.build(SequenceLayout.build("zigzag", 4 * T, 4, batch.documents), batch.documents)
+
+
+ROW = KV_HEADS * HEAD * 2
+"""Values of a row's key and value."""
+SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD, bytes_per_value=2)
+
+
+def received(name: str, link: str) -> int:
+    (found,) = [x for x in traces()[name]["links"] if (x["what"], x["link"]) == ("ring hop", link)]
+    return found["received_bytes"]
+
+
+def test_a_ring_receives_what_its_schedule_says():
+    plan = schedule()
+    for transport in ("p2p", "two_level"):
+        # Keys and values come in forward and again in backward, and gradients of this rank's rows in float32.
+        keys = 2 * plan.bytes_received(1, SHAPE, transport, 2)
+        gradients = {"p2p": p2p_gradient_rows(plan), "two_level": two_level_gradient_rows(plan)}[transport]
+        expected = 2 * (keys + 4 * ROW * sum(gradients))
+        assert received(transport, WITHIN) + received(transport, BETWEEN) == expected, transport
+
+
+def test_two_levels_cross_between_nodes_once():
+    plan = schedule()
+    within, between = plan.rows_by_link(1, 2)
+    gradients_within, gradients_between = two_level_gradient_rows(plan)
+    assert received("two_level", WITHIN) == 2 * ROW * (2 * 2 * within + 4 * gradients_within)
+    assert received("two_level", BETWEEN) == 2 * ROW * (2 * 2 * between + 4 * gradients_between)
+    assert received("two_level", BETWEEN) < received("p2p", BETWEEN)
+
+
+def p2p_gradient_rows(plan: Schedule) -> tuple[int, int]:
+    """(within, between): rank 1's rows whose gradients others return, straight from each."""
+    of = [plan.rows_needed(receiver, 1).num_rows for receiver in range(4)]
+    return of[0], of[2] + of[3]
+
+
+def two_level_gradient_rows(plan: Schedule) -> tuple[int, int]:
+    """(within, between): from its neighbour, of its own rows and of rank 3's that it holds; from rank 3, its own."""
+    within = plan.rows_needed(0, 1).num_rows + plan.rows_needed(0, 3).num_rows
+    return within, plan.rows_to_node(1, range(2, 4)).num_rows
+
+
+def test_the_only_wait_of_experts_across_ranks_is_for_the_sizes_of_messages():
+    trace = traces()["experts of 4"]
+    (wait,) = trace["host_waits"]
+    assert wait["place"].startswith("parallel/experts/dispatcher.py:")
+    assert wait["times"] == 2, "once a layer: backward has the sizes of forward"
+    assert trace["is_whole"]
+
+
+def test_experts_send_as_much_as_they_receive_to_both_nodes():
+    links = {x["link"]: x for x in traces()["experts of 4"]["links"] if x["what"].startswith("all-to-all")}
+    assert links[WITHIN]["sent_bytes"] == links[WITHIN]["received_bytes"] > 0
+    # One peer is in the rank's node, two are in the other.
+    assert links[BETWEEN]["sent_bytes"] == 2 * links[WITHIN]["sent_bytes"]
+    assert links[BETWEEN]["messages"] == 2 * links[WITHIN]["messages"]

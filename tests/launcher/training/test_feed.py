@@ -1,0 +1,152 @@
+"""The thread that prepares a step's rows while the step before is computed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.training import feed as feed_module
+from launcher.training.feed import StepFeed
+from longctx.batch import Batch, PackedDocuments
+from longctx.errors import DataError
+
+WAIT = 30.0
+"""Seconds that a test waits for what must happen."""
+
+
+class NumberedLoader:
+    """Rows that hold their own number; what is asked of it is recorded, and it can be held up or fail."""
+
+    micro_batches_per_step = 2
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.asked, self.fail_at = 0, fail_at
+        self.prepared = [threading.Event() for _ in range(10)]
+        self.gate = threading.Event()
+        self.gate.set()
+        self.threads: set[str] = set()
+
+    @property
+    def tokens_consumed(self) -> int:
+        return 4 * (self.asked // 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": 2 * (self.asked // 2)}
+
+    def __next__(self) -> Batch:
+        assert self.gate.wait(WAIT)
+        self.threads.add(threading.current_thread().name)
+        if self.asked == self.fail_at:
+            raise DataError(f"row {self.asked} cannot be read")
+        row = torch.full((1, 2), self.asked)
+        self.asked += 1
+        if self.asked % 2 == 0:
+            self.prepared[self.asked // 2 - 1].set()
+        return Batch(
+            tokens=row, targets=row, positions=row, document_ids=row * 0, documents=PackedDocuments.of_rows(1, 2)
+        )
+
+
+def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu") -> StepFeed:
+    return StepFeed(loader, lambda batch: batch.flatten_rows(), num_steps=num_steps, device=torch.device(device))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "longctx-feed"]
+
+
+def test_the_next_step_is_prepared_while_this_one_is_computed():
+    loader = NumberedLoader()
+    feed = feed_of(loader)
+    assert threads() == [], "none before the first step"
+    for step in range(3):
+        data, _ = feed.next_step()
+        assert [int(shard.tokens[0, 0]) for shard in data.shards] == [2 * step, 2 * step + 1]
+        # The main thread is here, as in a forward pass, and asks for nothing.
+        assert loader.prepared[step + 1].wait(WAIT)
+    assert loader.threads == {"longctx-feed"}
+    feed.close()
+    assert threads() == []
+
+
+def test_it_reads_one_step_ahead_and_none_beyond_the_last():
+    loader = NumberedLoader()
+    feed = feed_of(loader, num_steps=3)
+    feed.next_step()
+    assert loader.prepared[1].wait(WAIT)
+    assert not loader.prepared[2].wait(0.2)
+    for _ in range(2):
+        feed.next_step()
+    assert not loader.prepared[3].wait(0.2)
+    feed.close()
+    assert loader.asked == 6
+    assert threads() == []
+
+
+def test_a_caller_that_goes_on_beyond_the_last_step_is_served():
+    loader = NumberedLoader()
+    feed = feed_of(loader, num_steps=1)
+    steps = [feed.next_step()[0] for _ in range(3)]
+    assert [step.order["rows"] for step in steps] == [0, 2, 4]
+    feed.close()
+
+
+def test_the_state_is_that_of_the_steps_that_were_given():
+    loader = NumberedLoader()
+    feed = feed_of(loader)
+    assert (feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, 0)
+    data, _ = feed.next_step()
+    assert loader.prepared[1].wait(WAIT)
+    assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, {"rows": 2}, 4)
+    data, _ = feed.next_step()
+    assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 2}, {"rows": 4}, 8)
+    assert (data.own_counts, data.lengths) == ((4, 4), [(2,), (2,)])
+    feed.close()
+
+
+def test_an_error_of_the_thread_is_the_main_threads_with_its_words():
+    feed = feed_of(NumberedLoader(fail_at=2))
+    feed.next_step()
+    with pytest.raises(DataError, match="row 2 cannot be read"):
+        feed.next_step()
+    assert threads() == []
+
+
+def test_the_wait_is_counted_and_only_the_wait():
+    loader = NumberedLoader()
+    feed = feed_of(loader)
+    feed.next_step()
+    assert loader.prepared[1].wait(WAIT)
+    loader.gate.clear()
+    _, ready = feed.next_step()
+    threading.Timer(0.5, loader.gate.set).start()
+    _, late = feed.next_step()
+    assert late > 0.2
+    assert ready < late
+    feed.close()
+
+
+def test_for_a_gpu_memory_is_pinned_by_a_thread_that_works_with_that_gpu(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: done.append("pinned") or x)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} {threads()}"))
+    for device in ("cpu", "cuda:3"):
+        feed = feed_of(NumberedLoader(), num_steps=1, device=device)
+        feed.next_step()
+        feed.close()
+    assert done == ["cuda:3 ['longctx-feed']"] + ["pinned"] * 4 * NumberedLoader.micro_batches_per_step
+
+
+def test_a_reader_that_hangs_does_not_keep_the_end_waiting(monkeypatch):
+    monkeypatch.setattr(feed_module, "_PATIENCE_SECONDS", 0.1)
+    loader = NumberedLoader()
+    feed = feed_of(loader)
+    feed.next_step()
+    assert loader.prepared[1].wait(WAIT)
+    loader.gate.clear()
+    feed.next_step()
+    feed.close()
+    loader.gate.set()

@@ -1,0 +1,175 @@
+"""Compiled regions: eager's losses and gradients, for batch after batch of other documents, compiled once.
+
+Quick tests trace and differentiate the graphs as ``torch.compile`` does and run them with PyTorch's own operators
+(``aot_eager``): what they find is the tracing's. Slow ones run the kernels that inductor writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from longctx.batch import Batch
+from longctx.kernels.cross_entropy import PLAIN, LossOptions, _losses_, _whole_losses_
+from longctx.kernels.processor import Products
+from longctx.kernels.regions import Regions, call_function, compile_count, missing_for_compiling
+from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution, TrainingPass
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
+from tests.rounding import both_ways
+
+DOCUMENTS = ([40, 1, 23], [61], [5, 6, 7, 8, 9, 2], [64, 33], [1, 30])
+"""Of the batches of a test: other numbers of documents and of tokens in each, primes among them."""
+
+MODELS = {
+    "dense": dense_config(qk_norm="head"),
+    "dropout, sandwich": dense_config(residual_dropout=0.2, norm_order="sandwich", norm_offset=True),
+    "experts": tiny_config(residual_dropout=0.1),
+    "layernorm, post, plain activation": dense_config(
+        norm="layernorm", norm_order="post", activation="gelu_tanh", position="learned", ffn_bias=True, o_bias=True
+    ),
+    "bounded activation": dense_config(activation="swiglu_oai", residual_scale=0.3),
+    "latent": tiny_config(
+        num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, rope_head_dim=4, value_head_dim=8, dense_layers=(0,)
+    ),
+    "relative": dense_config(position="relative"),
+    "linear and windows": dense_config(layers=("linear", "window", "full"), window=7, num_layers=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_others():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def batches() -> list[Batch]:
+    return [packed_batch([lengths], seed=n) for n, lengths in enumerate(DOCUMENTS)]
+
+
+def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float], list[dict], list[int]]:
+    """Losses, gradients and the number of compiled graphs of a few steps."""
+    lm = CausalLM(Decoder(config, execution=execution)).to(dtype)
+    optimizer = torch.optim.SGD(lm.parameters(), lr=1e-3)
+    losses, found, graphs = [], [], []
+    before = compile_count().graphs
+    for step, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        sums = LossSum.from_tensors(lm(batch, TrainingPass(seed=step)))
+        step_loss(sums, 0.1).backward()
+        found.append({name: x.clone() for name, x in gradients(lm).items()})
+        optimizer.step()
+        losses.append(float(sums.nll_sum))
+        graphs.append(compile_count().graphs - before)
+    return losses, found, graphs
+
+
+def check(name: str, backend: str, *, recompute: bool = False) -> None:
+    """Compiled float32 against eager float32, whose sums are only added in other orders."""
+    losses, grads, nothing = train(MODELS[name], Execution(recompute), torch.float32)
+    found, found_grads, graphs = train(MODELS[name], Execution(recompute, compiler=backend), torch.float32)
+    assert nothing[-1] == 0
+    assert graphs[0] > 0
+    assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
+    for a, b in zip(found, losses, strict=True):
+        assert abs(a - b) <= 1e-6 * abs(b)
+    for got, wanted in zip(found_grads, grads, strict=True):
+        for key, want in wanted.items():
+            assert (got[key] - want).norm() <= 1e-5 * want.norm() + 1e-6, key
+
+
+def check_bfloat16(name: str, backend: str, products: Products, *, recompute: bool) -> None:
+    """Compiled and eager bfloat16 against float32: a kernel that is fused rounds no more often than operators do."""
+    exact = train(MODELS[name], Execution(recompute), torch.float32)[1]
+    errors = []
+    for compiler in (None, backend):
+        execution = Execution(recompute, products=products, compiler=compiler)
+        _, grads, graphs = train(MODELS[name], execution, torch.bfloat16)
+        assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
+        errors.append(sum(distance(got, wanted) for got, wanted in zip(grads, exact, strict=True)))
+    eager, compiled = errors
+    # the two errors differ by chance: a third either way over all weights and steps
+    assert 0 < compiled <= 1.34 * eager
+
+
+def distance(got: dict, wanted: dict) -> float:
+    """Of all gradients of a step, in the Frobenius norm."""
+    return float(torch.stack([(got[name].float() - want).square().sum() for name, want in wanted.items()]).sum().sqrt())
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("dropout, sandwich", False), ("experts", True)])
+def test_other_documents_compile_nothing_and_losses_are_eagers(name, recompute):
+    check(name, "aot_eager", recompute=recompute)
+
+
+def test_products_in_float32_are_operators_of_the_graph():
+    check_bfloat16("dense", "aot_eager", "float32", recompute=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.timeout(600)
+def test_kernels_of_inductor_give_eagers_losses(name, recompute):
+    check(name, "inductor", recompute=recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
+@both_ways
+@pytest.mark.timeout(600)
+def test_kernels_of_inductor_in_bfloat16(products):
+    check_bfloat16("dropout, sandwich", "inductor", products, recompute=False)
+    check_bfloat16("dense", "inductor", products, recompute=True)
+
+
+def test_evaluation_and_generation_stay_eager():
+    decoder = Decoder(MODELS["dense"], execution=Execution(compiler="aot_eager"))
+    lm, batch, before = CausalLM(decoder), batches()[0], compile_count().graphs
+    lm.token_nll(batch)
+    with torch.no_grad():
+        lm(batch)
+    decoder(batch.tokens, batch.positions, cache=decoder.new_cache())
+    assert compile_count().graphs == before
+
+
+def test_a_region_that_no_graph_can_hold_is_an_error():
+    def breaks(x):
+        return x + x.tolist()[0]
+
+    with pytest.raises(Exception, match=r"[Uu]nsupported|[Gg]raph break"):
+        Regions("eager")(breaks, torch.ones(3), tokens_dim=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [PLAIN, LossOptions(logit_scale=0.7, softcap=5.0, z_loss=1e-2, label_smoothing=0.1)]
+)
+def test_losses_of_whole_rows_are_those_of_blocks(options, dtype):
+    # what a GPU runs compiled; here it is traced with another number of tokens each time
+    run, before = Regions("aot_eager"), compile_count().graphs
+    for tokens in (7, 32, 13):
+        logits = (torch.randn(tokens, 97, generator=torch.Generator().manual_seed(tokens)) * 3).to(dtype)
+        targets = torch.arange(tokens)
+        targets[2] = -100
+        memories = [logits.clone(), logits.clone()]
+        wanted = _losses_(memories[0], targets, options, with_gradient=True, run=call_function)
+        found = run(_whole_losses_, memories[1], targets, options, True, tokens_dim=0)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(memories[1], memories[0], rtol=1e-6, atol=1e-6)
+    assert compile_count().graphs == before + 1
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    found = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if "g++" in name else found(name))
+    monkeypatch.delenv("CXX", raising=False)
+    said = missing_for_compiling("cpu")
+    assert said is not None
+    assert "g++" in said or "header" in said
