@@ -94,6 +94,7 @@ CASES = [
     # In stage 1 and bfloat16 DeepSpeed makes all float32 gradients when it starts: 10 GB a rank of the larger model.
     Case("dense", "new", 1, 0.7),
     *(Case("experts", "new", stage) for stage in range(4)),
+    *(Case("dense", "new", stage, 0.3) for stage in range(4)),
     *(Case("dense", "weights", stage) for stage in (2, 3)),
     *(Case(model, "resumed", stage, 0.3) for model in MODELS for stage in range(4)),
 ]
