@@ -94,6 +94,7 @@ CASES = [
     # In stage 1 and bfloat16 DeepSpeed makes all float32 gradients when it starts: 10 GB a rank of the larger model.
     Case("dense", "new", 1, 0.7),
     *(Case("experts", "new", stage) for stage in range(4)),
+    *(Case("dense", "new", stage, 0.3) for stage in range(4)),
     *(Case("dense", "weights", stage) for stage in (2, 3)),
     *(Case(model, "resumed", stage, 0.3) for model in MODELS for stage in range(4)),
 ]
@@ -157,12 +158,13 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
 
     logging.disable(logging.CRITICAL)
     config = load_config(data, output, {**settings, **origin}).resolve(native_bfloat16=True)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     with PeakMemory() as memory, contextlib.redirect_stdout(io.StringIO()):
         run = build_run(config, torch.device("cpu"))
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     need = memory_of_rank(config, run.model, RANKS)
-    return {"seconds": seconds, "peak": memory.rise, "share": need.weights + need.optimizer}
+    share = need.weights + need.optimizer
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": memory.rise, "share": share}
 
 
 def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
@@ -199,15 +201,18 @@ def is_room(case: Case) -> bool:
     """Whether this machine has the memory for it: else it would end other programs too."""
     model = load_config(Path(), Path(), case.settings()).model.config()
     # Bytes a parameter and rank: without moments, and with them and all that DeepSpeed makes beside them.
-    a_parameter = 6.5
+    a_parameter = 6
     if case.billions < 1:
         a_parameter = 12
     needed = a_parameter * RANKS * sum(torch.Size(shape).numel() for shape in parameter_shapes(model).values())
     return needed < available_bytes()
 
 
-def measure(cases: list[Case]) -> list[dict[str, Any]]:
-    """A row for each case: the slowest rank, and the one whose memory peaks highest."""
+def measure(cases: list[Case], kept: Path | None) -> list[dict[str, Any]]:
+    """A row for each case: the slowest rank, and the one whose memory peaks highest; in the file ``kept`` as they come.
+
+    What this machine has no memory for is left out.
+    """
     rows = []
     with tempfile.TemporaryDirectory(prefix="longctx-start-") as name:
         folder = Path(name)
@@ -221,11 +226,14 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
             row = {
                 **asdict(case),
                 "dtype": case.dtype,
-                "seconds": round(max(r["seconds"] for r in results), 1),
+                **{key: round(max(r[key] for r in results), 1) for key in ("seconds", "cpu_seconds")},
                 **{key: round(max(r[key] for r in results) / GIB, 2) for key in ("peak", "share")},
             }
             rows.append(row)
-            print(f"{case.text}: {row['seconds']} s, peak {row['peak']} GiB, share {row['share']} GiB", flush=True)
+            if kept is not None:
+                kept.write_text(json.dumps(rows))
+            figures = f"{row['seconds']} s, {row['cpu_seconds']} s of CPU, peak {row['peak']} GiB"
+            print(f"{case.text}: {figures}, share {row['share']} GiB", flush=True)
     return rows
 
 
@@ -239,9 +247,7 @@ def main() -> int:
     options = parse(parser, "models of 0.3 billion parameters")
     cases = [case for case in CASES if options.only in case.text and (case.billions < 0.5 or not options.quick)]
     joined = [row for path in options.join for row in json.loads(path.read_text())]
-    rows = joined or measure(cases)
-    if options.rows:
-        options.rows.write_text(json.dumps(rows))
+    rows = joined or measure(cases, options.rows)
     before = [row for path in options.before for row in json.loads(path.read_text())]
     bounds = [
         Bound(

@@ -335,13 +335,11 @@ def start_memory(result: Result) -> str:
     lines = []
     for row in result["rows"]:
         old = before.get(_start_case(row), {})
-        size = f"{row['model']}, {row['billions']} billion"
-        limit = f"{2 * row['share'] + 1:.1f}"
-        figures = [_start_change(old, row, of) for of in ("peak", "seconds")]
-        lines.append(
-            [size, _ORIGINS[row["origin"]], f"{row['stage']}, {row['dtype']}", f"{row['share']:.1f}", limit, *figures]
-        )
-    head = ("parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "seconds")
+        size, limit = f"{row['model']}, {row['billions']} billion", f"{2 * row['share'] + 1:.1f}"
+        figures = [_start_change(old, row, of) for of in ("peak", "cpu_seconds")]
+        stage = f"{row['stage']}, {row['dtype']}"
+        lines.append([size, _ORIGINS[row["origin"]], stage, f"{row['share']:.1f}", limit, *figures])
+    head = ("parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "CPU s, each rank")
     return markdown(head, lines)
 
 
@@ -374,6 +372,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
+    "start-memory": ("start_memory", start_memory),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from launcher.checkpoint.folder import set_aside
+from launcher.checkpoint.pieces import piece_key, write_pieces
 from longctx.checkpoint_format import (
     CHECKPOINTS,
     FORMAT,
@@ -34,7 +33,7 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import hash_file, sync_path
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects
+from parallel.runtime.process import agree_or_raise, broadcast_object, gather_on_rank_0
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
@@ -76,7 +75,7 @@ def save_checkpoint(
     written, problem = None, None
     try:
         written = _write_own_ranges(partial, engine, sync)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         problem = _explain(error, partial)
 
     # 3. Rank 0 writes the manifest and renames the folder, once every byte of every rank is on the disk.
@@ -88,7 +87,7 @@ def save_checkpoint(
 
     try:
         agree_or_raise(problem)
-        files = gather_objects(written)
+        files = gather_on_rank_0(written)
         _on_rank_0(commit, partial)
     except CheckpointError:
         if dist.get_rank() == 0:
@@ -100,15 +99,15 @@ def save_checkpoint(
 def _write_own_ranges(folder: Path, engine: ZeroEngine, sync: Callable[[Path], None]) -> _WrittenFile:
     """Write this rank's ranges into one file; returns what the manifest says of it."""
     path = folder / f"rank_{dist.get_rank():05d}.safetensors"
-    tensors, pieces = {}, []
-    for name, role, start, values in engine.owned_ranges():
-        key = f"{name}/{role}/{start}"
-        # A copy: ranges are views into DeepSpeed's flat buffers, and safetensors refuses shared memory.
-        tensors[key] = values.detach().to("cpu", torch.float32, copy=True)
-        pieces.append((name, role, {"file": path.name, "key": key, "start": start, "numel": len(values)}))
-    save_file(tensors, path)
+    # Views of what ZeRO holds: values leave the device a block at a time.
+    ranges = list(engine.owned_ranges())
+    digest = write_pieces(path, ranges)
     sync(path)
-    return _WrittenFile(path.name, path.stat().st_size, hash_file(path), pieces)
+    pieces = []
+    for one in ranges:
+        where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.values.numel()}
+        pieces.append((one.name, one.role, where))
+    return _WrittenFile(path.name, path.stat().st_size, digest, pieces)
 
 
 def _write_beside(path: Path, content: bytes, sync: Callable[[Path], None]) -> _WrittenFile:
@@ -179,11 +178,10 @@ def _on_rank_0(action: Callable[[], None], path: Path) -> None:
         raise CheckpointError(problem)
 
 
-def _explain(error: Exception, path: Path) -> CheckpointError:
+def _explain(error: OSError, path: Path) -> CheckpointError:
     """The error that a user reads, with what to do."""
     advice = "Mend that"
-    # safetensors puts what the system says into an error of its own, which has no errno.
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
     return CheckpointError(
         f"the checkpoint could not be written to {path.parent}: {error}.\n"

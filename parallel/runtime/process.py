@@ -159,6 +159,17 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_on_rank_0(value: Any) -> list[Any]:
+    """Every rank's value on rank 0, and nothing on the others; ranks may be hours late. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = None
+    if dist.get_rank() == 0:
+        values = [None] * dist.get_world_size()
+    dist.gather_object(value, values, dst=0, group=control_group())
+    return values or []
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank; rank 0 may be hours late. Collective."""
     if not dist.is_initialized():

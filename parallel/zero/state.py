@@ -20,7 +20,7 @@ ReadRange = Callable[[str, str, int, int], Tensor]
 
 
 class OwnedRange(NamedTuple):
-    """Values of one tensor in one role that this rank answers for."""
+    """Values of one tensor in one role that this rank answers for, flat and where they are held: not a copy."""
 
     name: str
     role: str
@@ -34,7 +34,7 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
     # Buffers are whole on every rank: one rank answers for each, so that no rank writes them all.
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
         if tensors.answers_for(index, name):
-            yield OwnedRange(name, MASTER, 0, buffer.detach().float().flatten().cpu())
+            yield OwnedRange(name, MASTER, 0, buffer.detach().float().flatten())
     for index, (name, p) in enumerate(decoder.named_parameters()):
         if not partition.answers_for(index, name):
             continue
@@ -42,7 +42,7 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
         if part.numel:
             start = tensors.first_value(name) + part.start
             for role in ROLES:
-                yield OwnedRange(name, role, start, part.values[role].detach()[: part.numel].cpu())
+                yield OwnedRange(name, role, start, part.values[role].detach()[: part.numel])
 
 
 @torch.no_grad()

@@ -1,0 +1,68 @@
+"""A rank's ranges on the disk: what safetensors reads back, written a block at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from launcher.checkpoint import pieces
+from launcher.checkpoint.pieces import piece_key, write_pieces
+from longctx.files import hash_file
+from parallel.runtime.process import gather_on_rank_0
+from parallel.zero.state import OwnedRange
+from tests.helpers import run_distributed
+
+
+def ranges() -> list[OwnedRange]:
+    flat = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    return [
+        OwnedRange("a.weight", "master", 0, flat[:37]),
+        OwnedRange("a.weight", "exp_avg", 37, flat[37:38]),
+        OwnedRange("é\n.bias", "master", 5, flat[38:].to(torch.bfloat16)),
+        OwnedRange("empty", "master", 0, flat[:0]),
+    ]
+
+
+def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
+    moved = []
+    move = torch.Tensor.to
+
+    def recorded(self: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        moved.append(self.numel())
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(pieces, "BLOCK_VALUES", 10)
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    written = ranges()
+    moved.clear()
+    path = tmp_path / "rank_00000.safetensors"
+    digest = write_pieces(path, iter(written))
+    assert digest == hash_file(path)
+    assert max(moved) == 10, "no range is ever whole beside what ZeRO holds"
+    monkeypatch.undo()
+    found = load_file(path)
+    assert set(found) == {piece_key(one) for one in written}
+    for one in written:
+        assert found[piece_key(one)].dtype == torch.float32
+        assert torch.equal(found[piece_key(one)], one.values.float())
+
+
+def test_a_rank_without_ranges_writes_a_file(tmp_path):
+    path = tmp_path / "rank_00001.safetensors"
+    assert write_pieces(path, []) == hash_file(path)
+    assert load_file(path) == {}
+
+
+def check_gathered() -> None:
+    found = gather_on_rank_0(("piece", dist.get_rank()))
+    wanted = []
+    if dist.get_rank() == 0:
+        wanted = [("piece", rank) for rank in range(dist.get_world_size())]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_ranks_wrote_is_told_to_rank_0_alone(world):
+    run_distributed(check_gathered, world)
