@@ -31,6 +31,7 @@ DENSE = {
     "train.tokens_per_step": T,
     "parallel.context": 1,
     "train.recompute": "true",
+    "zero.stage": 1,
 }
 EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
 ONE, TWO_NODES = {"ranks": 1, "ranks_per_node": 1}, {"ranks": 4, "ranks_per_node": 2}
