@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from longctx.errors import ConfigError
+from parallel.runtime.groups import device_backend, own_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class Mesh:
     """Group of this rank's sequence; None when the sequence is not shared."""
     ring_group: ProcessGroup | None = None
     """The ranks of that sequence with this rank's heads; None in a ring of one."""
+    between_nodes_group: ProcessGroup | None = None
+    """The ring again, for what crosses between nodes: what moves inside a node meanwhile does not wait behind it. None
+    where no ring spans nodes that hold several of its ranks."""
     ulysses_group: ProcessGroup | None = None
     """The ranks that hold the same rows; None when heads are not split."""
     expert_group: ProcessGroup | None = None
@@ -54,30 +58,36 @@ class Mesh:
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
-        # Every rank creates every group, in the same order: new_group is a collective of the whole world.
+        # Axis by axis, in one order on all ranks: making a group waits for its other members.
         spans = [range(first, first + context) for first in range(0, world_size, context)]
-        context_group = _own_group(rank, spans)
+        context_group = own_group(spans)
         ring_group, ulysses_group = context_group, None
+        rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
         if ulysses > 1:
             # Neighbours trade heads, for that waits for its bytes; a ring's hops hide behind compute and may reach far.
             neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
-            ulysses_group = _own_group(rank, neighbours)
-            rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
-            ring_group = _own_group(rank, rings)
+            ulysses_group = own_group(neighbours)
+            ring_group = own_group(rings)
         experts = [range(first, first + expert) for first in range(0, world_size, expert)]
-        expert_group = _own_group(rank, experts)
+        expert_group = own_group(experts)
         control_group = context_group
-        if context_group is not None and dist.get_backend(context_group) != "gloo":
-            control_group = _own_group(rank, spans, backend="gloo")  # what is compared lies on the CPU
+        if context_group is not None and device_backend() != "gloo":
+            control_group = own_group(spans, backend="gloo")  # what is compared lies on the CPU
+        in_node = ranks_per_node or _ranks_per_node(world_size)
+        between_nodes_group = None
+        # All rings alike, also those that do not need it: then every rank has made equally many groups.
+        if any(1 < _ranks_in_node(ring, in_node) < len(ring) for ring in rings):
+            between_nodes_group = own_group(rings)
         return cls(
             rank=rank,
             world_size=world_size,
             context=context,
             ulysses=ulysses,
             expert=expert,
-            ranks_per_node=ranks_per_node or _ranks_per_node(world_size),
+            ranks_per_node=in_node,
             context_group=context_group,
             ring_group=ring_group,
+            between_nodes_group=between_nodes_group,
             ulysses_group=ulysses_group,
             expert_group=expert_group,
             control_group=control_group,
@@ -129,12 +139,7 @@ class Mesh:
     @property
     def ring_ranks_in_node(self) -> int:
         """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
-        # Nodes with unequal numbers of ranks have no counterparts to cross over to: then the ring has one level.
-        nodes = [self.ring_peer(index) // self.ranks_per_node for index in range(self.ring_degree)]
-        counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-        if len(set(counts)) > 1:
-            return 1
-        return counts[0]
+        return _ranks_in_node([self.ring_peer(index) for index in range(self.ring_degree)], self.ranks_per_node)
 
     def describe(self) -> str:
         """One line for the log."""
@@ -146,16 +151,13 @@ class Mesh:
         return line
 
 
-def _own_group(rank: int, members: Sequence[range], backend: str | None = None) -> ProcessGroup | None:
-    """This rank's group of these, which every rank creates alike; None where a rank would be alone."""
-    if len(members[0]) == 1:
-        return None
-    own = None
-    for ranks in members:  # the others' groups too
-        created = dist.new_group(list(ranks), backend=backend)
-        if rank in ranks:
-            own = cast(ProcessGroup, created)
-    return own
+def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
+    """How many of a ring's ranks each of its nodes holds; 1 where that differs."""
+    # Nodes with unequal numbers of ranks have no counterparts to cross over to: then the ring has one level.
+    counts = set(Counter(rank // ranks_per_node for rank in ring).values())
+    if len(counts) > 1:
+        return 1
+    return counts.pop()
 
 
 def _ranks_per_node(world_size: int) -> int:

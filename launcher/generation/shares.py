@@ -8,13 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch.distributed as dist
-
 from launcher.evaluation.harness.batches import deal_by_cost
 from longctx.errors import LongCtxError
 from parallel.mesh import Mesh
 from parallel.runtime.mailbox import Mailbox
-from parallel.runtime.process import agree_or_raise, patient_group
+from parallel.runtime.process import agree_or_raise
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 """How often rank 0 looks for continuations of the other groups when it has none to make."""
@@ -24,7 +22,7 @@ class Shares:
     """The prompts of each group of ranks that share prompts, and the way of their continuations to rank 0."""
 
     def __init__(self, mesh: Mesh, costs: Sequence[int]) -> None:
-        """``costs`` are about what the prompts cost. Collective."""
+        """``costs`` are about what the prompts cost."""
         self._mesh, self._num_prompts = mesh, len(costs)
         # Early prompts first: their lines can be written early.
         self.mine = sorted(deal_by_cost(costs, mesh.data)[mesh.data_rank])
@@ -33,9 +31,8 @@ class Shares:
         self._upcoming = 0
         """The prompt whose continuation is next in order."""
         self._mailbox: Mailbox | None = None
-        self._patient: dist.ProcessGroup | None = None
         if mesh.data > 1:
-            self._mailbox, self._patient = Mailbox("continuations"), patient_group()
+            self._mailbox = Mailbox("continuations")
 
     def in_order(self, continued: Iterable[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
         """Yield (prompt, new tokens) of all groups on rank 0, each as soon as those before it have ended.
@@ -57,8 +54,6 @@ class Shares:
         while self._mesh.rank == 0 and self._upcoming < self._num_prompts:
             yield from self._ready()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        if self._patient is not None:
-            dist.barrier(self._patient)
         agree_or_raise(problem)
 
     def _hand_in(self, index: int, ids: list[int] | None) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import FolderCheck, Verify, deal
 from longctx.errors import DataError
-from parallel.runtime.process import gather_objects, on_every_rank, patient_group
+from parallel.runtime.process import gather_objects, on_every_rank
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
     own = [pending[number] for number in shares[readers.index(rank)]]
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
-        _wait_for_all()
+        # Shares take unequal times: the control group waits for the longest.
         _raise_damage([problem for problem in problems if problem is not None])
         _keep_stamps(checks)
     return CheckedData(
@@ -96,15 +96,6 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
             f"{names[number]} is not the same data on every rank: its manifest's hash is {views[0].data[number]} on "
             f"rank 0 and {view.data[number]} on rank {rank}.\nCopy the folder of one host to the others."
         )
-
-
-def _wait_for_all() -> None:
-    """Wait for those with more to read, longer than run.timeout_seconds allows."""
-    if not dist.is_initialized():
-        return
-    patient = patient_group()
-    dist.barrier(patient)
-    dist.destroy_process_group(patient)
 
 
 def _raise_damage(own: list[str]) -> None:

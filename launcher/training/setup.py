@@ -37,7 +37,7 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
-from parallel.runtime.process import on_every_rank
+from parallel.runtime.process import on_every_rank, on_rank_0
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 
@@ -128,7 +128,8 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     config = settle_layout(config, model, loader)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
-    _say_start(config, model, mesh, device, origin, loader)
+    # The others wait as long as it takes: rank 0 alone needs the plan of an epoch's rows now.
+    on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
@@ -163,12 +164,9 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
 
 
 def _say_start(
-    config: RunConfig, model: ModelConfig, mesh: Mesh, device: torch.device, origin: Origin, loader: Loader
+    config: RunConfig, model: ModelConfig, device: torch.device, origin: Origin, loader: Loader, *, mesh: Mesh
 ) -> None:
     """Log what the run is, and what it may not have meant."""
-    # The plan of an epoch's rows takes time, and no other rank needs the figures.
-    if mesh.rank != 0:
-        return
     start = Start(
         config=config,
         model=model,

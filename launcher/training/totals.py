@@ -69,9 +69,15 @@ class StepSums:
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
         # float64 holds whole numbers up to 2^53, so counts stay exact.
-        flat = torch.cat([scalars, counts_LE.flatten().double(), diagnostics_4L.flatten().double()]).cpu()
-        # One small all-reduce a step instead of one for each quantity.
-        flat = sum_over_ranks(torch.cat([flat, flat.new_tensor([flops])]))
+        parts = [
+            scalars,
+            counts_LE.flatten().double(),
+            diagnostics_4L.flatten().double(),
+            scalars.new_full((1,), flops),
+        ]
+        # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
+        # end the host waits for once: the update may not begin before it has seen that the step is finite.
+        flat = sum_over_ranks(torch.cat(parts)).cpu()
         parts = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 1])
         nll, objective, balance, router_z = parts[0].tolist()
         return StepTotals(

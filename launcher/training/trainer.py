@@ -21,7 +21,7 @@ from launcher.training.step import TrainStep
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import on_every_rank
+from parallel.runtime.process import on_every_rank, on_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +160,7 @@ class Trainer:
             tokenizer_files=run.tokenizer_files,
         )
         # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
-        if run.is_rank_0:
-            prune(run.folder, run.config.checkpoint.keep_last)
+        on_rank_0(lambda: prune(run.folder, run.config.checkpoint.keep_last))
         log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
 
     def _finish(self) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from parallel.mesh import Mesh
 
 
 class Degrees(Protocol):
@@ -30,6 +29,30 @@ class Degrees(Protocol):
         ...
 
 
+class RanksOfSequence(Protocol):
+    """The ranks that agree: a mesh."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the world."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """How many ranks share the sequence."""
+        ...
+
+    @property
+    def ulysses(self) -> int:
+        """How many of them split heads."""
+        ...
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """Their group for CPU tensors; None where one rank has the whole sequence."""
+        ...
+
+
 class Agreed(Protocol):
     """What ranks must have alike: a schedule of attention, or the states of linear attention."""
 
@@ -43,7 +66,7 @@ class Agreed(Protocol):
         ...
 
 
-def degree_problem(layout: Degrees, mesh: Mesh) -> str | None:
+def degree_problem(layout: Degrees, mesh: RanksOfSequence) -> str | None:
     """What is wrong with a layout for this mesh; None where it is for as many ranks."""
     if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
         return None
@@ -53,7 +76,7 @@ def degree_problem(layout: Degrees, mesh: Mesh) -> str | None:
     )
 
 
-def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
+def agree(agreed: Agreed, mesh: RanksOfSequence, signature: str, problem: str | None) -> None:
     """Compare the digest and the ``signature`` of the call over the context group. Collective.
 
     ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
@@ -82,7 +105,7 @@ def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
-def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
+def _everyone(digest: bytes, mesh: RanksOfSequence) -> list[bytes]:
     """Every context rank's digest."""
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     seen = [torch.empty_like(mine) for _ in range(mesh.context)]
@@ -96,7 +119,7 @@ def _everyone(digest: bytes, mesh: Mesh) -> list[bytes]:
     return [x.numpy().tobytes() for x in seen]
 
 
-def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh) -> None:
+def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: RanksOfSequence) -> None:
     """The first problem, or what differs, in the same words on every rank."""
     # Descriptions are long, so they travel only once digests have shown that something differs.
     statements: list = [None] * mesh.context

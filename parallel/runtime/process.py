@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from longctx import errors
 from longctx.errors import ClusterError, LongCtxError
+from parallel.runtime.groups import control_group, forget_groups, warm, world_group
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(days=7)
-"""How long ranks wait for one that prepares data, or for those with more to do."""
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -51,6 +50,9 @@ def start_process_group(*, timeout_seconds: float, device: torch.device | None =
         if device is None or device.type == "cpu":
             backend = "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        # The first call on every group is one that all ranks enter alike, also on the world's.
+        warm(world_group())
+        control_group()
     except (RuntimeError, ValueError, OSError) as error:
         raise ClusterError(
             f"rank {rank} of {world_size} could not meet the others at "
@@ -63,6 +65,7 @@ def stop_process_group() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_groups()
 
 
 @contextmanager
@@ -77,14 +80,6 @@ def process_group(*, timeout_seconds: float, device: torch.device) -> Iterator[N
     finally:
         if starts:
             stop_process_group()
-
-
-def patient_group() -> dist.ProcessGroup:
-    """A group of all ranks, for CPU tensors, in which a rank may be days late. Collective.
-
-    Collectives of the usual groups give up after run.timeout_seconds. A rank that dies still ends the wait.
-    """
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_PATIENCE))
 
 
 def agree_or_raise(problem: LongCtxError | None) -> None:
@@ -120,32 +115,31 @@ def on_rank_0(action: Callable[[], T]) -> T:
     """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
     if not dist.is_initialized():
         return action()
-    patient = patient_group()
     problem, result = None, None
     if dist.get_rank() == 0:
         try:
             result = action()
         except LongCtxError as error:
             problem = error
-    dist.barrier(patient)
-    dist.destroy_process_group(patient)
     agree_or_raise(problem)
     return broadcast_object(result)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, on every rank. Collective."""
+    """Every rank's value, on every rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=control_group())
     return values
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+    """Rank 0's value, on every rank; rank 0 may be hours late. Collective."""
+    if not dist.is_initialized():
+        return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=0)
+    dist.broadcast_object_list(holder, src=0, group=control_group())
     return holder[0]
 
 

@@ -19,6 +19,7 @@ from parallel.transport.block import KeysAndValues
 
 TAG_KEYS, TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS, TAG_GRADIENTS_BETWEEN_NODES = 1, 3, 5, 7
 """Message tags; the second tensor of an exchange has the next number."""
+_BETWEEN_NODES = (TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS_BETWEEN_NODES)
 
 
 @dataclass
@@ -95,6 +96,9 @@ class RingExchange:
         what: str,
     ) -> PendingExchange:
         group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
+        # NCCL has one stream a group: in one group a node's hops would wait for the slow rows of another node.
+        if tag in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
+            group = self.mesh.between_nodes_group
         described = f"rank {self.mesh.rank} exchanging {what} with ranks {receiver} (to) and {sender} (from)"
         # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
         ops = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
+from parallel.runtime.groups import groups_of_library
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
@@ -67,7 +68,7 @@ class Wrapping:
         # imports made is a million objects, and none of it is garbage.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()):
+            with redirect_stdout(io.StringIO()), groups_of_library():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
                 return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:

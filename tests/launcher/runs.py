@@ -174,8 +174,8 @@ class Launch:
         """The processes that run the script, by rank."""
         found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
-            # One that has just ended has no command line any more.
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            # One that has just ended has no command line any more, and one that has just begun no environment yet.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, KeyError):
                 words = process.cmdline()
                 if "launcher/pretrain.py" in words and "deepspeed.launcher.launch" not in words:
                     found[int(process.environ()["RANK"])] = process

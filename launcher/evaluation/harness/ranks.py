@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
@@ -17,7 +16,7 @@ from launcher.evaluation.harness.worker import Worker
 from launcher.evaluation.opened import OpenedModel, open_model
 from longctx.errors import LongCtxError
 from longctx.generation.scoring import Pair, Score
-from parallel.runtime.process import agree_or_raise, gather_objects, on_every_rank, patient_group
+from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 
 Value = TypeVar("Value")
 
@@ -29,10 +28,6 @@ class Ranks:
         self._device = device
         self._worker: Worker | None = None
         self._has_ended = False
-        self._patient: dist.ProcessGroup | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # Rank 0 may prepare data sets for hours, and other ranks may have longer texts.
-            self._patient = patient_group()
 
     @property
     def data_degree(self) -> int:
@@ -96,9 +91,7 @@ class Ranks:
             found = action()
         except LongCtxError as error:
             problem = error
-        # Shares take unequal times, and the usual groups give up after a while.
-        if self._patient is not None:
-            dist.barrier(self._patient)
+        # Shares take unequal times: the control group waits for the longest.
         agree_or_raise(problem)
         # All ranks of a context group have the same; one of them speaks.
         assert self._worker is not None
@@ -108,10 +101,8 @@ class Ranks:
 
     def _tell(self, asked: tuple[str, tuple[Any, ...]] | None) -> tuple[str, tuple[Any, ...]] | None:
         """What rank 0 says, on every rank. Collective."""
-        holder: list[Any] = [asked]
-        if self._patient is not None:
-            dist.broadcast_object_list(holder, src=0, group=self._patient)
-        return holder[0]
+        # Rank 0 may prepare data sets for hours: the control group waits.
+        return broadcast_object(asked)
 
 
 def _opened(settings: Settings) -> OpenedModel:

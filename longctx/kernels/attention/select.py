@@ -15,13 +15,14 @@ from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
-from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH4
+from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH3, FLASH4
 from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
 _KERNELS: tuple[AttentionKernel, ...] = (
+    FlashKernel(FLASH3),
     FlashKernel(FLASH2),
     FlashKernel(FLASH4),
     FlashKernel(FLASH2, deterministic=True),
@@ -39,8 +40,8 @@ KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _KERNEL
 multiplies bfloat16."""
 
 _FIRST_ON: Mapping[int, tuple[str, ...]] = {
-    # Hopper and consumer Blackwell: the release goes before the beta
-    9: ("flash2", "flash4"),
+    # Hopper: flash-attn 3 is written for it. There and on consumer Blackwell the release goes before the beta.
+    9: ("flash3", "flash2", "flash4"),
     12: ("flash2", "flash4"),
     # datacentre Blackwell: flash-attn 4 is written for it, flash-attn 2 runs there as on an older device
     10: ("flash4", "flash2"),
@@ -56,7 +57,7 @@ class KernelChoice:
     reason: str
     """For the log: that the config names it, or why the kernels before it in the order of ``auto`` were not taken."""
     advice: str | None
-    """The command that installs a kernel which ``auto`` would prefer on this device; None where there is none."""
+    """What installs kernels that ``auto`` would prefer on this device, the fastest first; None where there are none."""
 
     @property
     def name(self) -> str:
@@ -98,7 +99,7 @@ def order_of_auto(generation: int | None) -> list[AttentionKernel]:
     first = _FIRST_ON.get(generation or 0, ())
     # the deterministic ones are slower: ``auto`` reaches them only where the request refuses the others
     names = [*first, *(f"{name}_deterministic" for name in first), *KERNELS]
-    return [KERNELS[name] for name in dict.fromkeys(names)]
+    return [KERNELS[name] for name in dict.fromkeys(names) if name in KERNELS]
 
 
 def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
@@ -132,13 +133,16 @@ def _generation() -> int | None:
 
 
 def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str | None:
-    """What installs the first of the kernels passed over that only a missing library kept from serving the request."""
+    """What installs those of the kernels passed over that only a missing library kept from serving the request."""
+    commands = []
     for kernel in passed_over:
         if not isinstance(kernel, FlashKernel) or kernel.unsuited(request) is not None:
             continue
         if command := kernel.library.install:
-            return f"auto would prefer {kernel.name}: {command}"
-    return None
+            commands.append(f"{kernel.name} ({command})")
+    if not commands:
+        return None
+    return f"auto would prefer {', '.join(commands)}"
 
 
 def _passed_over(refusals: dict[str, str]) -> str:

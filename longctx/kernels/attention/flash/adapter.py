@@ -64,6 +64,8 @@ class FlashKernel(VarlenKernel):
         library = self.library
         if why := _refusal(request, library):
             return why
+        if request.deterministic and library.never_repeats is not None:
+            return library.never_repeats
         if request.deterministic and not self.deterministic:
             if library.has_deterministic:
                 return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"

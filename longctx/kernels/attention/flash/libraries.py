@@ -8,6 +8,7 @@ end do no harm.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,6 +51,8 @@ class FlashLibrary:
     """Whether backward asks for the state that dropout would read."""
     has_deterministic: bool = True
     """Whether backward takes ``deterministic``."""
+    never_repeats: str | None = None
+    """Why no request for a deterministic backward is served, whatever backward takes."""
     lacks: tuple[str, ...]
     """Rules of the scores that it does not know."""
     generations: tuple[int, int | None]
@@ -59,7 +62,7 @@ class FlashLibrary:
     refuses: Callable[[KernelRequest, int], str | None] = _refuses_nothing
     """Why it cannot serve a request on a generation that it is written for."""
     install: str | None = None
-    """The command that installs it; None where there is nothing to install."""
+    """What installs it; None where there is nothing to install."""
 
 
 @lru_cache(maxsize=16)
@@ -134,8 +137,50 @@ FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windo
 )
 
 
+def _load_flash3() -> Any:
+    # its Python layer has had two spellings; the operators that it registers and calls have had one
+    module = import_library("flash_attn_interface")
+    if isinstance(module, str):
+        return module
+    operators = torch.ops.flash_attn_3
+    if not hasattr(operators, "fwd") or not hasattr(operators, "bwd"):
+        return "flash_attn_interface is not flash-attn 3: it registers no flash_attn_3 operators"
+    return operators
+
+
+def _flash3_sizes(head_dim: int, value_dim: int, generation: int) -> tuple[int, int] | None:
+    D, V = _multiple_of_8(head_dim), _multiple_of_8(value_dim)
+    if 128 < D <= 192 and 96 < V <= 128:
+        return D, V
+    return max(D, V), max(D, V)
+
+
+FLASH3 = FlashLibrary(  # the hopper folder of flash-attn 2.8.3, and the flash_attn_3 packages built since
+    name="flash3",
+    load=_load_flash3,
+    forward="fwd",
+    backward="bwd",
+    spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
+    constants={"is_causal": False},  # the window says what is causal
+    forward_constants={"num_splits": 1},  # by default it chooses how to split keys, and merges in another order
+    writes_gradients=True,
+    has_deterministic=False,
+    never_repeats="flash-attn 3 up to 2.8.3 reads semaphores that its deterministic backward never sets",
+    lacks=("alibi", "relative_bias"),
+    generations=(9, 9),
+    head_sizes=_flash3_sizes,
+    install="python setup.py install, in the hopper folder of flash-attention's repository",
+)
+
+
 def _load_flash4() -> Any:
-    return import_library("flash_attn.cute.interface")
+    module = import_library("flash_attn.cute.interface")
+    if isinstance(module, str):
+        return module
+    # flash-attn 2.8 ships a folder of this name with an early version, whose backward knows no packed sequences
+    if "cu_seqlens_q" not in inspect.signature(module._flash_attn_bwd).parameters:
+        return "flash_attn.cute is the early version of flash-attn 2; flash-attn-4 is not installed, or was overwritten"
+    return module
 
 
 def _flash4_refuses(request: KernelRequest, generation: int) -> str | None:

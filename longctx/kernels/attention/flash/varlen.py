@@ -247,10 +247,12 @@ def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x with zeros behind its last axis up to ``size``."""
+    """x with zeros behind its last axis up to ``size``, channels side by side: kernels read them in words."""
     missing = size - x.shape[-1]
     if missing:
         return functional.pad(x, (0, missing))
+    if x.stride(-1) != 1:
+        return x.contiguous()
     return x
 
 
@@ -272,6 +274,8 @@ def capability_refusal(capability: tuple[int, int] | None, generations: tuple[in
     wanted = f"{first} to {last}"
     if last is None:
         wanted = f"{first}.0 or newer"
+    elif last == first:
+        wanted = str(first)
     device = "there is no CUDA device"
     if capability is not None:
         device = f"the device has {capability[0]}.{capability[1]}"

@@ -1,0 +1,121 @@
+"""Process groups: all of them are made here, with the run's time-out, and are warmed when they are made.
+
+**Time-out.** Every group has that of the world group, which is ``run.timeout_seconds``. torch gives a group that is
+made without one its own default of 10 or 30 minutes.
+
+**Warm.** The first collective of a group is a tiny sum that all its ranks enter together. NCCL makes its communicator
+in the first call, and leaves undefined what happens when that is a batch of sends that ranks enter at different hops.
+
+**Control.** One more group of all ranks, for CPU tensors, has the patience of a day: a rank waits there for another one
+that hashes, converts, saves or evaluates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+PATIENCE = timedelta(hours=24)
+"""How long ranks wait for one that works on disk, or has more to do. A rank that dies ends the wait at once."""
+
+
+@dataclass(frozen=True)
+class _Control:
+    """The control group, and the world that it belongs to."""
+
+    world: ProcessGroup
+    group: ProcessGroup
+
+
+# Beside torch's own world group, for the same reason: there is one in a process.
+_control: _Control | None = None
+
+
+def control_group() -> ProcessGroup:
+    """The group of all ranks, for CPU tensors, in which a rank may be hours late. Collective when it is made."""
+    global _control
+    world = world_group()
+    if _control is None or _control.world is not world:
+        group = make_group(range(world.size()), backend="gloo")
+        # Only now: ranks that do not come to make the group are not waited for.
+        distributed_c10d._set_pg_timeout(PATIENCE, group)
+        _control = _Control(world, group)
+    return _control.group
+
+
+def own_group(members: Sequence[Sequence[int]], *, backend: str | None = None) -> ProcessGroup | None:
+    """This rank's group among ``members``, which part all ranks; None where a rank would be alone. Collective.
+
+    The group is for tensors of the run's device unless ``backend`` says otherwise.
+    """
+    if len(members[0]) == 1:
+        return None
+    rank = dist.get_rank()
+    return make_group(next(ranks for ranks in members if rank in ranks), backend=backend)
+
+
+def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:
+    """A warm group of these ranks. Every one of them, and no other, calls this; all make their groups in one order."""
+    # torch's default has every rank call for every group of the world. Here a rank calls for its own alone. torch names
+    # such a group by its ranks and by how many groups the caller has: each axis of a mesh gives every rank one.
+    group = dist.new_group(
+        list(ranks),
+        timeout=world_timeout(),
+        backend=backend or device_backend(),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    group = cast(ProcessGroup, group)
+    warm(group)
+    return group
+
+
+def warm(group: ProcessGroup) -> None:
+    """Enter a first collective, for all ranks of the group alike. Collective."""
+    device = torch.device("cpu")
+    if "cuda:nccl" in str(dist.get_backend_config(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+@contextmanager
+def groups_of_library() -> Iterator[None]:
+    """Give the groups that a library makes within the block the run's time-out, and warm them. Collective."""
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    # In the order in which they were made, which is the same on all ranks of a group.
+    for group in list(distributed_c10d._world.pg_map):
+        if group not in before:
+            distributed_c10d._set_pg_timeout(world_timeout(), group)
+            warm(group)
+
+
+def world_timeout() -> timedelta:
+    """How long collectives of the world group wait."""
+    # torch has no question for it; every world group of ours has gloo for CPU tensors.
+    return world_group()._get_backend(torch.device("cpu")).options._timeout
+
+
+def device_backend() -> str:
+    """What tensors of the run's device travel by: NCCL where the world has it, else gloo."""
+    # NCCL alone: what ranks compare on the CPU has groups of its own, and gloo opens a connection to every member.
+    if "cuda:nccl" in str(dist.get_backend_config()):
+        return "nccl"
+    return "gloo"
+
+
+def forget_groups() -> None:
+    """Forget the control group, once torch has destroyed it with the others."""
+    global _control
+    _control = None
+
+
+def world_group() -> ProcessGroup:
+    """The group of all ranks."""
+    return cast(ProcessGroup, dist.group.WORLD)
