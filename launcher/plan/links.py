@@ -50,12 +50,12 @@ class Links:
     def __init__(self, rank: int, ranks_per_node: int) -> None:
         self.rank, self.ranks_per_node = rank, ranks_per_node
         self.sums: dict[tuple[str, str], Traffic] = {}
-        self._carried: dict[str, str] = {}
+        self._suffixes: dict[str, str] = {}
 
-    def name(self, group: ProcessGroup | None, carried: str) -> None:
-        """Say what a group's collectives carry. Of two names for one group the first stays."""
+    def name(self, group: ProcessGroup | None, suffix: str) -> None:
+        """Say what a group's collectives are about. Of two names for one group the first stays."""
         if group is not None:
-            self._carried.setdefault(group.group_name, carried)
+            self._suffixes.setdefault(group.group_name, suffix)
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """Count a call, where it is one of torch.distributed."""
@@ -108,8 +108,8 @@ class Links:
         # Peers are numbered within their group; which node they are in follows from their number in the world.
         ranks = dist.get_process_group_ranks(group)
         what = _NAMES[name]
-        if name not in ("send", "recv_") and group.group_name in self._carried:
-            what = f"{what} of {self._carried[group.group_name]}"
+        if name not in ("send", "recv_") and group.group_name in self._suffixes:
+            what = f"{what} {self._suffixes[group.group_name]}"
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
         # What lies on the CPU goes by gloo: agreements and counts.
         if name == "barrier" or all(x.device.type == "cpu" for x in tensors):

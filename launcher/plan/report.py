@@ -31,6 +31,7 @@ def heading(run: RunTrace) -> str:
 
 def memory_rows(run: RunTrace) -> Rows:
     """Bytes by kind, a line a rank."""
+    # Most of the peak is one sum: what stays, and the larger of forward with backward and the optimiser's temporaries.
     headings = ["rank", "weights", "gradients", "optimizer", "kept", "passing", "peak", "operators", "host waits"]
     rows = []
     for trace in run.traces:

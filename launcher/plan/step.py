@@ -72,9 +72,9 @@ def trace_rank(
 
 def _links(rank: int, world: World, mesh: Mesh) -> Links:
     links = Links(rank, world.ranks_per_node)
-    links.name(mesh.expert_group, "tokens to experts")
-    links.name(mesh.ulysses_group, "heads")
-    links.name(mesh.ring_group, "keys and values")
+    links.name(mesh.expert_group, "of tokens to experts")
+    links.name(mesh.ulysses_group, "of heads")
+    links.name(mesh.ring_group, "over the sequence")
     return links
 
 

@@ -80,7 +80,8 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
             window=model.window,
         )
         config = config.with_layout(layout)
-    if parallel.kernel == "auto" and not _has_score_rules(config):
+    if parallel.kernel == "auto":
+        _check_scores(config)
         # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
     return config
@@ -119,10 +120,18 @@ def trace_run(
     )
 
 
-def _has_score_rules(config: RunConfig) -> bool:
-    """Whether scores are more than products, which PyTorch's flash operator does not have."""
-    model = config.model
-    return bool(model.attention_softcap) or model.position in ("alibi", "t5")
+def _check_scores(config: RunConfig) -> None:
+    """ConfigError where scores are more than products: FlexAttention, which has them, wants data."""
+    model, rule = config.model, None
+    if model.attention_softcap:
+        rule = f"model.attention_softcap={model.attention_softcap}"
+    if model.position in ("alibi", "t5"):
+        rule = f"model.position={model.position}"
+    if rule is not None:
+        raise ConfigError(
+            f"{rule}: a GPU computes such scores by FlexAttention, which is not traced yet: it compiles kernels for "
+            "data.\nTry --parallel.kernel blockwise, whose temporaries are larger."
+        )
 
 
 def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from launcher.config.sections import RunConfig
@@ -68,6 +69,8 @@ def join_world(rank: int, world: World) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from parallel.runtime import groups
+
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
     real = dist.new_group
 
@@ -76,3 +79,5 @@ def join_world(rank: int, world: World) -> None:
 
     # This process serves nothing but the trace, and nobody answers on a real group.
     dist.new_group = new_group
+    # Asked of the world group, which has none.
+    groups.world_timeout = timedelta

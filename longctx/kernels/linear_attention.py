@@ -255,8 +255,12 @@ def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chun
         everything = torch.ones(1, size, size, dtype=torch.bool, device=device)
         return _Chunks(size, count, everything, passes, (None, None), (None, None))
     same = segment_NC.unsqueeze(2) == segment_NC.unsqueeze(1)
-    last, first, before, after = ((segment_NC == of.unsqueeze(1)).to(device) for of in (last, first, before, after))
-    return _Chunks(size, count, same.to(device), passes, (last, first), (before, after))
+
+    def on_device(mask: Tensor) -> Tensor:
+        return mask.to(device, non_blocking=True)
+
+    last, first, before, after = (on_device(segment_NC == of.unsqueeze(1)) for of in (last, first, before, after))
+    return _Chunks(size, count, on_device(same), passes, (last, first), (before, after))
 
 
 def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *, before: bool, after: bool) -> Tensor:

@@ -108,13 +108,15 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
             "`document_ids`"
         )
     # Rows are laid end to end, so the documents' lengths alone say which token is whose.
-    lengths = torch.tensor(documents.lengths, device=tokens_Bt.device)
-    return torch.arange(len(lengths), device=tokens_Bt.device).repeat_interleave(lengths).view(tokens_Bt.shape)
+    # On the CPU, where boundaries are: a device would be waited for, twice.
+    lengths = torch.tensor(documents.lengths)
+    ids_Bt = torch.arange(len(lengths)).repeat_interleave(lengths).view(tokens_Bt.shape)
+    return ids_Bt.to(tokens_Bt.device, non_blocking=True)
 
 
 @outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
     # The index does not depend on the rank or the layout that the token came by.
-    starts = torch.tensor(documents.bounds, device=positions_Bt.device)
+    starts = documents.cu_seqlens.to(positions_Bt.device, non_blocking=True)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

@@ -61,7 +61,7 @@ class RowRanges:
             # Built on the CPU and copied once: every layer of a batch takes the same rows.
             lengths = self.stops - self.starts
             rows = np.arange(self.num_rows) + np.repeat(self._unpacking_shifts, lengths)
-            self._index[device] = torch.from_numpy(rows).to(device)
+            self._index[device] = torch.from_numpy(rows).to(device, non_blocking=True)
         return self._index[device]
 
     def packing_shifts(self, rows: ndarray) -> ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class HeadExchange:
         key_of_query = self._key_of_query
         if key_of_query is None:
             return x_BsKD
-        return x_BsKD[:, :, key_of_query]
+        return x_BsKD.index_select(2, _index(tuple(key_of_query), x_BsKD.device))
 
     def fold(self, grad_BshD: Tensor) -> Tensor:
         """Gradients of expanded key heads, summed into the heads they came from."""
@@ -88,12 +89,19 @@ class HeadExchange:
             return grad_BshD
         B, s, _, D = grad_BshD.shape
         num_key_heads = self.key_heads.stop - self.key_heads.start
-        index = torch.tensor(key_of_query, device=grad_BshD.device)
+        index = _index(tuple(key_of_query), grad_BshD.device)
         return grad_BshD.new_zeros(B, s, num_key_heads, D).index_add_(2, index, grad_BshD)
 
     @property
     def _key_of_query(self) -> list[int] | None:
         return self.split.key_of_query(self.mesh.ulysses_rank)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # training may find what evaluation left
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers on a device, copied there once: made there, a list is waited for, in each layer and hop."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], rank: int, group: ProcessGroup) -> Tensor:

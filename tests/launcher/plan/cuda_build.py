@@ -42,7 +42,7 @@ def need_cuda_build() -> str:
 def under_cuda_build(module: str, *arguments: str) -> Any:
     """The JSON that ``python -m module`` prints in its last line."""
     command = [need_cuda_build(), "-m", module, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -12,6 +12,7 @@ from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call
 from tests.launcher.plan.cuda_build import environment, need_cuda_build
 
+pytestmark = pytest.mark.timeout(600)
 QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")
 
 
@@ -32,7 +33,7 @@ def test_a_cpu_build_says_what_to_install(capsys):
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
     command = [need_cuda_build(), "-m", "launcher", "plan", *words]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=580)
 
 
 @pytest.mark.slow

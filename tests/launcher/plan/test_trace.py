@@ -17,6 +17,7 @@ from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 from tests.launcher.plan.cuda_build import under_cuda_build
 
+pytestmark = pytest.mark.timeout(600)
 M, HEADS, KV_HEADS, HEAD, T = 64, 4, 2, 16, 256
 DENSE = {
     "model.preset": "none",
@@ -30,6 +31,7 @@ DENSE = {
     "train.tokens_per_step": T,
     "parallel.context": 1,
     "train.recompute": "true",
+    "zero.stage": 1,
 }
 EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
 ONE, TWO_NODES = {"ranks": 1, "ranks_per_node": 1}, {"ranks": 4, "ranks_per_node": 2}
@@ -42,10 +44,10 @@ def flags(values: dict[str, Any], **changes: Any) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", f"{value}")]
 
 
-def ring(transport: str) -> list[str]:
+def ring(transport: str, **changes: Any) -> list[str]:
     sizes = {"data__seq_len": 4 * T, "train__tokens_per_step": 4 * T}
     options = {"parallel__context": 4, "parallel__transport": transport, "parallel__layout": "zigzag"}
-    return flags(DENSE, model__num_layers=2, **sizes, **options)
+    return flags(DENSE, **{"model__num_layers": 2, **sizes, **options, **changes})
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,12 +64,36 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+SPARSE = {"model.window": 32, "model.sparse_stride": 16}
+WAITED = {
+    "sparse layers": [*ring("p2p"), "--model.layers", "sparse", "full", *flags(SPARSE)],
+    "linear layers": [*ring("p2p"), "--model.layers", "linear", "full"],
+    "striped rows": ring("p2p", parallel__layout="striped"),
+    "uneven heads": ring("p2p", parallel__ulysses=4, model__num_heads=12, model__num_kv_heads=3),
+    "dropout": ring("p2p", model__residual_dropout=0.1),
+    "capacity": [
+        *ring("p2p"),
+        *flags({"model.num_experts": 8, "model.experts_per_token": 2}),
+        *flags({"model.expert_ffn_size": 32, "model.capacity_factor": 1.5}),
+    ],
+}
+"""Runs of which each has a part that made the host wait, once a layer, hop or pass."""
+MENDED = {
+    name: {"flags": words, "world": TWO_NODES, "rank": 1, "document_tokens": DOCUMENTS}
+    for name, words in WAITED.items()
+}
 
-@cache
+
 def traces() -> dict[str, dict[str, Any]]:
     """Every case, traced once by one process under the CUDA build."""
-    results = under_cuda_build("tests.launcher.plan.traces", json.dumps(list(CASES.values())))
-    return dict(zip(CASES, results, strict=True))
+    return traced(tuple(CASES))
+
+
+@cache
+def traced(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """These cases, each in a process that the first one forks."""
+    cases = [(CASES | MENDED)[name] for name in names]
+    return dict(zip(names, under_cuda_build("tests.launcher.plan.traces", json.dumps(cases)), strict=True))
 
 
 @cache
@@ -115,6 +141,13 @@ def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name):
 def test_a_step_waits_for_nothing(name):
     assert traces()[name]["host_waits"] == []
     assert traces()[name]["is_whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDED)
+def test_nor_do_parts_that_once_waited(name):
+    trace = traced(tuple(MENDED))[name]
+    assert (trace["host_waits"], trace["is_whole"]) == ([], True)
 
 
 def test_a_planted_item_is_named_by_file_and_line():

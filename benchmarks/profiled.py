@@ -1,0 +1,78 @@
+"""The training script with one step under PyTorch's profiler; ``deepspeed`` or ``torchrun`` start it as pretrain.py.
+
+    deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json --profiled-step 4 --config …
+
+Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
+The run ends there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # The script's own folder would shadow top-level modules of the same names.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, one step of it under the profiler; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="All other flags are pretrain.py's.", allow_abbrev=False
+    )
+    parser.add_argument("--profile", type=Path, default=Path("profile.json"), help="file of the Chrome trace")
+    parser.add_argument("--profiled-step", type=int, default=4, help="the step, counted from 1")
+    own, settings = parser.parse_known_args(arguments)
+    from launcher.cluster.exit import run_to_exit_code
+
+    return run_to_exit_code(lambda: _train(settings, own.profile, own.profiled_step))
+
+
+def _train(settings: list[str], path: Path, step: int) -> None:
+    import torch
+
+    # DeepSpeed decides on a device when it is imported, which happens here earlier than in a plain run.
+    accelerator = "cpu"
+    if torch.cuda.is_available() and "cpu" not in settings:
+        accelerator = "cuda"
+    os.environ.setdefault("DS_ACCELERATOR", accelerator)
+    from launcher.pretrain import main as pretrain
+    from launcher.training import trainer
+
+    trainer.TrainStep = profiled(trainer.TrainStep, path, step)  # type: ignore[misc]
+    pretrain(settings)
+
+
+def profiled(plain: type, path: Path, step: int) -> type:
+    """A ``TrainStep`` that is profiled when it takes this step, and ends the run after it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    class ProfiledStep(plain):
+        def __call__(self, progress: Any) -> Any:
+            if progress.step + 1 != step:
+                return super().__call__(progress)
+            on_gpu = self.run.device.type == "cuda"
+            activities, by = [ProfilerActivity.CPU], "self_cpu_time_total"
+            if on_gpu:
+                activities.append(ProfilerActivity.CUDA)
+                by = "self_cuda_time_total"
+            with profile(activities=activities, record_shapes=True, profile_memory=True) as recorded:
+                super().__call__(progress)
+            if self.run.is_rank_0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                recorded.export_chrome_trace(str(path))
+                table = recorded.key_averages().table(sort_by=by, row_limit=40)
+                path.with_suffix(".txt").write_text(f"{table}\n")
+            # What follows is of no interest, and a checkpoint of many gigabytes.
+            raise SystemExit(0)
+
+    return ProfiledStep
+
+
+if __name__ == "__main__":
+    sys.exit(main())
