@@ -40,12 +40,14 @@ def check(kind: str, context: int, stages: tuple[int, ...], zero: ZeroOptions) -
     check_parity(kind, context, BOUNDS[kind], FEW, stages, zero=zero)
 
 
+@pytest.mark.timeout(200)
 def test_weights_in_the_machines_memory_train_like_one_process():
-    run_distributed(check, 2, "moe", 2, (3,), PARAMETERS)
+    run_distributed(check, 2, "moe", 2, (3,), PARAMETERS, timeout=150)
 
 
+@pytest.mark.timeout(200)
 def test_a_second_copy_within_a_node_trains_like_one_process():
-    run_distributed(check, 4, "dense", 4, (3,), HPZ)
+    run_distributed(check, 4, "dense", 4, (3,), HPZ, timeout=150)
 
 
 def test_quantized_messages_are_refused_on_a_cpu():

@@ -175,9 +175,10 @@ def test_parameters_start_where_grouped_products_of_gpus_want_them():
     run_distributed(check_alignment, 2)
 
 
+@pytest.mark.timeout(200)
 def test_fused_overlapped_and_in_small_buckets_they_train_like_one_process():
     """What GPUs get by default, as far as CPU ranks can run it."""
-    run_distributed(check_as_on_gpus, 2, (1, 2, 3))
+    run_distributed(check_as_on_gpus, 2, (1, 2, 3), timeout=150)
 
 
 @pytest.mark.slow
