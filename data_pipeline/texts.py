@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import MANIFEST_FILE
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
 
 
 def read_texts(folder: str | Path) -> Iterator[str]:
@@ -17,7 +17,7 @@ def read_texts(folder: str | Path) -> Iterator[str]:
     """
     if (Path(folder) / MANIFEST_FILE).is_file():
         # Its own tokenizer: the model under test may have another one, which did not write these ids.
-        shards = ShardSet.open(folder)
+        shards = open_verified(folder)
         tokenizer = shards.tokenizer()
         for number in range(shards.num_documents):
             yield tokenizer.decode(shards.document(number))

@@ -6,15 +6,19 @@ Nothing here knows of processes: the launcher compares what ranks see, deals the
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json
+from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
 from longctx.errors import DataError
 from longctx.files import hash_file
+
+log = logging.getLogger(__name__)
 
 Verify = Literal["start", "stamp", "off"]
 """When shards are read against their checksums: at every start, once for each state of a file, or never."""
@@ -74,6 +78,24 @@ class FolderCheck:
 
     def _is_new(self, entry: ShardEntry, state: FileState) -> bool:
         return self._stamps.get(entry.file) != (state, entry.xxh3_128)
+
+
+def open_verified(folder: str | Path) -> ShardSet:
+    """Open a folder whose checksums are right; files that have a stamp are not read again. For a process on its own.
+
+    DataError names the first file that is missing or damaged.
+    """
+    shards = ShardSet.open(folder, verify=False)
+    check = FolderCheck(shards.folder, shards.manifest, "stamp")
+    for entry in check.pending:
+        problem = check.problem(entry)
+        if problem is not None:
+            raise DataError(problem)
+    try:
+        check.keep_stamps()
+    except (DataError, OSError) as error:
+        log.warning("%s\nThe next start will read the data's checksums again.", error)
+    return shards
 
 
 def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import numpy as np
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import MANIFEST_FILE
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.options import Options
 from launcher.evaluation.subject import Subject
@@ -59,7 +60,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
 def _documents(options: Options, subject: Subject, folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and ids of each document, with the ids that frame one."""
     if (folder / MANIFEST_FILE).is_file():
-        shards = ShardSet.open(folder)
+        shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
         for number in range(shards.num_documents):
             yield shards.name(number), shards.document(number)

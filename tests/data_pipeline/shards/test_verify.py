@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import cache_folder, place_of
-from data_pipeline.shards.verify import FolderCheck, deal
+from data_pipeline.shards.verify import FolderCheck, deal, open_verified
 from longctx.errors import DataError
+from longctx.files import hash_file
 
 YEAR_2001 = 10**18
 
@@ -117,6 +119,19 @@ def test_a_cache_that_cannot_be_written_is_named(settled: Path):
     cache_folder().write_text("a file stands there")
     with pytest.raises(DataError, match="could not be written"):
         check(settled).keep_stamps()
+
+
+def test_a_process_on_its_own_reads_a_file_once(settled: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    monkeypatch.setattr("data_pipeline.shards.verify.hash_file", lambda path: read.append(path.name) or hash_file(path))
+    assert open_verified(settled).document(0).tolist() == ShardSet.open(settled).document(0).tolist()
+    assert read == files(settled)
+    open_verified(settled)
+    assert read == files(settled)
+    flip_in_place(settled / "00001.arrow")
+    with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
+        open_verified(settled)
+    assert read == [*files(settled), "00001.arrow"]
 
 
 def test_views_tell_copies_and_what_is_left_apart(settled: Path, tmp_path: Path):
