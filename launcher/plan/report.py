@@ -67,6 +67,7 @@ _NOTES = (
     "DeepSpeed sends for them is not among the links.",
     "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
     "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
+    "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",
     "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
 )
 

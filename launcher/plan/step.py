@@ -97,7 +97,7 @@ def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
             transport=parallel.transport,
             communication_dtype=communication_dtype,
             deterministic=parallel.deterministic,
-            execution=Execution(train.recompute, train.recompute_experts, parallel.expert_tile_tokens, "native"),
+            execution=Execution(train.recompute, train.recompute_experts, config.expert_tile_tokens, "native"),
             dispatcher=dispatcher,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,

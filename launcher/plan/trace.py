@@ -69,6 +69,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
     config = config.resolve(native_bfloat16=True, device_type="cuda")
     model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
+    _check_offload(config)
     # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout == AUTO:
         layout, _ = choose_layout(
@@ -85,6 +86,16 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
         # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
     return config
+
+
+def _check_offload(config: RunConfig) -> None:
+    """ConfigError where part of the state is kept in the machine's memory: the trace counts the device's alone."""
+    for name, value in (("offload", config.zero.offload), ("offload_parameters", config.zero.offload_parameters)):
+        if value != "none":
+            raise ConfigError(
+                f"plan --trace does not know zero.{name}={value} yet: it counts all state on the device.\n"
+                f"Try --zero.{name} none; docs/zero.md says what offload takes off it."
+            )
 
 
 def trace_run(

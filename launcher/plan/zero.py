@@ -9,9 +9,6 @@ from launcher.training.memory import memory_of_rank
 from longctx.objectives.causal_lm import CausalLM
 from parallel.mesh import Mesh
 
-MAX_LIVE_VALUES = 1_000_000_000
-"""Gathered weights that ZeRO 3 keeps at once (DeepSpeed's ``stage3_max_live_parameters``)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
@@ -29,7 +26,7 @@ def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh) -> Held:
     weights, gathered = memory.weights, 0
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
     if config.zero_stage == 3:
-        gathered = min(whole - weights, MAX_LIVE_VALUES * config.dtype.itemsize)
+        gathered = min(whole - weights, config.zero.max_live_parameters * config.dtype.itemsize)
     else:
         # The traced module's own: what a rank holds is what was built here.
         weights = whole
