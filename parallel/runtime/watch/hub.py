@@ -64,7 +64,9 @@ class Hub:
     def stop(self) -> None:
         """Let all ranks go."""
         self._stops = True
-        self._wake.send(b"x")
+        # The thread may have seen it already, by a rank that leaves at this moment, and closed everything.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
         self._thread.join(_SEND_SECONDS)
 
     def linger(self, seconds: float) -> None:

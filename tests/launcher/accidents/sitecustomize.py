@@ -30,9 +30,8 @@ def happen(kind: str) -> None:
     if kind == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "SIGINT":
-        # A shell starts what runs in the background without it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)
+        # To the process, as a terminal sends it: the accident may be in another thread than the main one.
+        os.kill(os.getpid(), signal.SIGINT)
         return
     if kind == "exit":
         os._exit(7)
@@ -70,6 +69,9 @@ def breaking(function, call: int, kind: str):
 
 def break_function(module) -> None:
     """Put the accident into its function."""
+    if ACCIDENT["kind"] == "SIGINT":
+        # A shell starts what runs in the background without it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     owner, name = module, ACCIDENT["function"]
     while "." in name:
         part, _, name = name.partition(".")
