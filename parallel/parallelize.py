@@ -128,7 +128,8 @@ def _context_sum(mesh: Mesh):
             dist.all_reduce(counts_LSE, group=mesh.context_group)
             return counts_LSE
         # A document that one rank holds alone is counted already; of a packed batch few are on several.
-        shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds)).to(counts_LSE.device)
+        shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds))
+        shared = shared.to(counts_LSE.device, non_blocking=True)
         summed = counts_LSE.index_select(1, shared)
         # A token chooses an expert once, so no count is beyond the tokens: half the bytes.
         if batch.documents.num_tokens < 2**31:
