@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -212,7 +213,12 @@ def _alive(family: list[psutil.Process], mark: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nothing listens on now, and that the system gives to nobody before the ranks use it.
+
+    One that the system chooses lies where outgoing connections get theirs, of which other tests make many.
+    """
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port

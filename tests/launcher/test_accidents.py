@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -55,7 +56,7 @@ PLACES = [
     Place("start", "parallel.zero.partition", "Wrapping.start"),
     Place("start", "launcher.training.trainer", "Trainer._open_folder"),
     Place("step", "launcher.training.setup", "Run.shard_batch", call=2),
-    Place("step", "launcher.training.step", "count_step", call=2),
+    Place("step", "launcher.training.step", "sum_counts", call=2),
     Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2),
     Place("step", "parallel.transport.point_to_point", "PointToPoint.forward", call=3),
     Place("step", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
@@ -284,6 +285,15 @@ def drill(shards: Path, accidents: list[Accident], folder: Path) -> list[float]:
 
 
 STEP = Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.function)
+def test_every_place_is_there(place):
+    """A rank in which the accident cannot be planted would never meet the others."""
+    found = importlib.import_module(place.module)
+    for name in place.function.split("."):
+        assert name in vars(found)
+        found = getattr(found, name)
 
 
 def test_a_failing_rank_ends_all_where_collectives_block_as_those_of_nccl(shards, tmp_path):
