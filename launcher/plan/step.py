@@ -7,7 +7,6 @@ holds are arithmetic (``launcher/plan/zero.py``), and AdamW is traced on the par
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,16 +20,15 @@ from launcher.plan.links import Links
 from launcher.plan.recorder import Recorder, StoppedAtWaitError
 from launcher.plan.world import World, join_world
 from launcher.plan.zero import partition_bytes
+from launcher.training.model import build_causal_lm, shard_batch
 from longctx.batch import Batch
 from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.select import KERNELS
-from longctx.model.training_pass import Execution, TrainingPass
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
-from parallel.parallelize import build_parallel_model
 from parallel.zero.options import uses_fused_adamw
 from parallel.zero.uncompiled import AdamW
 
@@ -80,30 +78,11 @@ def _links(rank: int, world: World, mesh: Mesh) -> Links:
 
 def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
     """The module of a run, its weights in the run's dtype, with gradients beside them."""
-    train, parallel = config.train, config.parallel
-    model = config.model.config()
     dispatcher = None
-    if parallel.expert > 1:
-        dispatcher = EvenRouting(mesh, model, recorder.waits)
-    communication_dtype = None
-    if parallel.communication_dtype != "float32":
-        communication_dtype = getattr(torch, parallel.communication_dtype)
+    if config.parallel.expert > 1:
+        dispatcher = EvenRouting(mesh, config.model.config(), recorder.waits)
     with DEVICE:
-        module = build_parallel_model(
-            model,
-            mesh,
-            layout=parallel.layout,
-            kernel=parallel.kernel,
-            transport=parallel.transport,
-            communication_dtype=communication_dtype,
-            deterministic=parallel.deterministic,
-            execution=Execution(train.recompute, train.recompute_experts, config.expert_tile_tokens, "native"),
-            dispatcher=dispatcher,
-            z_loss=train.z_loss,
-            label_smoothing=train.label_smoothing,
-            seed=None,
-            device=str(DEVICE),
-        )
+        module = build_causal_lm(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
     _convert(module, config.dtype)
     # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.
     for p in module.parameters():
@@ -138,8 +117,7 @@ class _Step:
         held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
         live.ignore(*held, *self.module.buffers())
         self._begin()
-        # The schedule starts from the same layout, which travels with the batch.
-        shard = self._shard(batch)
+        shard = shard_batch(batch, self.config, self.mesh)
         # Counted on the CPU before the first forward, as in a run.
         counts = count_step([shard])
         training_pass = TrainingPass(seed=self.config.run.seed, first_token=0)
@@ -166,15 +144,6 @@ class _Step:
         live.restart_peak()
         self.recorder.operators.clear()
         links.sums.clear()
-
-    def _shard(self, batch: Batch) -> Batch:
-        """This rank's tokens, on the CPU."""
-        mesh, documents = self.mesh, batch.documents
-        layout = SequenceLayout.build(
-            self.config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses
-        )
-        shard = batch.flatten_rows().map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
-        return replace(shard, placement=layout)
 
     def _update(self) -> None:
         """AdamW on the float32 masters that this rank updates."""

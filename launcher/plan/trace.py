@@ -67,6 +67,8 @@ def check_cuda_build() -> None:
 def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
     """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
     config = config.resolve(native_bfloat16=True, device_type="cuda")
+    # A compiler's graphs do not go through the trace; the report says so.
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
     _check_offload(config)

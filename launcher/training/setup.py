@@ -20,25 +20,22 @@ from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
-from launcher.training.compiling import compiler_of, settle_compile
+from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepFeed
 from launcher.training.memory import check_memory, free_bytes, memory_of_rank
+from launcher.training.model import build_causal_lm, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.processor import fastest_products
-from longctx.model.training_pass import Execution
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
 from parallel.layout.select import AUTO, choose_layout
-from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.parallelize import build_parallel_model
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
 from parallel.zero.cpu_adam import compile_cpu_adam
@@ -103,13 +100,7 @@ class Run:
 
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
-        mesh, documents = self.mesh, batch.documents
-        layout = SequenceLayout.build(
-            self.config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses
-        )
-        # The plans of attention start from the same layout: it travels with the batch.
-        shard = batch.flatten_rows().map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
-        return replace(shard, placement=layout)
+        return shard_batch(batch, self.config, self.mesh)
 
     def first_token(self, micro_batch: int) -> int:
         """The index, among all tokens of a step, of the first one of this rank's micro-batch."""
@@ -151,7 +142,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    engine = _build_engine(config, model, mesh, accumulation=loader.micro_batches_per_step)
+    engine = _build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model, loader)
@@ -298,35 +289,14 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     return config.with_layout(layout)
 
 
-def _build_engine(config: RunConfig, model: ModelConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
     """The model over the mesh's ranks, under ZeRO; its weights are unset."""
-    train, parallel = config.train, config.parallel
-    communication_dtype = None
-    if parallel.communication_dtype != "float32":
-        communication_dtype = getattr(torch, parallel.communication_dtype)
-    products = train.products
-    if products == "auto":
-        products = fastest_products()
-    causal_lm = build_parallel_model(
-        model,
-        mesh,
-        layout=parallel.layout,
-        kernel=parallel.kernel,
-        transport=parallel.transport,
-        communication_dtype=communication_dtype,
-        deterministic=parallel.deterministic,
-        execution=Execution(
-            train.recompute, train.recompute_experts, config.expert_tile_tokens, products, compiler_of(config)
-        ),
-        z_loss=train.z_loss,
-        label_smoothing=train.label_smoothing,
-        seed=None,
-    )
+    train = config.train
     options = OptimizerOptions(
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )
     return ZeroEngine(
-        causal_lm,
+        build_causal_lm(config, mesh),
         stage=config.zero_stage,
         dtype=config.dtype,
         accumulation=accumulation,

@@ -1,0 +1,60 @@
+"""The module of a run, from its config: what ``pretrain`` trains and what ``plan --trace`` traces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from launcher.config.sections import RunConfig
+from launcher.training.compiling import compiler_of
+from longctx.batch import Batch
+from longctx.kernels.processor import fastest_products
+from longctx.model.experts.dispatch import TokenDispatcher
+from longctx.model.training_pass import Execution
+from longctx.objectives.causal_lm import CausalLM
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+
+
+def build_causal_lm(
+    config: RunConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
+) -> CausalLM:
+    """The decoder over the mesh's ranks, and its objective; weights are unset, on ``device``.
+
+    ``config`` has its layout and ``train.compile`` settled. ``dispatcher`` None is the mesh's.
+    """
+    train, parallel = config.train, config.parallel
+    communication_dtype = None
+    if parallel.communication_dtype != "float32":
+        communication_dtype = getattr(torch, parallel.communication_dtype)
+    products = train.products
+    if products == "auto":
+        products = fastest_products()
+    return build_parallel_model(
+        config.model.config(),
+        mesh,
+        layout=parallel.layout,
+        kernel=parallel.kernel,
+        transport=parallel.transport,
+        communication_dtype=communication_dtype,
+        deterministic=parallel.deterministic,
+        execution=Execution(
+            train.recompute, train.recompute_experts, config.expert_tile_tokens, products, compiler_of(config)
+        ),
+        dispatcher=dispatcher,
+        z_loss=train.z_loss,
+        label_smoothing=train.label_smoothing,
+        seed=None,
+        device=device,
+    )
+
+
+def shard_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
+    """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
+    documents = batch.documents
+    layout = SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+    # The plans of attention start from the same layout: it travels with the batch.
+    shard = batch.flatten_rows().map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    return dataclasses.replace(shard, placement=layout)
