@@ -55,6 +55,7 @@ class Member:
         self._interrupted, self._last_act = interrupted, last_act
         self._speaks_for_rank_0 = speaks_for_rank_0
         self._taking_over, self._main_is_ending = threading.Lock(), False
+        self._telling, self._has_told = threading.Lock(), False
         self._has_reported = False
         self._interrupts = Interrupts(self._count_interrupts)
         self.line = Connection(connection, rank=rank, token=token, remark=remark, on_failure=self._see_to_the_end)
@@ -74,6 +75,7 @@ class Member:
 
     def end(self, code: int) -> NoReturn:
         """Do the last act, wait for the other ranks to hear what this one said, and end this process."""
+        self._tell_of_another()
         # Bounded: it may ask a library that is stuck.
         act = threading.Thread(target=self._last_act, daemon=True)
         act.start()
@@ -91,10 +93,7 @@ class Member:
 
     def _see_to_the_end(self, failure: Failure) -> None:
         """End the process, unless the main thread does so in time."""
-        if failure.rank != self._rank:
-            log.error("rank %d failed, and this rank stops:\n%s", failure.rank, failure.text)
-        if failure.silent and self._speaks_for(failure.rank):
-            say(failure.text)
+        self._tell_of_another()
         if failure.alike:
             self._wait_for_the_same(failure)
         else:
@@ -104,6 +103,20 @@ class Member:
             # It has a message to write or to wait for; what follows is for the case that it cannot.
             time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
         self.end(failure.code)
+
+    def _tell_of_another(self) -> None:
+        """Log why another rank ends this one, and say it where that rank cannot: once, before the process ends."""
+        failure = self.line.first
+        if failure is None or failure.rank == self._rank:
+            return
+        # Main thread and watch both come here, and either may be the one that ends the process.
+        with self._telling:
+            if self._has_told:
+                return
+            self._has_told = True
+            log.error("rank %d failed, and this rank stops:\n%s", failure.rank, failure.text)
+            if failure.silent and self._speaks_for(failure.rank):
+                say(failure.text)
 
     def _speaks_for(self, dead: int) -> bool:
         """Whether this rank says what a dead one cannot."""

@@ -129,6 +129,13 @@ def test_the_dead_are_named_once_and_the_last_act_is_done(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("last_act_*")) == ["last_act_0", "last_act_1"]
 
 
+def test_a_main_thread_that_ends_before_the_watch_has_spoken_speaks_in_its_place(tmp_path):
+    watch_is_late = "watching().line._on_failure = lambda failure: None; meet('late'); "
+    lost = watch_is_late + "raise RuntimeError('Connection closed by peer')"
+    ended = Ranks(tmp_path, [lost, "meet('late'); os.kill(os.getpid(), signal.SIGKILL)"]).wait()
+    assert (ended.codes[0], ended.said[0].count("rank 1 on")) == (1, 1), ended
+
+
 def test_what_all_ranks_meet_is_said_by_rank_0_however_late_it_comes(tmp_path):
     acts = ["time.sleep(0.5 * (RANK == 0)); raise ConfigError(f'x=1 ({RANK})')"] * RANKS
     ended = Ranks(tmp_path, acts).wait()
