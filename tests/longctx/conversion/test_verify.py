@@ -251,7 +251,7 @@ class TestLogits:
         assert done.logits is not None
         assert done.logits.ways == verify.TWO_PASSES
         assert done.logits.max_error <= 1e-5
-        assert 0 < done.logits.own_error < 1e-5
+        assert done.logits.own_error < 1e-5  # on some processors the two passes are equal to the last bit
 
     def test_distance_is_the_plain_formula(self):
         p, q = torch.randn(2, 45, 31, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
