@@ -18,8 +18,15 @@ from longctx.errors import DataError
 from longctx.model.training_pass import Execution
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.runtime.groups import PATIENCE, control_group, world_timeout
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank, on_rank_0
+from parallel.runtime.groups import PATIENCE, control_group, device_backend, world_timeout
+from parallel.runtime.process import (
+    agree_or_raise,
+    broadcast_object,
+    gather_objects,
+    gather_on_rank_0,
+    on_every_rank,
+    on_rank_0,
+)
 from parallel.transport.exchange import (
     TAG_GRADIENTS,
     TAG_GRADIENTS_BETWEEN_NODES,
@@ -141,6 +148,7 @@ def check_patience():
         lambda: on_rank_0(slow_on_rank_0),
         lambda: broadcast_object(slow_on_rank_0()),
         lambda: gather_objects(slow_on_rank_0()),
+        lambda: gather_on_rank_0(slow_on_rank_0()),
     ]
     for wait in waits:
         wait()
@@ -153,6 +161,13 @@ def check_patience():
 
 def test_ranks_wait_for_one_that_hashes_or_saves_longer_than_the_time_out():
     run_distributed(check_patience, 2)
+
+
+def test_groups_for_gpus_are_nccl_alone(monkeypatch):
+    """What ranks compare on the CPU has groups of its own; gloo beside NCCL would connect all members again."""
+    for backends, wanted in (("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", "gloo")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+        assert device_backend() == wanted
 
 
 def test_the_sums_of_a_step_meet_on_the_device_that_computed_them():
