@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,7 @@ from longctx.errors import DataError
 from longctx.model.training_pass import Execution
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.runtime.groups import PATIENCE, control_group, device_backend, world_timeout
+from parallel.runtime.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
 from parallel.runtime.process import (
     agree_or_raise,
     broadcast_object,
@@ -26,6 +27,7 @@ from parallel.runtime.process import (
     gather_on_rank_0,
     on_every_rank,
     on_rank_0,
+    start_process_group,
 )
 from parallel.transport.exchange import (
     TAG_GRADIENTS,
@@ -82,6 +84,20 @@ def check_every_group(stage: int):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_group_has_the_run_s_time_out_and_is_warm(stage):
     run_distributed(check_every_group, 4, stage)
+
+
+def check_world():
+    dist.destroy_process_group()
+    forget_groups()
+    del os.environ["RANK"]
+    start_process_group(timeout_seconds=37)
+    assert world_timeout() == TIMEOUT
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD._get_sequence_number_for_group() > 0
+
+
+def test_so_is_the_world_s_group():
+    run_distributed(check_world, 1)
 
 
 def check_own_groups_alone():
