@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from launcher.plan.places import current_place
@@ -40,6 +41,8 @@ class HostWaits:
         self._copies: Counter[str] = Counter()
         self.copied_bytes = 0
         """Bytes that went to the device without a wait."""
+        self.copied_to_host_bytes = 0
+        """Bytes that went to pinned memory without one."""
 
     @property
     def found(self) -> list[HostWait]:
@@ -76,7 +79,10 @@ class HostWaits:
         to = torch.device(to)
         if to.type == source.device.type or not source.numel():
             return
-        if to.type == "cpu":
+        if to.type == "cpu" and name == "aten::copy_" and non_blocking and isinstance(args[0], FakeTensor):
+            # On the host, only pinned memory has no data.
+            self.copied_to_host_bytes += source.numel() * source.element_size()
+        elif to.type == "cpu":
             self.add(name, "values are copied to the host")
         elif not non_blocking:
             self.add(name, "values are copied to the device, and the host waits until they are there")
