@@ -30,7 +30,7 @@ DENSE = {
     "data.seq_len": T,
     "train.tokens_per_step": T,
     "parallel.context": 1,
-    "train.recompute": "true",
+    "train.keep": "attention",
     "zero.stage": 1,
 }
 EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
