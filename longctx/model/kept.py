@@ -71,13 +71,17 @@ class HostStore:
         if isinstance(x, nn.Parameter):
             return x
         # Without history: a node that saves its own result would otherwise hold itself.
-        return self.put(x.detach())
+        detached = x.detach()
+        # A weight transposed, which is what a product saves. Only x itself knows its base.
+        if isinstance(x._base, nn.Parameter):
+            return detached
+        return self.put(detached)
 
     def _moves(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
         if x.device.type != self._device.type or storage.nbytes() < self._least_bytes:
             return False
-        return storage._cdata not in self._shared and not isinstance(x._base, nn.Parameter)
+        return storage._cdata not in self._shared
 
 
 def on_device(x: Any) -> Tensor:

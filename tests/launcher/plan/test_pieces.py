@@ -80,7 +80,9 @@ def test_even_routing_sends_what_random_choices_send_on_average(ranks, experts, 
 
 
 def test_figures_survive_json():
-    sizes = StepBytes(weights=1, gradients=2, optimizer=3, gathered=4, kept=5, kept_on_host=0, passing=6, optimizer_step=16)
+    sizes = StepBytes(
+        weights=1, gradients=2, optimizer=3, gathered=4, kept=5, kept_on_host=0, passing=6, optimizer_step=16
+    )
     trace = RankTrace(
         rank=3,
         bytes=sizes,
