@@ -39,9 +39,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, links: Links) -> None:
         super().__init__()
-        self.live, self.waits, self.links = LiveBytes(), HostWaits(), links
+        self.live, self.links = LiveBytes(), links
         self.pinned = LiveBytes("cpu")
         """Host memory that the step moves tensors to; it has no data either."""
+        self.waits = HostWaits(self.pinned)
         self.operators: Counter[str] = Counter()
         """Calls of each operator on the device."""
 
@@ -62,7 +63,8 @@ class Recorder(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:
             self.operators[func.name()] += 1
         self.live.see(func.name(), out)
-        self.pinned.see(func.name(), out)
+        if kwargs.get("pin_memory"):
+            self.pinned.see(func.name(), out)
         return out
 
 

@@ -33,6 +33,10 @@ def check_messages():
         again, replayed, same = count_messages(way, keep="attention")
         assert replayed == [0] * MODEL.num_layers, "each layer ran a second time, in silence"
         assert all(torch.equal(grads[name], same[name]) for name in grads)
+        more, replayed, same = count_messages(way, keep="inputs")
+        assert min(replayed) > 0, "attention is computed a second time over all ranks"
+        assert more - again == sum(replayed)
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
         if "ulysses" not in way:  # there backward trades q, k, v and out for heads again instead of keeping them twice
             assert again == plain > 0
 
