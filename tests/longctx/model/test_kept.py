@@ -17,7 +17,7 @@ from longctx.model import kept
 from longctx.model.block import Block
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import Experts
-from longctx.model.kept import Keep, Store
+from longctx.model.kept import HostStore, Keep, Store, on_device
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -116,6 +116,27 @@ def test_inputs_alone_compute_attention_twice():
 
 
 # Where it is.
+
+
+def test_what_comes_back_is_what_was_put_with_its_strides():
+    whole = torch.arange(24.0).view(4, 6)
+    store = HostStore(whole.device, 2, least_bytes=4)
+    views = [whole, whole[1:3].T, whole[0].expand(3, 6), whole.view(torch.int32)]
+    with store.layer(0):
+        put = [store.put(x) for x in views]
+        wanted = [x.clone() for x in views]
+        whole.add_(1)  # written to between two saves: what was put before has not changed
+        later = store.put(whole)
+    with store.layer(1):
+        last = store.put(whole)
+    for x, want, view in zip(put, wanted, views, strict=True):
+        got = on_device(x)
+        assert torch.equal(got, want)
+        assert (got.stride(), got.dtype) == (view.stride(), view.dtype)
+        assert got.data_ptr() != view.data_ptr()
+    assert torch.equal(on_device(later), wanted[0] + 1)
+    assert on_device(last) is whole, "backward wants the last layer's at once"
+    assert store.put(whole) is whole, "between layers"
 
 
 LINES: list[str] = []
