@@ -29,7 +29,7 @@ from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
-from longctx.model.kept import HostStore, Keep, Store
+from longctx.model.kept import HostStore
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
@@ -79,8 +79,7 @@ class Backbone(nn.Module):
         cache: PassCache | None,
         dropout: Dropout | None,
         experts: MoECall,
-        keep: Keep,
-        store: Store,
+        execution: Execution,
         run: Run = call_function,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
@@ -92,7 +91,7 @@ class Backbone(nn.Module):
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         host = None
-        if store == "host" and cache is None and torch.is_grad_enabled():
+        if execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
         calls: dict[str, Call] = {}
         for kind, plan in plans.items():
@@ -103,7 +102,7 @@ class Backbone(nn.Module):
                 cache=cache,
                 dropout=dropout,
                 experts=experts,
-                keep=keep,
+                keep=execution.keep,
                 store=host,
                 run=run,
             )
@@ -281,8 +280,7 @@ class Decoder(nn.Module):
             experts=_build_moe_call(
                 self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
-            keep=self.execution.keep,
-            store=self.execution.store,
+            execution=self.execution,
             run=_run_of(self, cache),
         )
         if cache is not None and new_tokens is not None:
