@@ -37,7 +37,7 @@ def memory_rows(run: RunTrace) -> Rows:
     rows = []
     for trace in run.traces:
         b = trace.bytes
-        state = (b.weights + b.gathered, b.gradients, b.optimizer)
+        state = (b.weights + b.gathered, b.gradients + b.reduction, b.optimizer)
         sizes = [gib(n) for n in (*state, b.kept, b.kept_on_host, b.passing, b.peak)]
         rows.append([f"{trace.rank}", *sizes, f"{trace.operators:,}", f"{_num_waits(trace)}"])
     return headings, rows
@@ -65,7 +65,8 @@ def remarks(run: RunTrace) -> list[str]:
 _NOTES = (
     "kept, kept on host, passing, operators, host waits and links are traced: forward and backward of one micro-batch, "
     "on tensors without data.",
-    "weights, gradients and optimizer are arithmetic, from the model's shapes and what ZeRO leaves on a rank. What "
+    "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
+    "makes to gather weights and to reduce gradients. What "
     "DeepSpeed sends for them is not among the links.",
     "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
     "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",

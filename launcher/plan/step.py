@@ -176,6 +176,8 @@ class _Step:
                 gradients=held.gradients,
                 optimizer=held.optimizer,
                 gathered=held.gathered,
+                reduction=held.reduction.within_backward,
+                after_backward=held.reduction.after_backward,
                 kept=self.kept,
                 kept_on_host=self.kept_on_host,
                 passing=max(0, self.peak - self.kept),

@@ -83,7 +83,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     if stage == 0:
         masters, part = 0, held
     elif stage == 2:
-        gradients = part * FLOAT32 + min(held, config.zero.reduce_bucket_size) * width
+        gradients = part * FLOAT32
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
