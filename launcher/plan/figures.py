@@ -27,6 +27,8 @@ class StepBytes:
     """Arithmetic: the flat copy of gradients that stages without buckets reduce, when nothing of forward is alive."""
     kept: int
     """Traced: what is alive between forward and backward."""
+    kept_on_host: int
+    """Traced: what of it lies in the machine's memory, pinned; on top of ``kept``, and in no other figure."""
     passing: int
     """Traced: what forward and backward add to that at their peak."""
     optimizer_step: int
@@ -67,6 +69,7 @@ class RankTrace:
     host_waits: list[HostWait]
     copies: int
     copied_bytes: int
+    copied_to_host_bytes: int
     links: list[LinkBytes]
     is_whole: bool
     """False where the trace ended at a host wait; then its bytes are of the part before."""
