@@ -23,8 +23,10 @@ from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
+from parallel.zero.swapping import SwapSpace, swap_space
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import AdamW
+from parallel.zero.weight_swapper import WeightSwapper
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
 """The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
@@ -56,12 +58,28 @@ class Wrapping:
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
+        with swap_space(self.zero) as space:
+            return self._start(clip_norm, space)
+
+    def _start(self, clip_norm: float, space: SwapSpace | None) -> Any:
+        """``start``, with the disk that DeepSpeed may swap to."""
+        config = deepspeed_config(
+            self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=space.path if space else ""
+        )
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
         groups = optimizer_groups(self.model, self.options.weight_decay)
-        experts = self.tensors.experts
+        swapper = None
+        if space is not None:
+            swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
         with groups_of_library():
-            allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
+            allocate(
+                self.model,
+                stage=self.stage,
+                dtype=self.dtype,
+                config=config,
+                experts=self.tensors.experts,
+                swapper=swapper,
+            )
         optimizer = self._optimizer(groups)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
