@@ -8,18 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from longctx.config import ModelConfig
 from longctx.errors import GradientError
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
-from parallel.zero import weight_swapper
 from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.options import ZeroOptions
 from tests.helpers import run_distributed
+from tests.parallel.zero.swapping import swap_everything
 from tests.parallel.zero.test_zero import (
     BOUNDS,
     DENSE,
@@ -61,13 +60,6 @@ def in_memory(zero: ZeroOptions) -> ZeroOptions:
     """The same, with the machine's memory in the place of the disk."""
     places = {key: "cpu" for key in ("offload", "offload_parameters") if getattr(zero, key) == "nvme"}
     return replace(zero, nvme_path="", **places)
-
-
-def swap_everything() -> None:
-    """Have tensors of any size swapped in this process: the tests' models are small."""
-    weight_swapper.LEAST_BYTES = 1
-    optimizer_utils.MIN_AIO_BYTES = 1
-    aio_config.AIO_DEFAULT_DICT["block_size"] = 1
 
 
 def check_on_disk(engine: ZeroEngine) -> None:
