@@ -28,8 +28,8 @@ from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.model import build_causal_lm, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
-from launcher.training.swap_folder import check_swap_folder
 from launcher.training.summary import Start, summary, warnings
+from launcher.training.swap_folder import check_swap_folder
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError

@@ -33,7 +33,7 @@ def compile_cpu_adam() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
     if not (folder / f"{_NAME}.so").exists():
-        log.info("zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
+        log.info("zero.offload: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
     wait_for_build(folder / "lock")
     try:
         builder.load(verbose=False)

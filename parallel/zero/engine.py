@@ -9,7 +9,7 @@ weights and a module of a class that it looks for say so (docs/decisions/2026-11
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist

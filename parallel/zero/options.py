@@ -37,7 +37,7 @@ class ZeroOptions:
     quantized_gradients: bool = False
     """Whether stage 3 reduces gradients in 4 and 8 bits (qgZ)."""
     offload: str = "none"
-    """Where masters, moments and gradients live: "none" is the device, "cpu" the machine's memory, where AdamW runs, and
+    """Where masters, moments and gradients live: "none" is the device, "cpu" the machine's memory, where AdamW runs,
     "nvme" a disk, from which stage 3 reads a sub-group at a time."""
     offload_parameters: str = "none"
     """Where stage 3 keeps its part of the weights."""
@@ -91,7 +91,7 @@ def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
 
 
 def update_size(offload: str, wish: int | None) -> int:
-    """Parameters that stage 3 updates at once: 1 billion (DeepSpeed's own), and 100 million where they come from a disk.
+    """Parameters that stage 3 updates at once: 1 billion (DeepSpeed's own), or 100 million that come from a disk.
 
     Memory holds four times one sub-group in float32 there, so that a larger one would save nothing of most models.
     """

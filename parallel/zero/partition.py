@@ -61,14 +61,13 @@ class Wrapping:
 
     def _start(self, clip_norm: float, space: SwapSpace | None) -> Any:
         """``start``, with the disk that DeepSpeed may swap to."""
-        config = deepspeed_config(
-            self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=space.path if space else ""
-        )
+        swap_path, swapper = "", None
+        if space is not None:
+            swap_path = space.path
+            swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=swap_path)
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
         groups = optimizer_groups(self.model, self.options.weight_decay)
-        swapper = None
-        if space is not None:
-            swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
         with groups_of_library():
             allocate(
                 self.model,

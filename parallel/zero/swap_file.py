@@ -12,6 +12,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,20 +70,23 @@ class SwapFile:
         assert num_bytes <= reserved, f"{name} was {reserved} bytes, and is {num_bytes} now"
         return offset
 
-    def _transfer(self, offset: int, tensor: Tensor, block_action) -> list[Future[None]]:
+    def _transfer(
+        self, offset: int, tensor: Tensor, move_block: Callable[[int, memoryview, bool], None]
+    ) -> list[Future[None]]:
         """Hand the tensor to the workers, block by block."""
         assert tensor.is_contiguous(), "its bytes must lie end to end"
-        content = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+        content = tensor.detach().view(-1).view(torch.uint8).numpy().data
         is_aligned = tensor.data_ptr() % ALIGNMENT == 0
         futures = []
         for start in range(0, len(content), BLOCK_BYTES):
             block = content[start : start + BLOCK_BYTES]
-            futures.append(self._workers.submit(block_action, offset + start, block, is_aligned))
+            futures.append(self._workers.submit(move_block, offset + start, block, is_aligned))
         return futures
 
     def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
         if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
             bounce = self._bounce_buffer(len(block))
+            # Behind its end in the file is nothing that counts.
             bounce[: len(block)] = block
             block = bounce
         self._repeat(os.pwritev, offset, block)
@@ -95,7 +99,7 @@ class SwapFile:
         else:
             self._repeat(os.preadv, offset, block)
 
-    def _repeat(self, call, offset: int, block: memoryview) -> None:
+    def _repeat(self, call: Callable[[int, list[memoryview], int], int], offset: int, block: memoryview) -> None:
         """``pwritev`` or ``preadv`` until the whole block has gone: the system may stop earlier."""
         done = 0
         while done < len(block):
@@ -130,7 +134,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
             if error.errno != errno.EINVAL:
                 raise
     finally:
-        os.unlink(path)
+        Path(path).unlink()
     try:
         # Some take the flag, and refuse the transfer.
         if direct >= 0 and _takes_a_block(direct):

@@ -118,4 +118,4 @@ def test_a_disk_without_room_is_refused_with_the_arithmetic(tmp_path, monkeypatc
     said = refusal(tmp_path, *large)
     assert "has 1.0 GiB free, and 2 ranks of this machine will swap 125.5 GiB" in said
     assert "62.8 GiB each" in said
-    check(tmp_path, *large, "--run.memory_check=false")
+    check(tmp_path, *large, "--run.memory_check", "false")
