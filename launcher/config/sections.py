@@ -187,7 +187,7 @@ class ZeroSection:
     param_persistence_threshold: int = 100_000
     """Size below which stage 3 keeps a parameter whole on every rank (stage3_param_persistence_threshold)."""
     sub_group_size: int | Literal["auto"] = "auto"
-    """Parameters of a rank that stage 3 updates at once; auto is 1,000,000,000, and 100,000,000 with offload=nvme, which
+    """Parameters of a rank that stage 3 updates at once; auto is 1,000,000,000, or 100,000,000 with offload=nvme, which
     holds four times one sub-group in memory, 4 bytes a value."""
     hpz_partition_size: int = 1
     """hpZ of stage 3: so many neighbouring ranks, such as those of a node, keep a second copy of the weights among

@@ -121,8 +121,8 @@ def _check_offload(config: RunConfig) -> None:
         return
     if config.zero_stage != 3:
         raise ConfigError(
-            f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {config.zero_stage}: DeepSpeed's stages 1 and "
-            "2 take it for cpu, and swap nothing.\nTry zero.stage=3, or zero.offload=cpu."
+            f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {config.zero_stage}: DeepSpeed's stages 1 "
+            "and 2 take it for cpu, and swap nothing.\nTry zero.stage=3, or zero.offload=cpu."
         )
     if not zero.nvme_path:
         raise ConfigError(
@@ -131,7 +131,7 @@ def _check_offload(config: RunConfig) -> None:
         )
     if zero.offload_parameters == "nvme" and zero.hpz_partition_size > 1:
         raise ConfigError(
-            f"zero.offload_parameters=nvme with zero.hpz_partition_size={zero.hpz_partition_size}: DeepSpeed would make "
+            f"zero.offload_parameters=nvme with zero.hpz_partition_size={zero.hpz_partition_size}: DeepSpeed makes "
             "the second copy on a device of the name nvme, which PyTorch does not know.\n"
             "Try zero.hpz_partition_size=1, or zero.offload_parameters=cpu."
         )

@@ -39,7 +39,7 @@ def check_swap_folder(config: RunConfig, model: ModelConfig, world_size: int, ra
         raise ConfigError(
             f"zero.nvme_path={path!r} has {gib(free)} free, and {plural(ranks_here, 'rank')} of this machine will swap "
             f"{gib(needed)} to it, {gib(need)} each.\n"
-            "Choose a larger disk, or more machines: ranks need less each. --run.memory_check false starts all the same."
+            "Choose a larger disk, or more machines: ranks need less. --run.memory_check false starts all the same."
         )
     how = "with direct I/O"
     if not is_direct:

@@ -159,7 +159,7 @@ def test_deepspeed_has_no_mics():
 def check_second_copy(path: str) -> None:
     swap_everything()
     zero = replace(weights_at(path), hpz_partition_size=2)
-    with pytest.raises(RuntimeError, match="nvme"):
+    with pytest.raises(RuntimeError, match=r"device type.*nvme"):
         train_together(DENSE, context=2, layout="zigzag", stage=3, steps=1, zero=zero)
 
 
@@ -249,6 +249,21 @@ def check_broken(zero: ZeroOptions) -> None:
     assert caught.value.names == [name]
     for r in engine.owned_ranges():
         assert torch.equal(before[r.name, r.role, r.start], r.values)
+
+
+def check_other_stage(path: str) -> None:
+    compile_cpu_adam()
+    swap_everything()
+    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=2, steps=1, zero=state_at(path))
+    masters = [p for group in engine.partition.inner.param_groups for p in group["params"]]
+    assert all(p.numel() and p.device.type == "cpu" for p in masters)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_deepspeeds_other_stages_take_nvme_for_cpu(tmp_path):
+    """What zero.offload=nvme is refused with in stages 1 and 2."""
+    run_distributed(check_other_stage, 2, str(tmp_path), timeout=350)
 
 
 @pytest.mark.slow
