@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from longctx.checkpoint_format import ROLES
 from longctx.config import ModelConfig
@@ -122,6 +123,15 @@ def test_they_train_like_one_process(tmp_path):
     run_distributed(check_oracle, 2, "dense", weights_at(str(tmp_path)), timeout=150)
 
 
+def read_ahead(engine: ZeroEngine) -> None:
+    """Have old weights in memory before a step, as a prefetch that nothing used leaves them."""
+    swapper = engine.partition._swapper
+    away = PartitionedParamStatus.NOT_AVAILABLE
+    parts = [p for p in engine.model.parameters() if p.ds_tensor.status == away]
+    assert len(parts) > 1
+    swapper.swap_in(parts, async_op=False)
+
+
 def check_evaluation(zero: ZeroOptions) -> None:
     """A forward pass of its own, between steps, reads the weights of the last one."""
     swap_everything()
@@ -138,6 +148,8 @@ def check_evaluation(zero: ZeroOptions) -> None:
         runner.model.train()
         for _ in range(ROWS):
             runner.backward(counts.loss(runner.forward(mine), DENSE))
+        if runner is engine:
+            read_ahead(engine)
         seen[-1].append(runner.step(1e-2))
         with torch.no_grad():
             seen[-1].append(float(runner.forward(mine).nll_sum))
@@ -228,6 +240,23 @@ def check_move(stage: int, other: int, zero: ZeroOptions, other_zero: ZeroOption
 def test_a_checkpoint_does_not_know_of_the_disk(tmp_path, stage, other, here, there):
     options = [make(str(tmp_path)) if make else ZeroOptions() for make in (here, there)]
     run_distributed(check_move, 2, stage, other, *options, timeout=350)
+
+
+def check_unstepped(zero: ZeroOptions) -> None:
+    """Moments that no step has made are zeros, also when they are read again."""
+    compile_cpu_adam()
+    swap_everything()
+    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=3, steps=0, zero=zero)
+    for _ in range(2):
+        moments = [r.values.clone() for r in engine.owned_ranges() if r.role != ROLES[0]]
+        assert moments
+        assert not any(values.any() for values in moments)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_no_step_has_made_is_read_as_zeros(tmp_path):
+    run_distributed(check_unstepped, 2, state_at(str(tmp_path)), timeout=350)
 
 
 def check_broken(zero: ZeroOptions) -> None:
