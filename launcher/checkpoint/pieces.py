@@ -6,15 +6,16 @@ The layout is eight bytes with the header's length, a JSON header (key -> dtype,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
-    from parallel.zero.state import OwnedRange
+    from parallel.zero.state import Piece
 
 BLOCK_VALUES = 1 << 22
 """Values that are in the machine's memory at a time: 16 MiB."""
@@ -22,34 +23,37 @@ ITEM_BYTES = 4
 """Of a float32 value."""
 
 
-def write_pieces(path: Path, ranges: Iterable[OwnedRange]) -> str:
-    """Write the ranges as float32 entries named by ``piece_key``; returns the file's xxh3-128."""
-    ranges = list(ranges)
+def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> str:
+    """Write the values of the pieces as float32 entries named by ``piece_key``; returns the file's xxh3-128.
+
+    Values are taken one piece after the other: each may be gone when the next is asked for.
+    """
     digest = xxhash.xxh3_128()
     with path.open("wb") as file:
-        header = _header(ranges)
+        header = _header(pieces)
         digest.update(header)
         file.write(header)
-        for one in ranges:
-            for block in one.values.detach().flatten().split(BLOCK_VALUES):
+        for one, tensor in zip(pieces, values, strict=True):
+            assert tensor.numel() == one.numel, f"{piece_key(one)} has {tensor.numel()} values"
+            for block in tensor.detach().flatten().split(BLOCK_VALUES):
                 content = block.to("cpu", torch.float32).contiguous().numpy().data
                 digest.update(content)
                 file.write(content)
     return digest.hexdigest()
 
 
-def piece_key(one: OwnedRange) -> str:
+def piece_key(one: Piece) -> str:
     """The name of a range in its file."""
     return f"{one.name}/{one.role}/{one.start}"
 
 
-def _header(ranges: list[OwnedRange]) -> bytes:
+def _header(pieces: Sequence[Piece]) -> bytes:
     """What stands before the values; values begin at a multiple of eight bytes."""
     entries: dict[str, Any] = {}
     at = 0
-    for one in ranges:
-        stop = at + ITEM_BYTES * one.values.numel()
-        entries[piece_key(one)] = {"dtype": "F32", "shape": [one.values.numel()], "data_offsets": [at, stop]}
+    for one in pieces:
+        stop = at + ITEM_BYTES * one.numel
+        entries[piece_key(one)] = {"dtype": "F32", "shape": [one.numel], "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)

@@ -13,6 +13,7 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,15 +100,16 @@ def save_checkpoint(
 def _write_own_ranges(folder: Path, engine: ZeroEngine, sync: Callable[[Path], None]) -> _WrittenFile:
     """Write this rank's ranges into one file; returns what the manifest says of it."""
     path = folder / f"rank_{dist.get_rank():05d}.safetensors"
-    # Views of what ZeRO holds: values leave the device a block at a time.
-    ranges = list(engine.owned_ranges())
-    digest = write_pieces(path, ranges)
+    pieces = engine.owned_pieces()
+    # Views of what ZeRO holds: values leave the device, or a disk that holds them, a part at a time.
+    with closing(engine.owned_ranges()) as ranges:
+        digest = write_pieces(path, pieces, (one.values for one in ranges))
     sync(path)
-    pieces = []
-    for one in ranges:
-        where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.values.numel()}
-        pieces.append((one.name, one.role, where))
-    return _WrittenFile(path.name, path.stat().st_size, digest, pieces)
+    written = []
+    for one in pieces:
+        where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
+        written.append((one.name, one.role, where))
+    return _WrittenFile(path.name, path.stat().st_size, digest, written)
 
 
 def _write_beside(path: Path, content: bytes, sync: Callable[[Path], None]) -> _WrittenFile:

@@ -178,6 +178,8 @@ def _explain(error: BaseException) -> str:
         return f"{who} lost contact with another rank and stops: {str(error).splitlines()[0]}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return f"{who} could not write: {error}.\nFree some space, then go on with --run.resume latest."
+    if isinstance(error, OSError) and error.errno == errno.EIO:
+        return f"{who} met a disk that fails: {error}.\nGo on from another one with --run.resume latest."
     described = "".join(traceback.format_exception(error))
     return f"{who} met an unexpected error; this is a fault of longctx:\n{described}"
 

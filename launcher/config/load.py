@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag, without_local_rank
 from launcher.config.model import find_base, lay_over, settle_model
 from launcher.config.sections import RunConfig
+from launcher.config.zero import check_not_offered
 from launcher.recipes.find import QUICKSTART, find_config
 from launcher.wording import did_you_mean
 from longctx.config import ModelConfig
@@ -44,7 +45,10 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
         end_with(help_text(from_values(values), topic), quiet=quiet)
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
-    named = _named_keys(values) | {key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    # Before the parser, which would say no more than that it does not know them.
+    check_not_offered(flags)
+    named = _named_keys(values) | flags
     base = find_base(values)
     config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
     if prints:
@@ -143,6 +147,7 @@ def _check_keys(values: dict[str, Any]) -> None:
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     _refuse_removed(sorted(_named_keys(values)))
+    check_not_offered(_named_keys(values))
     for section, entries in values.items():
         if section not in sections:
             raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")

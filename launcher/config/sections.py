@@ -190,8 +190,9 @@ class ZeroSection:
     memory and more gathering."""
     param_persistence_threshold: int = 100_000
     """Size below which stage 3 keeps a parameter whole on every rank (stage3_param_persistence_threshold)."""
-    sub_group_size: int = 1_000_000_000
-    """Parameters of a rank that stage 3 updates at once."""
+    sub_group_size: int | Literal["auto"] = "auto"
+    """Parameters of a rank that stage 3 updates at once; auto is 1,000,000,000, or 100,000,000 with offload=nvme, which
+    holds four times one sub-group in memory, 4 bytes a value."""
     hpz_partition_size: int = 1
     """hpZ of stage 3: so many neighbouring ranks, such as those of a node, keep a second copy of the weights among
     them, so that backward gathers within them (zero_hpz_partition_size); 1 is none. It takes the weights' bytes divided
@@ -203,10 +204,14 @@ class ZeroSection:
     not exact."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where masters, moments and gradients live, and where AdamW runs: none is the device, cpu the machine's memory
-    (offload_optimizer). nvme is not built."""
+    (offload_optimizer). nvme, in stage 3, keeps masters and moments on a disk and brings a sub-group at a time into the
+    machine's memory."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    """Where stage 3 keeps its part of the weights: the device, or cpu, the machine's memory (offload_param). nvme is
-    not built."""
+    """Where stage 3 keeps its part of the weights: the device, or cpu, the machine's memory, or nvme, a disk
+    (offload_param)."""
+    nvme_path: str = ""
+    """Folder on that disk, one that each machine has for itself. Files there have no names: the system removes them as
+    soon as the run ends, however it ends."""
     pin_memory: bool = True
     """Whether what is offloaded lies in page-locked memory; false where the machine allows too little of it
     (ulimit -l)."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 
 from launcher.config.sections import RunConfig, ZeroSection
 from longctx.errors import ConfigError
-from parallel.zero.options import ZeroOptions, check_zero
+from parallel.zero.options import ZeroOptions, check_zero, update_size
+
+DEEPSPEED = version("deepspeed")
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
@@ -18,14 +21,38 @@ def zero_options(zero: ZeroSection) -> ZeroOptions:
         prefetch_bucket_size=zero.prefetch_bucket_size,
         max_live_parameters=zero.max_live_parameters,
         param_persistence_threshold=zero.param_persistence_threshold,
-        sub_group_size=zero.sub_group_size,
+        sub_group_size=_number(zero.sub_group_size),
         hpz_partition_size=zero.hpz_partition_size,
         quantized_weights=zero.quantized_weights,
         quantized_gradients=zero.quantized_gradients,
         offload=zero.offload,
         offload_parameters=zero.offload_parameters,
         pin_memory=zero.pin_memory,
+        nvme_path=zero.nvme_path,
     )
+
+
+def _number(value: int | str) -> int | None:
+    """The value of a key; None for "auto"."""
+    if isinstance(value, str):
+        return None
+    return value
+
+
+_NOT_OFFERED = {
+    f"zero.{key}": f"DeepSpeed {DEEPSPEED} has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
+    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
+    "state is spread over all ranks."
+    for key in ("mics_shard_size", "mics_hierarchical_params_gather")
+}
+"""Keys of DeepSpeed that people look for, and why they are not here."""
+
+
+def check_not_offered(keys: Iterable[str]) -> None:
+    """ConfigError for a key of DeepSpeed's that is left out on purpose."""
+    for key in keys:
+        if key in _NOT_OFFERED:
+            raise ConfigError(f"{key}: {_NOT_OFFERED[key]}")
 
 
 _READ_BY: Mapping[str, Sequence[int]] = {
@@ -42,6 +69,7 @@ _READ_BY: Mapping[str, Sequence[int]] = {
     "quantized_weights": (3,),
     "quantized_gradients": (3,),
     "offload_parameters": (3,),
+    "nvme_path": (3,),
 }
 """The stages that read a key."""
 
@@ -50,7 +78,7 @@ def check_zero_section(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule of the section that does not hold."""
     check_zero(config.zero_stage, config.dtype)
     _check_stage_reads(config)
-    _check_offload(config.zero)
+    _check_offload(config)
     _check_sizes(config.zero)
     _check_hpz(config, world_size)
 
@@ -76,17 +104,36 @@ def _stages(stages: Sequence[int]) -> str:
     return f"stages {listed} read it"
 
 
-def _check_offload(zero: ZeroSection) -> None:
-    """What is offloaded goes to the machine's memory, and only then may be page-locked."""
-    for key in ("offload", "offload_parameters"):
-        if getattr(zero, key) == "nvme":
-            raise ConfigError(
-                f"zero.{key}='nvme' is not built: DeepSpeed swaps that state to files of its own, which no checkpoint "
-                f"here reads or writes yet.\nTry zero.{key}=cpu, or more ranks."
-            )
+def _check_offload(config: RunConfig) -> None:
+    """What is offloaded has a place, and only then may be page-locked."""
+    zero = config.zero
     if not zero.pin_memory and zero.offload == zero.offload_parameters == "none":
         raise ConfigError(
             "zero.pin_memory=False means nothing where nothing is offloaded.\nLeave it out, or set zero.offload=cpu."
+        )
+    swapped = [key for key in ("offload", "offload_parameters") if getattr(zero, key) == "nvme"]
+    if not swapped:
+        if zero.nvme_path:
+            raise ConfigError(
+                f"zero.nvme_path={zero.nvme_path!r} means nothing: neither zero.offload nor zero.offload_parameters is "
+                "nvme.\nLeave it out, or set zero.offload=nvme."
+            )
+        return
+    if config.zero_stage != 3:
+        raise ConfigError(
+            f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {config.zero_stage}: DeepSpeed's stages 1 "
+            "and 2 take it for cpu, and swap nothing.\nTry zero.stage=3, or zero.offload=cpu."
+        )
+    if not zero.nvme_path:
+        raise ConfigError(
+            f"zero.{swapped[0]}=nvme needs zero.nvme_path, a folder on a fast disk that each machine has for itself.\n"
+            "Try --zero.nvme_path /local_nvme/swap."
+        )
+    if zero.offload_parameters == "nvme" and zero.hpz_partition_size > 1:
+        raise ConfigError(
+            f"zero.offload_parameters=nvme with zero.hpz_partition_size={zero.hpz_partition_size}: DeepSpeed makes "
+            "the second copy on a device of the name nvme, which PyTorch does not know.\n"
+            "Try zero.hpz_partition_size=1, or zero.offload_parameters=cpu."
         )
 
 
@@ -97,7 +144,7 @@ def _check_sizes(zero: ZeroSection) -> None:
         "prefetch_bucket_size": (zero.prefetch_bucket_size, 0),
         "max_live_parameters": (zero.max_live_parameters, 0),
         "param_persistence_threshold": (zero.param_persistence_threshold, 0),
-        "sub_group_size": (zero.sub_group_size, 1),
+        "sub_group_size": (update_size(zero.offload, _number(zero.sub_group_size)), 1),
         "hpz_partition_size": (zero.hpz_partition_size, 1),
     }
     for key, (value, least) in at_least.items():

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.wording import plural
 from longctx.architecture.rules import GATED
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.memory import available_bytes
+from parallel.zero.options import update_size
 
 GIB = 2**30
 FLOAT32 = 4
@@ -32,8 +34,12 @@ class Memory:
     """AdamW's two, float32."""
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
+    disk: int
+    """Those of all these bytes that are swapped to zero.nvme_path."""
+    buffers: int
+    """Of the machine's memory, which they are brought into and updated in."""
     host: int
-    """Those of all these bytes that lie in the machine's memory, also beside a GPU: offloaded, or train.store=host."""
+    """Of the machine's memory, also beside a GPU: what is offloaded or kept there (train.store), and the buffers."""
     building: int
     """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
 
@@ -44,13 +50,13 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """All but activations: what ``zero.stage`` decides about."""
+        """All but activations, wherever it lies: what ``zero.stage`` decides about."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def training(self) -> int:
-        """Bytes that are held at once within a step."""
-        return self.state + self.activations
+        """Bytes of memory that are held at once within a step."""
+        return self.state - self.disk + self.buffers + self.activations
 
     @property
     def on_device(self) -> int:
@@ -64,6 +70,9 @@ def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> d
     # Stage 0 has no float32 accumulation of bfloat16.
     if config.dtype == torch.float32:
         stages = [0, *stages]
+    # No other one swaps.
+    if config.zero.nvme_path:
+        stages = [3]
     found = {}
     for stage in stages:
         changed = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
@@ -88,26 +97,35 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         weights = part * width
         gradients = part * FLOAT32
         building = weights
-    moments, host = 2 * part * FLOAT32, 0
+    moments = 2 * part * FLOAT32
+    in_memory, on_disk, buffers = 0, 0, 0
     if config.zero.offload != "none":
-        # A copy of the gradients that AdamW reads there; stage 3 collects them there, too.
+        # A copy of the gradients that AdamW reads there; stage 3 collects them in the machine's memory, too.
         copied = part * FLOAT32
-        host = masters + moments + copied
+        in_memory = masters + moments + copied
+        if config.zero.offload == "nvme":
+            in_memory, on_disk = 0, in_memory
+            # DeepSpeed's four: master, both moments and gradient of a sub-group.
+            buffers = 4 * min(part, update_size("nvme", zero_options(config.zero).sub_group_size)) * FLOAT32
         if stage == 3:
-            host += gradients
+            in_memory += gradients
         gradients += copied
-    if config.zero.offload_parameters != "none" and stage == 3:
-        host += weights
+    if stage == 3 and config.zero.offload_parameters == "cpu":
+        in_memory += weights
+    elif stage == 3 and config.zero.offload_parameters == "nvme":
+        on_disk += weights
     activations = _activation_bytes(config, model)
     if config.train.store == "host":
         # The last block's stay on the device.
-        host += activations * (model.num_layers - 1) // model.num_layers
+        in_memory += activations * (model.num_layers - 1) // model.num_layers
     return Memory(
         weights=weights,
         gradients=gradients,
         masters=masters,
         moments=moments,
-        host=host,
+        disk=on_disk,
+        buffers=buffers,
+        host=in_memory + buffers,
         activations=activations,
         building=building,
     )
@@ -206,6 +224,9 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
     lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})")
+    if need.disk:
+        lines.insert(-1, f"  {'buffers':<12}{gib(need.buffers):>12}  for what is swapped: zero.sub_group_size decides")
+        lines.insert(-1, f"  {'swapped':<12}{'-' + gib(need.disk):>12}  of these, to zero.nvme_path")
     if need.host:
         lines.append(f"  {'offloaded':<12}{gib(need.host):>12}  of these")
     return lines

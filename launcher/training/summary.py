@@ -139,6 +139,10 @@ def _stages(start: Start) -> list[str]:
         offloaded = ""
         if need.host:
             offloaded = f", {gib(need.host)} of it offloaded"
+        if need.disk:
+            offloaded = f", {gib(need.disk)} of it on a disk"
+            if need.host:
+                offloaded += f" and {gib(need.host)} in the machine's memory, buffers included"
         lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}){offloaded}.")
     return lines
 
@@ -286,7 +290,10 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
 
 
 _WATCHED = ("data", "train", "parallel", "zero")
-_FREE = ("data.train", "data.validation", "train.stop_after", "train.record_routing", "train.replay_routing")
+_FREE = (
+    *("data.train", "data.validation", "zero.nvme_path"),
+    *("train.stop_after", "train.record_routing", "train.replay_routing"),
+)
 """Keys that may differ without another course of training: where files are, and where this process ends."""
 
 

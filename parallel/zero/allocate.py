@@ -20,14 +20,22 @@ from torch import nn
 
 from longctx.objectives.causal_lm import CausalLM
 from parallel.zero.experts import ExpertsAcrossRanks
+from parallel.zero.weight_swapper import WeightSwapper
 
 
 def allocate(
-    model: CausalLM, *, stage: int, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None
+    model: CausalLM,
+    *,
+    stage: int,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    experts: ExpertsAcrossRanks | None,
+    swapper: WeightSwapper | None = None,
 ) -> None:
     """Give the parameters and buffers of a model, as far as they are on meta, memory where DeepSpeed computes.
 
-    Parameters get ``dtype``, and in stage 3 each rank its part of them. Collective in stage 3.
+    Parameters get ``dtype``, and in stage 3 each rank its part of them; ``swapper`` takes those that the config
+    offloads to a disk. Collective in stage 3.
     """
     accelerator: Any = get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -40,7 +48,7 @@ def allocate(
                 setattr(module, name, buffer.to(device))
     if stage == 3:
         deepspeed.init_distributed(accelerator.communication_backend_name())
-        _partition(model, dtype, config, experts)
+        _partition(model, dtype, config, experts, swapper)
         return
     for p in model.parameters():
         _make_whole(p, dtype, device)
@@ -69,7 +77,13 @@ def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> No
         p.data = p.data.to(device, dtype)
 
 
-def _partition(model: CausalLM, dtype: torch.dtype, config: dict[str, Any], experts: ExpertsAcrossRanks | None) -> None:
+def _partition(
+    model: CausalLM,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    experts: ExpertsAcrossRanks | None,
+    swapper: WeightSwapper | None,
+) -> None:
     """Hand the module to DeepSpeed's stage 3, one parameter after the other: a rank keeps its part alone."""
     if experts is not None:
         # Else DeepSpeed would make these groups, and say which of them a weight belongs to, too late for this.
@@ -77,7 +91,7 @@ def _partition(model: CausalLM, dtype: torch.dtype, config: dict[str, Any], expe
         for p in model.parameters():
             if getattr(p, "group_name", None) == experts.ep_group_name:
                 p.ds_zero_partition_process_group = experts.replicas  # type: ignore[attr-defined]
-    _OneByOne(dtype, module=model, config_dict_or_path=config)
+    _OneByOne(dtype, module=model, config_dict_or_path=config, param_swapper=swapper)
 
 
 class _OneByOne(deepspeed.zero.Init):

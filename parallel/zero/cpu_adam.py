@@ -33,13 +33,13 @@ def compile_cpu_adam() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
     if not (folder / f"{_NAME}.so").exists():
-        log.info("zero.offload=cpu: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
+        log.info("zero.offload: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
     wait_for_build(folder / "lock")
     try:
         builder.load(verbose=False)
     except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
         raise ConfigError(
-            f"zero.offload='cpu' needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
+            f"zero.offload needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
             f"{_last_lines(str(error))}\n"
             "Install g++ and ninja (the environment's bin folder must be in PATH), or take zero.offload=none."
         ) from error
@@ -59,7 +59,7 @@ def wait_for_build(lock: Path) -> None:
             return
         if age > _LONGEST_BUILD_SECONDS:
             raise ConfigError(
-                f"zero.offload='cpu': {lock} is {age / 60:.0f} minutes old, so a build of DeepSpeed's AdamW was killed "
+                f"zero.offload: {lock} is {age / 60:.0f} minutes old, so a build of DeepSpeed's AdamW was killed "
                 "there.\nRemove that file."
             )
         if not waits:

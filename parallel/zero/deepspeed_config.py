@@ -11,18 +11,18 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from parallel.zero.options import ZeroOptions, aligns, overlaps
+from parallel.zero.options import ZeroOptions, aligns, overlaps, update_size
 
 
 def deepspeed_config(
-    stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float, zero: ZeroOptions
+    stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float, zero: ZeroOptions, *, swap_path: str = ""
 ) -> dict[str, Any]:
-    """DeepSpeed's config. It clips by ``clip_norm``; 0 never."""
+    """DeepSpeed's config. It clips by ``clip_norm``; 0 never. ``swap_path`` is what it takes for a disk's folder."""
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader decides what a micro-batch is
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
-        "zero_optimization": _zero_section(stage, zero),
+        "zero_optimization": _zero_section(stage, zero, swap_path),
         "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW by its very type; ours inherits from it
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True, "immediate_grad_update": True},
         "communication_data_type": "fp32",
@@ -38,7 +38,7 @@ def accelerator() -> str:
     return chosen.device_name()
 
 
-def _zero_section(stage: int, zero: ZeroOptions) -> dict[str, Any]:
+def _zero_section(stage: int, zero: ZeroOptions, swap_path: str) -> dict[str, Any]:
     """DeepSpeed's ``zero_optimization``."""
     section: dict[str, Any] = {
         "stage": stage,
@@ -53,7 +53,7 @@ def _zero_section(stage: int, zero: ZeroOptions) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
             "stage3_max_live_parameters": zero.max_live_parameters,
             "stage3_param_persistence_threshold": zero.param_persistence_threshold,
-            "sub_group_size": zero.sub_group_size,
+            "sub_group_size": update_size(zero.offload, zero.sub_group_size),
             "zero_hpz_partition_size": zero.hpz_partition_size,
             "zero_quantized_weights": zero.quantized_weights,
             "zero_quantized_gradients": zero.quantized_gradients,
@@ -61,6 +61,11 @@ def _zero_section(stage: int, zero: ZeroOptions) -> dict[str, Any]:
     for key, device in (("offload_optimizer", zero.offload), ("offload_param", zero.offload_parameters)):
         if device != "none":
             section[key] = {"device": device, "pin_memory": zero.pin_memory}
+        if device == "nvme":
+            section[key]["nvme_path"] = swap_path
+    if zero.offload_parameters == "nvme":
+        # Else DeepSpeed keeps the first billion weights in memory.
+        section["offload_param"]["max_in_cpu"] = 0
     return section
 
 

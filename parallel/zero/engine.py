@@ -9,7 +9,7 @@ weights and a module of a class that it looks for say so (docs/decisions/2026-11
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
 from parallel.zero.partition import Partition, Wrapping
 from parallel.zero.sharded import Sharded
-from parallel.zero.state import OwnedRange, ReadRange, read_state, write_state
+from parallel.zero.state import OwnedRange, Piece, ReadRange, owned_pieces, read_state, write_state
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import import_muon
 from parallel.zero.whole import Whole
@@ -118,16 +118,23 @@ class ZeroEngine:
     def broken_weights(self) -> list[str]:
         """Names of the parameters and buffers that hold a value that is not finite. Collective."""
         # Each rank looks at what it holds; the reduction inside makes the answer the same everywhere.
-        held = dict(self.model.decoder.named_buffers())
+        device, found = self.partition.engine.device, {}
+        for name, buffer in self.model.decoder.named_buffers():
+            found[name] = not_finite([buffer], device)
         for name, p in self.model.decoder.named_parameters():
-            held[name] = self.partition.working_part(name, p)
-        found = not_finite((held[name] for name in self.shapes), self.partition.engine.device)
-        return named_on_any_rank(found, self.shapes)
+            # One after the other: a part may have to be read from a disk.
+            found[name] = not_finite([self.partition.working_part(name, p)], device)
+        return named_on_any_rank(torch.cat([found[name] for name in self.shapes]), self.shapes)
 
-    def owned_ranges(self) -> Iterator[OwnedRange]:
+    def owned_pieces(self) -> list[Piece]:
+        """Which ranges of the whole model's tensors ``owned_ranges`` gives; nothing is read for it."""
+        return owned_pieces(self.model.decoder, self.partition, self.tensors)
+
+    def owned_ranges(self) -> Generator[OwnedRange]:
         """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
 
-        Over all ranks every value exactly once.
+        Over all ranks every value exactly once. What a disk holds is in memory until the next range is asked for: go
+        through to the end before training goes on.
         """
         return read_state(self.model.decoder, self.partition, self.tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from parallel.zero.gradients import named_gradients
-from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of, update_by_deepspeed
 
 
 class Flat:
@@ -43,16 +44,34 @@ class Flat:
             groups, gradients = zero.params_in_partition, zero.averaged_gradients
         return named_gradients(self._model.decoder, groups, gradients)
 
-    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:  # all of it lies in the ranges of other ranks
-            return Part(0, 0, {})
+            return Extent(0, 0)
+        address = fragment.lp_fragment_address
+        return Extent(address.start, address.numel)
+
+    def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        return [list(self._model.decoder.named_parameters())]
+
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+        if moments:
+            fill_moments(self.inner, masters_of(self.inner))
+            # DeepSpeed links each parameter to its ranges of the moments once; these are new.
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        yield
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        fragment = p._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:
+            return {}
         values = {MASTER: fragment.get_hp_fragment()}
         for role in roles:
             if role != MASTER:
                 values[role] = fragment.get_hp_fragment(role)
-        address = fragment.lp_fragment_address
-        return Part(address.start, address.numel, values)
+        return values
 
     def replicas(self, name: str) -> dist.ProcessGroup | None:
         return None
@@ -66,9 +85,3 @@ class Flat:
     def refresh_weights(self) -> None:
         # Each rank rounds its own masters; one all-gather of each flat buffer brings those of the others.
         self.engine.optimizer.update_lp_params()
-
-    def prime_moments(self) -> None:
-        fill_moments(self.inner, masters_of(self.inner))
-        # DeepSpeed links each parameter to its ranges of the moments once; these are new.
-        self.engine.optimizer._hp_optimizer_states_linked = False
-        self.engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -28,8 +28,8 @@ class ZeroOptions:
     """Gathered weights that stage 3 keeps at most."""
     param_persistence_threshold: int = 100_000
     """Parameters below this size stay whole in stage 3."""
-    sub_group_size: int = 1_000_000_000
-    """Parameters that stage 3 updates at once."""
+    sub_group_size: int | None = None
+    """Parameters that stage 3 updates at once; None: what ``update_size`` says."""
     hpz_partition_size: int = 1
     """Ranks, such as those of a node, that keep a second copy of the weights among them (hpZ)."""
     quantized_weights: bool = False
@@ -37,11 +37,19 @@ class ZeroOptions:
     quantized_gradients: bool = False
     """Whether stage 3 reduces gradients in 4 and 8 bits (qgZ)."""
     offload: str = "none"
-    """Where masters, moments and gradients live, and AdamW runs: "none" is the device, "cpu" the machine's memory."""
+    """Where masters, moments and gradients live: "none" is the device, "cpu" the machine's memory, where AdamW runs,
+    "nvme" a disk, from which stage 3 reads a sub-group at a time."""
     offload_parameters: str = "none"
     """Where stage 3 keeps its part of the weights."""
+    nvme_path: str = ""
+    """Folder on that disk."""
     pin_memory: bool = True
     """Whether what is offloaded lies in page-locked memory, which copies take less time to and from."""
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a disk holds anything."""
+        return "nvme" in (self.offload, self.offload_parameters)
 
 
 def default_stage(device_type: str) -> int:
@@ -80,6 +88,18 @@ def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
     if wish is not None:
         return wish
     return device_type == "cuda"
+
+
+def update_size(offload: str, wish: int | None) -> int:
+    """Parameters that stage 3 updates at once: 1 billion (DeepSpeed's own), or 100 million that come from a disk.
+
+    Memory holds four times one sub-group in float32 there, so that a larger one would save nothing of most models.
+    """
+    if wish is not None:
+        return wish
+    if offload == "nvme":
+        return 100_000_000
+    return 1_000_000_000
 
 
 def check_device(zero: ZeroOptions, device_type: str) -> None:

@@ -6,7 +6,7 @@ import gc
 import io
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,22 +23,22 @@ from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
+from parallel.zero.swapping import SwapSpace, swap_space
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import AdamW
+from parallel.zero.weight_swapper import WeightSwapper
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
 """The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
 
 
-class Part(NamedTuple):
+class Extent(NamedTuple):
     """The flat range of a parameter whose master and moments this rank holds."""
 
     start: int
     """In the parameter as this rank held it before ZeRO."""
     numel: int
     """0 where the rank holds nothing of it."""
-    values: dict[str, Tensor]
-    """A flat tensor by role. The first ``numel`` values count; padding may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,27 @@ class Wrapping:
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
-        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero)
+        with swap_space(self.zero) as space:
+            return self._start(clip_norm, space)
+
+    def _start(self, clip_norm: float, space: SwapSpace | None) -> Any:
+        """``start``, with the disk that DeepSpeed may swap to."""
+        swap_path, swapper = "", None
+        if space is not None:
+            swap_path = space.path
+            swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
+        config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=swap_path)
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
         groups = optimizer_groups(self.model, self.options.weight_decay)
-        experts = self.tensors.experts
         with groups_of_library():
-            allocate(self.model, stage=self.stage, dtype=self.dtype, config=config, experts=experts)
+            allocate(
+                self.model,
+                stage=self.stage,
+                dtype=self.dtype,
+                config=config,
+                experts=self.tensors.experts,
+                swapper=swapper,
+            )
         optimizer = self._optimizer(groups)
         # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
         # imports made is a million objects, and none of it is garbage.
@@ -104,8 +119,28 @@ class Partition(Protocol):
         """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
         ...
 
-    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
-        """What this rank holds of a parameter in these roles; moments are there once ``prime_moments`` made them."""
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        """Which range of a parameter this rank holds masters and moments of."""
+        ...
+
+    def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Parameters by name, all of them once: those of a group are in memory together."""
+        ...
+
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> AbstractContextManager[None]:
+        """Have masters and moments of a group's parameters in memory within the block.
+
+        With ``moments`` every master has its own: DeepSpeed and AdamW create them at the first step only. With
+        ``writes`` what is put into masters and moments stays, and ends up in the weights that forward reads as after a
+        step, once ``refresh_weights`` was called.
+        """
+        ...
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        """A flat tensor by role of what this rank holds of a ``resident`` parameter.
+
+        The first values count, as many as its extent has; padding may follow.
+        """
         ...
 
     def replicas(self, name: str) -> dist.ProcessGroup | None:
@@ -121,11 +156,7 @@ class Partition(Protocol):
         ...
 
     def refresh_weights(self) -> None:
-        """Set the weights that forward reads from their masters, as a step does after its update. Collective."""
-        ...
-
-    def prime_moments(self) -> None:
-        """Give every master its moments: DeepSpeed and AdamW create them at the first step only."""
+        """Have forward read what was put into masters. Collective."""
         ...
 
 

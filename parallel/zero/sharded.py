@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import deepspeed
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
 from parallel.zero.gradients import named_gradients
-from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, update_by_deepspeed
+from parallel.zero.weight_swapper import WeightSwapper
 
 
 class Sharded:
@@ -36,6 +38,9 @@ class Sharded:
         return self.engine.optimizer.optimizer
 
     def update(self) -> float:
+        # DeepSpeed takes a weight that it finds in memory to be there for good, also one that it has read ahead.
+        if self._swapper is not None:
+            self._swapper.release_all()
         return update_by_deepspeed(self.engine)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -43,22 +48,58 @@ class Sharded:
         if not self._offloads:
             yield from named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
             return
-        for name, p in self._model.decoder.named_parameters():
-            group, start, count = zero.grad_position[zero.get_param_id(p)]
-            yield name, zero.fp32_partitioned_groups_flat[group].grad.narrow(0, start, count)
+        # What it hands on, to AdamW's copy or to a disk, stays here.
+        start = 0
+        for group in self.groups():
+            for name, p in group:
+                count = p.partition_numel()  # type: ignore[attr-defined]
+                yield name, zero.grad_partitions_flat_buffer.narrow(0, start, count)
+                start += count
 
-    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
-        # Where they live: DeepSpeed's own functions would give copies on the GPU of what is offloaded.
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        _, _, count = self._position(p)
+        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
+        start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
+        return Extent(start, self._num_own(name, p, count))
+
+    def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        # DeepSpeed's sub-groups: what it updates at once, and reads from a disk at once.
+        names = {id(p): name for name, p in self._model.decoder.named_parameters()}
+        return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
+
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         zero = self.engine.optimizer
-        group, first, count = zero.grad_position[zero.get_param_id(p)]
+        # The optimiser is given one flat group at a time during a step: between steps it names none of them.
         flat = zero.fp32_partitioned_groups_flat[group]
+        is_swapped = zero._swappable_optimizer_subgroup(group)
+        if is_swapped:
+            zero.optimizer_swapper.swap_in_optimizer_state(parameter=flat)
+        # New moments have no place on the disk yet.
+        keeps = is_swapped and (writes or (moments and not self.inner.state[flat]))
+        try:
+            if moments:
+                fill_moments(self.inner, [flat])
+            yield
+            if writes:
+                self._forget_weights(group)
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if keeps:
+                zero._optimizer_states_and_gradient_swap_out(group)
+        finally:
+            # Also after an error, and nothing where it was written.
+            if is_swapped:
+                zero._release_swap_buffers(group)
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        # Where they live: DeepSpeed's own functions would give copies on the GPU of what is offloaded.
+        group, first, count = self._position(p)
+        flat = self.engine.optimizer.fp32_partitioned_groups_flat[group]
         values = {MASTER: flat.narrow(0, first, count)}
         for role in roles:
             if role != MASTER:
                 values[role] = self.inner.state[flat][role].narrow(0, first, count)
-        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
-        start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
-        return Part(start, self._num_own(name, p, count), values)
+        return values
 
     def replicas(self, name: str) -> dist.ProcessGroup | None:
         return None
@@ -68,21 +109,31 @@ class Sharded:
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         part = p.ds_tensor  # type: ignore[attr-defined]
+        if self._swapper is not None and part.final_location == "nvme":
+            part = self._swapper.part(p)
         return part[: self._num_own(name, p, part.numel())]
 
     def refresh_weights(self) -> None:
-        zero = self.engine.optimizer
-        for group in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(group)
-        # What was gathered of the old weights, or copied within a node, is gathered anew where it is needed.
-        zero.invalidate_secondary_tensor()
-        for p in self._model.parameters():
-            if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
-                p.partition()  # type: ignore[attr-defined]
+        # What was copied within a node is gathered anew where it is needed.
+        self.engine.optimizer.invalidate_secondary_tensor()
 
-    def prime_moments(self) -> None:
-        # The optimiser is given one flat group at a time during a step: between steps it names none of them.
-        fill_moments(self.inner, masters_of(self.inner) + list(self.engine.optimizer.fp32_partitioned_groups_flat))
+    @property
+    def _swapper(self) -> WeightSwapper | None:
+        """What reads and writes weights on a disk; None where none are there."""
+        return next(self._model.parameters()).nvme_swapper  # type: ignore[attr-defined]
+
+    def _forget_weights(self, group: int) -> None:
+        """Free what is gathered, or read ahead, of a sub-group's old weights."""
+        for p in self.engine.optimizer.fp16_groups[group]:
+            if p.ds_status == ZeroParamStatus.AVAILABLE:
+                p.partition()
+        if self._swapper is not None:
+            self._swapper.release_all()
+
+    def _position(self, p: nn.Parameter) -> tuple[int, int, int]:
+        """(sub-group, first value in it, values with padding) of this rank's part of a parameter."""
+        zero = self.engine.optimizer
+        return zero.grad_position[zero.get_param_id(p)]
 
     def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
         """Values of this rank's part that belong to the parameter; what follows is padding."""

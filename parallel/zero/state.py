@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
@@ -19,6 +19,19 @@ ReadRange = Callable[[str, str, int, int], Tensor]
 """(tensor name, role, start, count) -> flat fp32 values."""
 
 
+class Piece(NamedTuple):
+    """A flat range of one tensor in one role."""
+
+    name: str
+    role: str
+    start: int
+    numel: int
+
+    def of(self, values: Tensor) -> OwnedRange:
+        """The range with its values, the first ones of ``values``."""
+        return OwnedRange(self.name, self.role, self.start, values[: self.numel])
+
+
 class OwnedRange(NamedTuple):
     """Values of one tensor in one role that this rank answers for, flat and where they are held: not a copy."""
 
@@ -28,21 +41,47 @@ class OwnedRange(NamedTuple):
     values: Tensor
 
 
-def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> Iterator[OwnedRange]:
-    """Masters, moments and buffers as fp32 ranges of the whole model's tensors: over all ranks each value once."""
-    partition.prime_moments()
+def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> list[Piece]:
+    """What this rank answers for of masters, moments and buffers: over all ranks each value once. Nothing is read."""
+    pieces = []
     # Buffers are whole on every rank: one rank answers for each, so that no rank writes them all.
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
         if tensors.answers_for(index, name):
-            yield OwnedRange(name, MASTER, 0, buffer.detach().float().flatten())
-    for index, (name, p) in enumerate(decoder.named_parameters()):
-        if not partition.answers_for(index, name):
-            continue
-        part = partition.part(name, p)
-        if part.numel:
-            start = tensors.first_value(name) + part.start
-            for role in ROLES:
-                yield OwnedRange(name, role, start, part.values[role].detach()[: part.numel])
+            pieces.append(Piece(name, MASTER, 0, buffer.numel()))
+    for group in _owned_groups(decoder, partition):
+        for name, p in group:
+            extent = partition.extent(name, p)
+            start = tensors.first_value(name) + extent.start
+            pieces.extend(Piece(name, role, start, extent.numel) for role in ROLES)
+    return pieces
+
+
+def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> Generator[OwnedRange]:
+    """The values of ``owned_pieces``, in their order, as fp32. Those of a disk last until the next ones are asked for.
+
+    The caller goes through to the end, or closes the iterator, before training goes on.
+    """
+    pieces = iter(owned_pieces(decoder, partition, tensors))
+    for index, (name, buffer) in enumerate(decoder.named_buffers()):
+        if tensors.answers_for(index, name):
+            yield next(pieces).of(buffer.detach().float().flatten())
+    for number, group in enumerate(_owned_groups(decoder, partition)):
+        with partition.resident(number, moments=True):
+            for name, p in group:
+                values = partition.part(name, p)
+                for role in ROLES:
+                    yield next(pieces).of(values[role].detach())
+
+
+def _owned_groups(decoder: Decoder, partition: Partition) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The partition's groups, without parameters that another rank gives away or that this one holds nothing of."""
+    indices = {name: index for index, (name, _) in enumerate(decoder.named_parameters())}
+    for group in partition.groups():
+        yield [
+            (name, p)
+            for name, p in group
+            if partition.answers_for(indices[name], name) and partition.extent(name, p).numel
+        ]
 
 
 @torch.no_grad()
@@ -57,16 +96,17 @@ def write_state(
     roles, steps_taken = (MASTER,), 0
     if moments:
         roles, steps_taken = ROLES, step
-        partition.prime_moments()
     # Buffers are whole on every rank.
     for name, buffer in decoder.named_buffers():
         fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=dist.group.WORLD)
-    for name, p in decoder.named_parameters():
-        part = partition.part(name, p, roles)
-        first = tensors.first_value(name) + part.start
-        for role, values in part.values.items():
-            own = values.data[: part.numel]
-            fill(own, _reader(read, name, role, first), shared_by=partition.replicas(name))
+    for number, group in enumerate(partition.groups()):
+        with partition.resident(number, moments=moments, writes=True):
+            for name, p in group:
+                extent = partition.extent(name, p)
+                first = tensors.first_value(name) + extent.start
+                for role, values in partition.part(name, p, roles).items():
+                    own = values.data[: extent.numel]
+                    fill(own, _reader(read, name, role, first), shared_by=partition.replicas(name))
     partition.refresh_weights()
     set_steps(partition.inner, steps_taken)
 

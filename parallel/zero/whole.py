@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.experts import is_expert_weight
-from parallel.zero.partition import MASTER, Part, Wrapping, fill_moments, masters_of
+from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of
 
 
 class Whole:
@@ -45,12 +46,24 @@ class Whole:
             if p.grad is not None:
                 yield name, p.grad
 
-    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> Part:
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        return Extent(0, p.numel())
+
+    def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        return [list(self._model.decoder.named_parameters())]
+
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+        if moments:
+            fill_moments(self.inner, masters_of(self.inner))
+        yield
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
         values = {MASTER: p.data.view(-1)}
         for role in roles:
             if role != MASTER:
                 values[role] = self.inner.state[p][role].view(-1)
-        return Part(0, p.numel(), values)
+        return values
 
     def replicas(self, name: str) -> dist.ProcessGroup | None:
         return self._tensors.replicas(name)
@@ -63,9 +76,6 @@ class Whole:
 
     def refresh_weights(self) -> None:
         """Nothing to do: forward reads the masters."""
-
-    def prime_moments(self) -> None:
-        fill_moments(self.inner, masters_of(self.inner))
 
     def _gradient_norm(self) -> float:
         """DeepSpeed reports no norm here. Gradients are whole, and averaged on every rank that holds the weight."""

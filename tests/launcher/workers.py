@@ -34,6 +34,7 @@ from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
+from tests.parallel.zero.swapping import swap_everything
 
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
@@ -52,6 +53,12 @@ def train_each(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
     """Several runs one after the other: their folders and what is changed in each."""
     for output, changed in runs.items():
         train(shards, output, changed)
+
+
+def train_each_swapping(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) -> None:
+    """``train_each``, with tensors of any size on the disk where a run has one."""
+    swap_everything()
+    train_each(shards, runs)
 
 
 def breaking_step(step: int, act: Callable[[Run], None]) -> type[TrainStep]:

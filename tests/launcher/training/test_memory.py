@@ -7,7 +7,7 @@ import torch
 
 from launcher.config.load import load_run_config
 from launcher.training import memory
-from launcher.training.memory import GIB, Memory, check_memory, memory_by_stage, memory_of_rank, why_too_large
+from launcher.training.memory import GIB, Memory, check_memory, gib, memory_by_stage, memory_of_rank, why_too_large
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -61,6 +61,24 @@ def test_the_stages_that_train_in_a_dtype_are_compared():
 def test_what_is_offloaded_lies_in_the_machines_memory(flags, on_device, host):
     own = need([*LLAMA, "--train.dtype", "bfloat16", "--parallel.context", "2", *flags])
     assert (own.on_device - own.activations, own.host) == (on_device, host)
+
+
+@pytest.mark.parametrize(
+    ("flags", "disk", "memory"),
+    [
+        # Gradients stay in memory, and four sub-groups of a hundred million values pass through it.
+        (["--zero.offload", "nvme"], 16 * P // 2, 2 * P // 2 + 4 * P // 2 + 16 * 100_000_000),
+        (["--zero.offload", "nvme", "--zero.sub_group_size", "1000"], 16 * P // 2, 6 * P // 2 + 16 * 1000),
+        (["--zero.offload", "nvme", "--zero.sub_group_size", "9_000_000_000"], 16 * P // 2, 22 * P // 2),
+        (["--zero.offload_parameters", "nvme"], 2 * P // 2, 16 * P // 2),
+    ],
+)
+def test_what_is_on_a_disk_takes_no_memory(flags, disk, memory):
+    common = ["--train.dtype", "bfloat16", "--parallel.context", "2", "--zero.stage", "3", "--zero.nvme_path", "/x"]
+    own = need([*LLAMA, *common, *flags])
+    assert (own.disk, own.training - own.activations) == (disk, memory)
+    said = refusal([*LLAMA, *common, *flags], 2, host=10)
+    assert f"  swapped     {'-' + gib(disk):>12}" in said
 
 
 def test_a_machine_without_room_for_what_is_offloaded_refuses():

@@ -202,9 +202,15 @@ def test_recomputation_changes_no_bit():
     run_distributed(check_recompute, 2)
 
 
-def check_state(stage: int, other: int, zero: ZeroOptions | None = None, other_zero: ZeroOptions | None = None):
+def check_state(
+    stage: int,
+    other: int,
+    zero: ZeroOptions | None = None,
+    other_zero: ZeroOptions | None = None,
+    config: ModelConfig = DENSE,
+):
     """Ranges written in one stage make the other go on as if nothing had happened, with a fused AdamW or without."""
-    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage, fused=stage > other, zero=zero)
+    _, engine = train_together(config, context=2, layout="zigzag", stage=stage, fused=stage > other, zero=zero)
     gathered: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, [(*r[:3], r.values.clone()) for r in engine.owned_ranges()])
     whole = {}
@@ -214,7 +220,7 @@ def check_state(stage: int, other: int, zero: ZeroOptions | None = None, other_z
         tensor[start : start + len(values)] = values
     assert not any(t.isnan().any() for t in whole.values())
     mesh = Mesh.build(context=2)
-    model = build_parallel_model(DENSE, mesh, layout="zigzag", seed=1)
+    model = build_parallel_model(config, mesh, layout="zigzag", seed=1)
     options = OptimizerOptions(clip_norm=CLIP, fused=stage < other)
     fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=ROWS, options=options, zero=other_zero)
     fresh.load(lambda name, role, start, n: whole[name, role][start : start + n], step=FEW)
@@ -227,7 +233,7 @@ def check_state(stage: int, other: int, zero: ZeroOptions | None = None, other_z
         for _ in range(2):
             for _ in range(ROWS):
                 loss = runner.forward(mine)
-                runner.backward(counts.loss(loss, DENSE))
+                runner.backward(counts.loss(loss, config))
             seen += [float(loss.nll_sum), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 

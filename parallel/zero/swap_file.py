@@ -1,0 +1,165 @@
+"""``SwapFile``: tensors of a rank in one file without a name, so that nothing is left of it however the process ends.
+
+Reads and writes go past the page cache where the file system has direct I/O. Every transfer is checked: a disk that is
+full or broken raises, and never gives back other values.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4096
+"""Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
+BLOCK_BYTES = 16 << 20
+"""Bytes of one transfer."""
+WORKERS = 8
+"""Transfers that are under way at a time: a fast disk is not busy with one."""
+
+
+class SwapFile:
+    """Values by name. A name keeps its place in the file, which is reserved when it is first written."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the file in ``folder``, which must be there. OSError where the file system refuses a write."""
+        self._folder = folder
+        self._fd, self.is_direct = _open_unnamed(folder)
+        weakref.finalize(self, os.close, self._fd)
+        self._places: dict[str, tuple[int, int]] = {}
+        """Name -> (offset, bytes that are reserved)."""
+        self._end = 0
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="swap")
+        self._bounce = threading.local()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are reserved on the disk."""
+        return self._end
+
+    def write(self, name: str, values: Tensor) -> list[Future[None]]:
+        """Begin to write a contiguous tensor of the CPU; it must stay as it is until every future is done."""
+        return self._transfer(self._place(name, values.nbytes), values, self._write_block)
+
+    def read(self, name: str, out: Tensor) -> list[Future[None]]:
+        """Begin to read the first values of ``name`` into a contiguous tensor of the CPU."""
+        offset, reserved = self._places[name]
+        assert out.nbytes <= reserved, f"{name} has {reserved} bytes, and {out.nbytes} are asked for"
+        return self._transfer(offset, out, self._read_block)
+
+    def _place(self, name: str, num_bytes: int) -> int:
+        """Where a name's values are in the file; OSError where the disk has no room for a new one."""
+        if name not in self._places:
+            reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            try:
+                os.posix_fallocate(self._fd, self._end, max(reserved, 1))
+            except OSError as error:
+                raise self._explained(error) from error
+            self._places[name] = self._end, reserved
+            self._end += reserved
+        offset, reserved = self._places[name]
+        assert num_bytes <= reserved, f"{name} was {reserved} bytes, and is {num_bytes} now"
+        return offset
+
+    def _transfer(
+        self, offset: int, tensor: Tensor, move_block: Callable[[int, memoryview, bool], None]
+    ) -> list[Future[None]]:
+        """Hand the tensor to the workers, block by block."""
+        assert tensor.is_contiguous(), "its bytes must lie end to end"
+        content = tensor.detach().view(-1).view(torch.uint8).numpy().data
+        is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+        futures = []
+        for start in range(0, len(content), BLOCK_BYTES):
+            block = content[start : start + BLOCK_BYTES]
+            futures.append(self._workers.submit(move_block, offset + start, block, is_aligned))
+        return futures
+
+    def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
+        if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
+            bounce = self._bounce_buffer(len(block))
+            # Behind its end in the file is nothing that counts.
+            bounce[: len(block)] = block
+            block = bounce
+        self._repeat(os.pwritev, offset, block)
+
+    def _read_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
+        if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
+            bounce = self._bounce_buffer(len(block))
+            self._repeat(os.preadv, offset, bounce)
+            block[:] = bounce[: len(block)]
+        else:
+            self._repeat(os.preadv, offset, block)
+
+    def _repeat(self, call: Callable[[int, list[memoryview], int], int], offset: int, block: memoryview) -> None:
+        """``pwritev`` or ``preadv`` until the whole block has gone: the system may stop earlier."""
+        done = 0
+        while done < len(block):
+            try:
+                moved = call(self._fd, [block[done:]], offset + done)
+            except OSError as error:
+                raise self._explained(error) from error
+            if moved == 0:
+                raise self._explained(OSError(errno.EIO, "the file ends too early"))
+            done += moved
+
+    def _bounce_buffer(self, num_bytes: int) -> memoryview:
+        """Aligned memory of this worker, of so many bytes rounded up."""
+        if not hasattr(self._bounce, "buffer"):
+            self._bounce.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        return self._bounce.buffer[: -(-num_bytes // ALIGNMENT) * ALIGNMENT]
+
+    def _explained(self, error: OSError) -> OSError:
+        """The same, naming the folder."""
+        return OSError(error.errno, f"swapping failed: {error.strerror}", str(self._folder))
+
+
+def _open_unnamed(folder: Path) -> tuple[int, bool]:
+    """A file whose name is gone, and whether it is read and written past the page cache."""
+    plain, path = tempfile.mkstemp(prefix=".swap.", dir=folder)
+    direct = -1
+    try:
+        try:
+            direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            # What a file system without direct I/O says.
+            if error.errno != errno.EINVAL:
+                raise
+    finally:
+        Path(path).unlink()
+    try:
+        # Some take the flag, and refuse the transfer.
+        if direct >= 0 and _takes_a_block(direct):
+            os.close(plain)
+            return direct, True
+    except BaseException:
+        os.close(plain)
+        os.close(direct)
+        raise
+    if direct >= 0:
+        os.close(direct)
+    _takes_a_block(plain)
+    return plain, False
+
+
+def _takes_a_block(fd: int) -> bool:
+    """Write one sector and read it again; False where the file system refuses such a transfer."""
+    block = memoryview(mmap.mmap(-1, ALIGNMENT))
+    block[:] = bytes(range(256)) * (ALIGNMENT // 256)
+    try:
+        os.pwritev(fd, [block], 0)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    again = memoryview(mmap.mmap(-1, ALIGNMENT))
+    os.preadv(fd, [again], 0)
+    return bytes(again) == bytes(block)
