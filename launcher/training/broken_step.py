@@ -116,9 +116,10 @@ def broken_step(
 
 def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Where a step's rows are in the data, and the command that shows them."""
-    data, seed, row, epoch = config.data, config.run.seed, order["epoch_row"], order["epoch"]
-    where = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
-    if seed or epoch:
-        # `data inspect` packs the first epoch of seed 0 only: it would show other rows.
-        return f"{where} (run.seed {seed})"
-    return f"{where} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
+    data, seed, epoch, block = config.data, config.run.seed, order["epoch"], order["block"]
+    command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
+    # Counted from its block: to find it in the epoch is to plan all blocks before it.
+    for name, value in (("block", block), ("epoch", epoch), ("seed", seed)):
+        if value:
+            command += f" --{name} {value}"
+    return f"{config.rows_per_step} rows of {data.train} from row {order['epoch_row']} of epoch {epoch} on ({command})"

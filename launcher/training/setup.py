@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
@@ -137,7 +139,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
-    # The others wait as long as it takes: rank 0 alone needs the plan of an epoch's rows now.
+    # The others wait: rank 0 alone needs a first block of rows now.
     on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
 
@@ -183,8 +185,7 @@ def _say_start(
         memory=memory_of_rank(config, model, mesh.world_size),
         free_bytes=free_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
-        rows_per_epoch=loader.num_rows,
-        padding_share=loader.pack_report().padding_share,
+        packing=loader.pack_report(),
     )
     for line in summary(start):
         log.info("%s", line)
@@ -274,9 +275,8 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     parallel = config.parallel
     if parallel.layout != AUTO:
         return config
-    # What remains of a document after its whole rows shares a row with others, or with padding. Lengths say so for
-    # every epoch, however it is packed: a run that resumes gets the same answer.
-    has_remainders = bool((loader.shards.lengths % config.data.seq_len).any())
+    # What remains of a document after its whole rows shares a row with others, or with padding.
+    has_remainders = _has_remainders(loader.shards, config.data.seq_len)
     layout, reason = choose_layout(
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
@@ -287,6 +287,25 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     )
     log.info("parallel.layout=auto is %s: %s.", layout, reason)
     return config.with_layout(layout)
+
+
+_LOOKED_AT = 1 << 16
+"""Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
+
+
+def _has_remainders(shards: ShardSet, seq_len: int) -> bool:
+    """Whether documents leave a part of a row to others. A function of the data: a run that resumes gets the same.
+
+    A corpus whose first documents fill whole rows is taken to be cut for this length all through: to look at every
+    document would take a start as long as there are documents. Were that wrong, the layout would be slower, no more.
+    """
+    if shards.num_tokens % seq_len:
+        return True
+    longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
+    if min(longest, default=seq_len) < seq_len:
+        return True
+    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
+    return bool((first % seq_len).any())
 
 
 def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:

@@ -13,6 +13,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.lengths import lengths_of
 from tests.data_pipeline.shards.test_shards import DAMAGE, edit, flip_byte
 
 
@@ -20,8 +21,8 @@ def test_describe_counts_what_is_there(built: Path):
     shards = ShardSet.open(built)
     found = describe(built, seq_len=512)
     assert found.documents == shards.num_documents
-    assert found.tokens == shards.num_tokens == sum(shards.lengths)
-    assert found.longest_tokens == max(shards.lengths)
+    assert found.tokens == shards.num_tokens == sum(lengths_of(shards))
+    assert found.longest_tokens == max(lengths_of(shards))
     assert sum(found.length_histogram.values()) == found.documents
     assert found.bytes_per_token == found.text_bytes / found.tokens
     assert found.packing is not None
@@ -38,7 +39,7 @@ def test_show_row_is_the_row_that_the_loader_gives(built: Path, tokenizer: Token
         assert "".join(piece.head for piece in view.pieces) == tokenizer.decode(tokens.numpy())
         assert view.tokens + view.padding_tokens == 512
         assert all(piece.tail == "" for piece in view.pieces)
-    assert view.num_rows == loader.num_rows
+    assert view.num_rows == loader.pack_report().rows
 
 
 def test_show_row_shows_both_ends(built: Path, corpus: Path):
