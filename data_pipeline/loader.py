@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.batches import Pieces, build_batch
-from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import Batch
 from longctx.errors import ConfigError, DataError
@@ -95,9 +95,9 @@ class Loader:
         data_degree: int,
         seed: int,
         shuffle: bool,
-        num_blocks: int | None = None,
+        deal: Deal | None = None,
     ) -> None:
-        """``num_blocks`` of an epoch follows from corpus and ``seq_len`` unless it is given."""
+        """``deal`` is that of the corpus unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
         self.micro_batches_per_step = rows_per_step // (data_degree * micro_batch_rows)
@@ -108,7 +108,7 @@ class Loader:
         self._data_degree = data_degree
         self._seed = seed
         self._shuffle = shuffle
-        self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, num_blocks=num_blocks)
+        self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
         self._position = _Position()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
@@ -283,13 +283,13 @@ class ValidationLoader:
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
-        num_blocks: int | None = None,
+        deal: Deal | None = None,
     ) -> None:
-        """``num_blocks`` of the folder follows from it and ``seq_len`` unless it is given."""
+        """``deal`` is that of the folder unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
         # No shuffle and no seed: losses of different runs are over the same rows.
-        self._planner = BlockPlanner(shards, seq_len, shuffle=False, num_blocks=num_blocks)
+        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
         # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
         counts: list[int] = []
         while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):

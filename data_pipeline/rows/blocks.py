@@ -1,9 +1,9 @@
 """An epoch in blocks: some 65,000 documents are planned at a time, so a start costs the same whatever the corpus.
 
-A permutation with a state of a few numbers deals the documents of an epoch out to blocks, and each block is packed by
-itself (``plan_rows``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned
-without those before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then
-there is an estimate.
+A permutation that is stored nowhere deals the documents of an epoch out to blocks, and each block is packed by itself
+(``plan_rows``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without those
+before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is an
+estimate.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ MIN_ROWS = 256
 """Rows of a block, at least: its last row is half empty on average, which is 0.2 % of so many."""
 MAX_DOCUMENTS = MAX_ROWS = 1 << 20
 """What bounds the memory and the time of a plan where the two lower bounds would not: about 100 MB, and a second."""
+
+MAX_FILES = 1024
+"""Shards that a block reads lengths from: each costs a few disk reads. A corpus of more is dealt out in runs."""
 
 _DEAL = 0
 """Salt of the permutation; ``rows.pack`` has the others."""
@@ -83,13 +86,26 @@ class PackReport:
         )
 
 
-def count_blocks(documents: int, tokens: int, seq_len: int) -> int:
-    """Blocks that an epoch of a corpus is planned in, as equal as can be; at least one."""
-    # So many that each still has enough documents, and enough tokens for its rows …
-    most = min(documents // MIN_DOCUMENTS, tokens // (MIN_ROWS * seq_len))
-    # … unless that would make one too large: short documents in very long rows, or very long documents in short rows.
-    least = max(-(-documents // MAX_DOCUMENTS), -(-tokens // (MAX_ROWS * seq_len)))
-    return max(1, most, min(least, documents))
+@dataclass(frozen=True)
+class Deal:
+    """How the documents of an epoch are dealt out to blocks."""
+
+    num_blocks: int
+    run_documents: int = 1
+    """Neighbours in the shards that come to one block together. Within it each has a place of its own."""
+
+    @classmethod
+    def of(cls, documents: int, tokens: int, shards: int, seq_len: int) -> Deal:
+        """That of a corpus: as many blocks as still have enough documents and rows, and at least one."""
+        # So many that each has enough documents, and enough tokens for its rows …
+        most = min(documents // MIN_DOCUMENTS, tokens // (MIN_ROWS * seq_len))
+        # … unless that would make one too large: short documents in very long rows, or very long ones in short rows.
+        least = max(-(-documents // MAX_DOCUMENTS), -(-tokens // (MAX_ROWS * seq_len)))
+        num_blocks = max(1, most, min(least, documents))
+        if shards <= MAX_FILES:
+            return cls(num_blocks)
+        # One shard a run, or two where it crosses from one to the next.
+        return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
 
 
 class BlockPlanner:
@@ -99,14 +115,17 @@ class BlockPlanner:
     """Blocks in memory: the one that is read, and the next."""
 
     def __init__(
-        self, shards: ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, num_blocks: int | None = None
+        self, shards: ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, deal: Deal | None = None
     ) -> None:
-        """``num_blocks`` follows from the corpus and ``seq_len`` unless it is given."""
+        """``deal`` is that of the corpus unless it is given."""
+        if deal is None:
+            deal = Deal.of(shards.num_documents, shards.num_tokens, len(shards.manifest.shards), seq_len)
         self._shards = shards
         self._seq_len = seq_len
         self._seed = seed
         self._shuffle = shuffle
-        self.num_blocks = num_blocks or count_blocks(shards.num_documents, shards.num_tokens, seq_len)
+        self._run = deal.run_documents
+        self.num_blocks = deal.num_blocks
         self._plans: OrderedDict[tuple[int, int], Future[RowPlan]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -136,12 +155,15 @@ class BlockPlanner:
     def documents(self, epoch: int, block: int) -> np.ndarray:
         """The numbers of a block's documents, ascending [n], int64: shards are then read from front to back."""
         count = self._shards.num_documents
+        runs = -(-count // self._run)
         # As equal as can be: a last block of a few documents would be mostly padding.
-        places = np.arange(block * count // self.num_blocks, (block + 1) * count // self.num_blocks)
-        if not self._shuffle:
-            return places
-        # Their order within the block is that of ``plan_rows``.
-        return np.sort(Permutation(count, self._seed, epoch, _DEAL).at(places))
+        numbers = np.arange(block * runs // self.num_blocks, (block + 1) * runs // self.num_blocks)
+        if self._shuffle:
+            # Their order within the block is that of ``plan_rows``.
+            numbers = np.sort(Permutation(runs, self._seed, epoch, _DEAL).at(numbers))
+        documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
+        # The last run may be shorter.
+        return documents[documents < count]
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
         """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""

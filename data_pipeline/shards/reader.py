@@ -7,7 +7,9 @@ uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the tex
 from __future__ import annotations
 
 import bisect
+import ctypes
 import dataclasses
+import mmap
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from longctx.tokenizer import Tokenizer, load_tokenizer
 MAX_MAPPED = 4096
 """Shards of a folder that are mapped at once. Linux gives a process 65,530 mappings unless it is told otherwise
 (``vm.max_map_count``), and libraries take some thousands."""
+
+_LIBC = ctypes.CDLL(None)
 
 
 class ShardSet:
@@ -93,7 +97,7 @@ class ShardSet:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
         longest = 0
         for number in range(len(self.manifest.shards)):
-            longest = max(longest, int(np.diff(self._shard(number).offsets).max(initial=0)))
+            longest = max(longest, self._shard(number).longest_document())
         return longest
 
     def document(self, index: int) -> np.ndarray:
@@ -172,7 +176,28 @@ class _Shard:
         starts, stops = self.offsets[rows], self.offsets[rows + 1]
         if starts.min() < 0 or (stops <= starts).any() or stops.max() > len(self.values):
             raise _wrong_offsets(path)
+        self._release_offsets()
         return stops - starts
+
+    def longest_document(self) -> int:
+        """Tokens of the longest document."""
+        # All offsets, in one read.
+        _advise(self._offsets_buffer, mmap.MADV_WILLNEED)
+        longest = int(np.diff(self.offsets).max(initial=0))
+        self._release_offsets()
+        return longest
+
+    def _release_offsets(self) -> None:
+        """Take the pages of offsets out of this process; they stay in the system's cache.
+
+        A block has a few documents of every shard: a process would come to have the offsets of the whole corpus.
+        """
+        # Of a file that is mapped for reading: nothing can be lost.
+        _advise(self._offsets_buffer, mmap.MADV_DONTNEED)
+
+    @property
+    def _offsets_buffer(self) -> pa.Buffer:
+        return self.batch.column("tokens").offsets.buffers()[1]
 
 
 _ADVICE = "Copy the shard again or build the folder again."
@@ -195,13 +220,11 @@ def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
     # It may have changed since the folder was opened.
     _check_size(folder, entry)
     try:
-        mapped = pa.memory_map(str(path))
-        if verify and xxhash.xxh3_128_hexdigest(mapped.read_buffer()) != entry.xxh3_128:
+        content = _map(path, entry.bytes)
+        if verify and xxhash.xxh3_128_hexdigest(content) != entry.xxh3_128:
             raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {_ADVICE}")
-        # read_buffer has moved to the end.
-        mapped.seek(0)
-        shard = _views(pa.ipc.open_file(mapped).get_batch(0), entry, path)
-    except (OSError, KeyError, pa.ArrowException) as error:
+        shard = _views(content, entry, path)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
     # Documents are looked at one by one as they are used: a file has up to millions.
     if verify and not (np.diff(shard.offsets) > 0).all():
@@ -209,8 +232,26 @@ def _open_shard(folder: Path, entry: ShardEntry, *, verify: bool) -> _Shard:
     return shard
 
 
-def _views(batch: pa.RecordBatch, entry: ShardEntry, path: Path) -> _Shard:
+def _map(path: Path, size: int) -> pa.Buffer:
+    """A file of so many bytes, mapped into memory until the last view of it is gone."""
+    # Closed at once: shards may be more than the files that a process may have open. The mapping stays.
+    with pa.memory_map(str(path)) as file:
+        first = file.read_buffer(1)
+    # To read the file through Arrow is to have the system read ahead whole record batches: all of every shard.
+    return pa.foreign_buffer(first.address, size, first)
+
+
+def _advise(part: pa.Buffer, advice: int) -> None:
+    """Tell the system how a part of a mapped file will be read (madvise)."""
+    begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(part.address + part.size - begin), advice)
+
+
+def _views(content: pa.Buffer, entry: ShardEntry, path: Path) -> _Shard:
     """Numpy views of offsets and tokens, without copying, after a check that they can be right."""
+    # Tokens are read in runs; of everything else a few bytes here and there, and what lies around them is not needed.
+    _advise(content, mmap.MADV_RANDOM)
+    batch = pa.ipc.open_file(content).get_batch(0)
     tokens = batch.column("tokens")
     offsets = tokens.offsets.to_numpy(zero_copy_only=True)
     values = tokens.values.to_numpy(zero_copy_only=True)
@@ -220,6 +261,11 @@ def _views(batch: pa.RecordBatch, entry: ShardEntry, path: Path) -> _Shard:
             f"{path} does not hold the {entry.documents} documents and {entry.tokens} tokens "
             f"that {MANIFEST_FILE} lists. Build the folder again."
         )
+    for part in (tokens.offsets.buffers()[1], tokens.values.buffers()[1]):
+        # Else it is in memory of its own, which advice for files would destroy.
+        if not content.address <= part.address <= content.address + content.size - part.size:
+            raise DataError(f"{path} is compressed: its tokens cannot be mapped. Build the folder again.")
+    _advise(tokens.values.buffers()[1], mmap.MADV_NORMAL)
     return _Shard(batch, offsets, values)
 
 
