@@ -105,7 +105,7 @@ def broken_step(
         gradients=gradients,
         # Collective: every rank looks at the weights that it owns, and all learn the names.
         weights=run.engine.broken_weights(),
-        rows=_rows_from(run.config, order),
+        rows=rows_from(run.config, order),
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),
     )
@@ -114,7 +114,7 @@ def broken_step(
     return TrainingError(broken.message(), record)
 
 
-def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
+def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Where a step's rows are in the data, and the command that shows them."""
     data, seed, epoch, block = config.data, config.run.seed, order["epoch"], order["block"]
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"

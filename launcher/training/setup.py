@@ -275,13 +275,11 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     parallel = config.parallel
     if parallel.layout != AUTO:
         return config
-    # What remains of a document after its whole rows shares a row with others, or with padding.
-    has_remainders = _has_remainders(loader.shards, config.data.seq_len)
     layout, reason = choose_layout(
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=has_remainders or config.train.micro_batch_rows > 1,
+        packed=leaves_remainders(loader.shards, config.data.seq_len) or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
     )
@@ -293,11 +291,12 @@ _LOOKED_AT = 1 << 16
 """Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
 
 
-def _has_remainders(shards: ShardSet, seq_len: int) -> bool:
-    """Whether documents leave a part of a row to others. A function of the data: a run that resumes gets the same.
+def leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+    """Whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
 
-    A corpus whose first documents fill whole rows is taken to be cut for this length all through: to look at every
-    document would take a start as long as there are documents. Were that wrong, the layout would be slower, no more.
+    A function of the data alone, so a run that resumes gets the same answer. A corpus whose first documents fill whole
+    rows is taken to be cut for this length all through: to look at every document would take a start as long as there
+    are documents. Were that wrong, the layout would be slower, no more.
     """
     if shards.num_tokens % seq_len:
         return True
