@@ -4,10 +4,10 @@
 
 Corpora of 1, 10 and 100 million documents are made as shard folders whose tokens are holes in sparse files: they take
 8 bytes a document on disk, and every length is there. A process of its own opens one and gives its first batch: its
-time, and the most memory that it had beyond its imports, pages of files included. It does so with the files in the
-page cache, and again after they were dropped from it. Then come one in the middle of an epoch, and blocks: documents
-planned a second of CPU, and padding by row length. Saved in ``benchmarks/results/KIND/data_plan.json``; exit code 1
-when a figure is outside its bound.
+time, and the most memory that it had beyond its imports, pages of files included; one that begins in the middle of an
+epoch does the same. The time to the plan alone is also measured with the files dropped from the page cache. Then come
+blocks: documents planned a second of CPU, and padding by row length. Saved in
+``benchmarks/results/KIND/data_plan.json``; exit code 1 when a figure is outside its bound.
 """
 
 from __future__ import annotations
@@ -138,8 +138,12 @@ def start(folder: Path, share: float) -> dict[str, float]:
     if share:
         block = int(share * state["num_blocks"])
         loader.load_state_dict(state | {"block": block, "block_row": 7, "epoch_row": 7 + 500 * block})
+    else:
+        loader.pack_report()
+    planned = time.perf_counter() - began
     next(loader)
     return {
+        "plan_seconds": planned,
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu_began,
         "peak_mb": (_memory("VmHWM") - before) / 1e6,
@@ -209,7 +213,7 @@ def bounds_of(content: dict[str, Any]) -> list[Bound]:
     for row in content["starts"]:
         case = f"{row['documents'] // MILLION} million documents"
         for name in ("first", "resumed"):
-            bounds.append(Bound(f"seconds to the {name} batch", row[name]["seconds"], MOST_SECONDS, case))
+            bounds.append(Bound(f"CPU seconds to the {name} batch", row[name]["cpu_seconds"], MOST_SECONDS, case))
             bounds.append(Bound(f"MB to the {name} batch", row[name]["peak_mb"], MOST_MB, case))
     for row in content["blocks"]:
         bounds.append(Bound("padding", row["padding_share"], PADDING[row["seq_len"]], f"rows of {row['seq_len']}"))

@@ -173,6 +173,9 @@ class _Shard:
 
     def lengths_of(self, rows: np.ndarray, path: Path) -> np.ndarray:
         """Tokens of each of these documents."""
+        if len(rows) * mmap.PAGESIZE >= self.offsets.nbytes:
+            # Some of every page, or nearly: one read of all is faster than one of each page.
+            _advise(self._offsets_buffer, mmap.MADV_WILLNEED)
         starts, stops = self.offsets[rows], self.offsets[rows + 1]
         if starts.min() < 0 or (stops <= starts).any() or stops.max() > len(self.values):
             raise _wrong_offsets(path)
