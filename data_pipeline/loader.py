@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.batches import Pieces, build_batch
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.position import Position, read_position
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import Batch
 from longctx.errors import ConfigError, DataError
@@ -110,7 +111,7 @@ class Loader:
         self._shuffle = shuffle
         self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
-        self._position = _Position()
+        self._position = Position()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
         self._step_rows: list[Pieces] = []
         self._step_end = self._position
@@ -167,52 +168,13 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
-        own = self.state_dict()
-        if isinstance(state, dict) and state.get("plan_version") == 1:
-            state = self._in_blocks(state)
-        # A missing field would be a silent default, and a field too many belongs to another release.
-        if not isinstance(state, dict) or set(state) != set(own):
-            raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
-        # Row numbers mean the same rows only where all of these are equal.
-        for name in ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "num_blocks"):
-            if state[name] != own[name]:
-                raise DataError(
-                    f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({self.shards.folder}).\n"
-                    "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
-                )
-        counters = {field.name: state[field.name] for field in fields(_Position)}
-        # type(), not isinstance(): in Python True is an int.
-        if not all(type(value) is int and value >= 0 for value in counters.values()):
-            raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
-        position = _Position(**counters)
-        self._check_row(position)
-        self._position = position
-        # What was read of a step under way is read again, from its first micro-batch.
-        self._micro_batch = 0
-
-    def _in_blocks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of plan version 1, which had no blocks, as one of today; DataError where it was another order."""
-        if self._planner.num_blocks > 1:
-            raise DataError(
-                f"The loader state is of plan version 1: it ordered the whole corpus at once. This release orders "
-                f"{self.shards.folder} in {self._planner.num_blocks} blocks, so it cannot find the rows that are "
-                "left.\nFinish the run with the release that began it, or start a new one from the weights "
-                "(run.start_from)."
-            )
-        # One block is ordered as version 1 ordered everything.
-        in_block = {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}
-        return state | in_block
-
-    def _check_row(self, position: _Position) -> None:
-        """DataError unless there is such a row."""
+        position = read_position(state, self.state_dict(), self.shards.folder)
         epoch, block, row = position.epoch, position.block, position.block_row
         if block >= self._planner.num_blocks or row >= self._planner.plan(epoch, block).num_rows:
             raise DataError(f"The loader state is damaged: block {block} of epoch {epoch} has no row {row}.")
-        # The rows of earlier blocks are not counted again: that would be to plan them all.
-        if position.epoch_row < row or (block == 0 and position.epoch_row != row):
-            raise DataError(
-                f"The loader state is damaged: row {row} of block {block} is not row {position.epoch_row} of its epoch."
-            )
+        self._position = position
+        # What was read of a step under way is read again, from its first micro-batch.
+        self._micro_batch = 0
 
     def _rows_of_step(self) -> list[Pieces]:
         """The next ``rows_per_step`` global rows, across as many blocks and epochs as they take."""
@@ -237,38 +199,6 @@ class Loader:
         """Move to the row after the step's."""
         self._position = self._step_end
         self._micro_batch = 0
-
-
-@dataclass(frozen=True)
-class _Position:
-    """Where a loader stands between two steps."""
-
-    rows_consumed: int = 0
-    """Of all steps and ranks."""
-    tokens_consumed: int = 0
-    """Without padding."""
-    epoch: int = 0
-    epoch_row: int = 0
-    """The next row's number in its epoch."""
-    block: int = 0
-    block_row: int = 0
-    """The next row's number in its block. Epoch, block and this one say where it is."""
-
-    def moved(self, rows: int) -> _Position:
-        """So many rows further, in this block."""
-        return replace(self, epoch_row=self.epoch_row + rows, block_row=self.block_row + rows)
-
-    def at_block(self, epoch: int, block: int) -> _Position:
-        """At the beginning of a block that follows this one."""
-        epoch_row = self.epoch_row
-        if epoch != self.epoch:
-            epoch_row = 0
-        return replace(self, epoch=epoch, block=block, epoch_row=epoch_row, block_row=0)
-
-    def counted(self, rows: int, tokens: int) -> _Position:
-        """With the rows and tokens of one more step."""
-        consumed = self.rows_consumed + rows
-        return replace(self, rows_consumed=consumed, tokens_consumed=self.tokens_consumed + tokens)
 
 
 class ValidationLoader:

@@ -136,6 +136,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
+    on_every_rank(lambda: _take_order(origin, loader))
     config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
@@ -147,7 +148,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     engine = _build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
-        progress = _resume(origin, engine, model, loader)
+        progress = _resume(origin, engine, model)
     elif origin.kind == "started":
         _start(origin, engine, model)
     else:
@@ -234,6 +235,12 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
         checked.read_files,
         checked.read_bytes / 1e9,
     )
+
+
+def _take_order(origin: Origin, loader: Loader) -> None:
+    """Let the loader go on where the checkpoint's stood; DataError where it cannot."""
+    if origin.order is not None:
+        loader.load_state_dict(origin.order)
 
 
 def _tokenizer_files(
@@ -323,13 +330,11 @@ def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEn
     )
 
 
-def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
-    """Take weights, moments and data order from a checkpoint; returns where its run stood. Collective."""
+def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
+    """Take weights and moments from a checkpoint; returns where its run stood. Collective."""
     assert origin.folder is not None
     training = load_checkpoint(origin.folder, engine, model).manifest["training"]
     load_LE = None
-    if "loader" in training:
-        on_every_rank(lambda: loader.load_state_dict(training["loader"]))
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
     log.info("Resumed from %s at step %d.", origin.folder, origin.step)
