@@ -187,7 +187,7 @@ class TestStates:
         ("change", "message"),
         [
             ({"block": 5}, "block 5 of epoch 0 has no row 0"),
-            ({"block_row": 10**6}, "block 0 of epoch 0 has no row 1000000"),
+            ({"block_row": 10**6, "epoch_row": 10**6}, "block 0 of epoch 0 has no row 1000000"),
             ({"block": 1, "block_row": 3, "epoch_row": 2}, "row 3 of block 1 is not row 2 of its epoch"),
             ({"block_row": 3, "epoch_row": 4}, "row 3 of block 0 is not row 4 of its epoch"),
         ],
