@@ -159,6 +159,7 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
     (loader,) = loaders(shards, rows_per_step=1)
     while loader.state_dict()["block"] < 2:
         next(loader)
+    next(loader)  # waits for block 2
     main = threading.current_thread().name
     assert threads[0] == main
     assert [threads[block] for block in (1, 2)] == ["longctx-plan"] * 2
