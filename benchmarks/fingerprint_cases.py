@@ -147,7 +147,8 @@ TRAINING: Settings = {
         "beta2": 0.95,
         "eps": 1e-8,
         "clip_norm": 1.0,
-        "recompute": False,
+        "keep": "all",
+        "store": "device",
         "recompute_experts": "activation",
     },
     "parallel": {
@@ -188,7 +189,7 @@ RUNS: dict[str, Settings] = {
         "model": {**_GPT2, "residual_dropout": 0.1},
         "parallel": {"layout": "balanced", "transport": "two_level", "deterministic": True},
         "zero": {"stage": 3},
-        "train": {"recompute": True},
+        "train": {"keep": "attention"},
         "local_size": 1,
     },
     "experts-sequence": {
@@ -206,7 +207,7 @@ RUNS: dict[str, Settings] = {
         "model": {**EXPERTS, **_JITTERED, "balance_scope": "global_batch", "capacity_factor": 1.1},
         "parallel": {"expert": 2, "layout": "striped"},
         "zero": {"stage": 3},
-        "train": {"recompute": True},
+        "train": {"keep": "attention"},
     },
     "experts-pad-bfloat16": {
         "model": {**EXPERTS, "capacity_factor": 1.25, "dense_layers": [0]},
@@ -216,13 +217,13 @@ RUNS: dict[str, Settings] = {
     "sinks-ulysses2": {
         "model": _GPT_OSS,
         "parallel": {"ulysses": 2, "expert": 2},
-        "train": {"recompute": True},
+        "train": {"keep": "attention"},
     },
     "sparse-linear": {"model": MODELS["sparse-linear"]},
     "latent-contiguous": {
         "model": MODELS["latent"],
         "parallel": {"layout": "contiguous"},
-        "train": {"recompute": True},
+        "train": {"keep": "attention"},
     },
     "gemma-balanced": {
         "model": {**_GEMMA, "local_rope_theta": 0.0},

@@ -135,7 +135,7 @@ def _balanced(place: Place) -> Stage:
     sizes = {"--config": "dense-1b", "--data.seq_len": 16_384 * place.ranks, "--train.steps": 20}
     if not place.gpus:
         sizes = {"--config": "quickstart", "--data.seq_len": 256, "--train.steps": 3}
-    settings = {**sizes, "--train.recompute": "true", "--parallel.layout": "balanced"}
+    settings = {**sizes, "--train.keep": "attention", "--parallel.layout": "balanced"}
     return Stage(
         name="balanced",
         question=f"Do {sizes['--train.steps']} steps of balanced rows run at context degree {place.ranks}?",
@@ -178,7 +178,7 @@ def profile_settings(place: Place) -> dict[str, Any]:
         "--model.num_layers": min(32, layers),
         "--data.seq_len": 32_768,
         "--zero.stage": 3,
-        "--train.recompute": "true",
+        "--train.keep": "attention",
     }
 
 

@@ -47,7 +47,7 @@ _EXAMPLES = {
         f"{_START} --config run.toml --model.rope.kind linear --model.rope.factor 4",
     ),
     "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
-    "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.recompute true",),
+    "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.keep attention",),
     "parallel": (
         "deepspeed --num_gpus 8 launcher/pretrain.py --config run.toml --parallel.context 8 --parallel.ulysses 2",
     ),

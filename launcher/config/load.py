@@ -35,6 +35,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
+    _refuse_removed([key_of_flag(argument) for argument in argv if argument.startswith("--")])
     topic = help_topic(argv)
     if topic is not None:
         # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
@@ -141,12 +142,30 @@ def _check_keys(values: dict[str, Any]) -> None:
     # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
+    _refuse_removed(sorted(_named_keys(values)))
     for section, entries in values.items():
         if section not in sections:
             raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")
         for key in _dotted(entries, sections[section]):
             if key not in sections[section]:
                 raise ConfigError(f"key {section}.{key} is unknown.{did_you_mean(f'{section}.{key}', known)}")
+
+
+_REMOVED = {
+    "train.recompute": (
+        "train.keep says what survives of each block until backward.\n"
+        'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '
+        "--train.keep attention."
+    ),
+}
+"""Keys of earlier versions, and what to write in their place. The nearest known name would mislead."""
+
+
+def _refuse_removed(names: list[str]) -> None:
+    """ConfigError for a key that an earlier version had."""
+    for name in names:
+        if name in _REMOVED:
+            raise ConfigError(f"key {name} is no more: {_REMOVED[name]}")
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

@@ -120,13 +120,17 @@ class TrainSection:
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile makes fused kernels of each block's parts around attention, and on GPUs of the loss; auto
     is on for GPUs where a compiler is found and off for CPUs, where it gains nothing. The first step then compiles."""
-    recompute: bool = False
-    """Activation checkpointing: backward recomputes each block from its input. Attention's result and the experts'
-    choice and output are saved all the same, so that recomputation sends nothing and routes nothing again."""
+    keep: Literal["all", "attention", "inputs"] = "all"
+    """What survives of each block until backward, which computes the rest again (activation checkpointing): all;
+    attention keeps the block's input and attention's result, so that recomputation sends nothing; inputs keeps the
+    input alone, and keys, values and attention's work are sent and done once more. Experts are never chosen again."""
+    store: Literal["device", "host"] = "device"
+    """Where what is kept lives until backward: on the device, or in the machine's memory, pinned for GPUs, copied while
+    neighbouring blocks compute. The last block's stays on the device, which wants it at once."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
     """What backward recomputes of the experts: nothing, the activation between their two products, or all but their
-    input tokens (which are then dispatched once more where experts are on other ranks). ``train.recompute`` always
-    means all."""
+    input tokens (which are then dispatched once more where experts are on other ranks). With train.keep other than
+    all it is always all."""
     record_routing: str = "no"
     """Folder to write every step's choice of experts to, a file a step; "no" writes none."""
     replay_routing: str = "no"

@@ -20,9 +20,15 @@ class StepBytes:
     optimizer: int
     """Arithmetic: float32 masters and AdamW's two moments."""
     gathered: int
-    """Arithmetic: weights of other ranks that ZeRO 3 has here at once, at most."""
+    """Arithmetic: whole weights that ZeRO 3 has here at once, at most."""
+    reduction: int
+    """Arithmetic: DeepSpeed's buckets of gradients, and the copies that one becomes on its way."""
+    after_backward: int
+    """Arithmetic: the flat copy of gradients that stages without buckets reduce, when nothing of forward is alive."""
     kept: int
     """Traced: what is alive between forward and backward."""
+    kept_on_host: int
+    """Traced: what of it lies in the machine's memory, pinned; on top of ``kept``, and in no other figure."""
     passing: int
     """Traced: what forward and backward add to that at their peak."""
     optimizer_step: int
@@ -36,7 +42,8 @@ class StepBytes:
     @property
     def peak(self) -> int:
         """The most of a step."""
-        return self.held + max(self.gathered + self.kept + self.passing, self.optimizer_step)
+        within = self.gathered + self.reduction + self.kept + self.passing
+        return self.held + max(within, self.after_backward, self.optimizer_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,7 @@ class RankTrace:
     host_waits: list[HostWait]
     copies: int
     copied_bytes: int
+    copied_to_host_bytes: int
     links: list[LinkBytes]
     is_whole: bool
     """False where the trace ended at a host wait; then its bytes are of the part before."""

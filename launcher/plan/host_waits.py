@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from launcher.plan.live_bytes import LiveBytes
 from launcher.plan.places import current_place
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
@@ -35,11 +36,15 @@ class HostWait:
 class HostWaits:
     """Collects waits, and copies from the host that are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: LiveBytes | None = None) -> None:
+        """``pinned`` knows the host memory that a copy needs no wait to reach."""
+        self._pinned = pinned
         self._waits: Counter[tuple[str, str, str]] = Counter()
         self._copies: Counter[str] = Counter()
         self.copied_bytes = 0
         """Bytes that went to the device without a wait."""
+        self.copied_to_host_bytes = 0
+        """Bytes that went to pinned memory without one."""
 
     @property
     def found(self) -> list[HostWait]:
@@ -76,13 +81,18 @@ class HostWaits:
         to = torch.device(to)
         if to.type == source.device.type or not source.numel():
             return
-        if to.type == "cpu":
+        if to.type == "cpu" and name == "aten::copy_" and non_blocking and self._is_pinned(args[0]):
+            self.copied_to_host_bytes += source.numel() * source.element_size()
+        elif to.type == "cpu":
             self.add(name, "values are copied to the host")
         elif not non_blocking:
             self.add(name, "values are copied to the device, and the host waits until they are there")
         else:
             self._copies[current_place()] += 1
             self.copied_bytes += source.numel() * source.element_size()
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return self._pinned is not None and self._pinned.holds(tensor)
 
     def _see_index(self, name: str, args: Sequence[Any]) -> None:
         """An index on the host is copied to the device with a wait."""

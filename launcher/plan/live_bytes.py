@@ -33,6 +33,10 @@ class LiveBytes:
         """Forget the peak: the next one counts from what is alive now."""
         self.peak, self.peak_operator, self.peak_place = self.now, "", ""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is among those that are counted."""
+        return tensor.untyped_storage()._cdata in self._sizes
+
     def see(self, operator: str, results: Any) -> None:
         """Count what an operator has returned."""
         for leaf in tree_leaves(results):

@@ -1,7 +1,7 @@
 """``Recorder``: sees every operator of a step whose device tensors have no data.
 
-What lives on the CPU (batches, schedules, slices) is computed as in a run; tensors on the GPU carry shape, dtype and
-device alone.
+What lives on the CPU (batches, schedules, slices) is computed as in a run; tensors on the GPU, and those in host memory
+that is pinned to hold them for backward, carry shape, dtype and device alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, links: Links) -> None:
         super().__init__()
-        self.live, self.waits, self.links = LiveBytes(), HostWaits(), links
+        self.live, self.links = LiveBytes(), links
+        self.pinned = LiveBytes("cpu")
+        """Host memory that the step moves tensors to; it has no data either."""
+        self.waits = HostWaits(self.pinned)
         self.operators: Counter[str] = Counter()
         """Calls of each operator on the device."""
 
@@ -60,11 +63,15 @@ class Recorder(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:
             self.operators[func.name()] += 1
         self.live.see(func.name(), out)
+        if kwargs.get("pin_memory"):
+            self.pinned.see(func.name(), out)
         return out
 
 
 def _is_of_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call reads or makes a tensor on the device."""
+    """Whether a call reads or makes a tensor on the device, or pinned memory for one."""
+    if kwargs.get("pin_memory"):
+        return True
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return True

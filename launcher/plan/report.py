@@ -23,7 +23,7 @@ def heading(run: RunTrace) -> str:
     return (
         f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
         f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
-        f"{parallel.layout}, recompute {str(config.train.recompute).lower()}\n"
+        f"{parallel.layout}, keep {config.train.keep} on {config.train.store}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}; attention "
         f"traced as {parallel.kernel}, for compute capability {run.capability[0]}.{run.capability[1]}"
     )
@@ -32,11 +32,13 @@ def heading(run: RunTrace) -> str:
 def memory_rows(run: RunTrace) -> Rows:
     """Bytes by kind, a line a rank."""
     # Most of the peak is one sum: what stays, and the larger of forward with backward and the optimiser's temporaries.
-    headings = ["rank", "weights", "gradients", "optimizer", "kept", "passing", "peak", "operators", "host waits"]
+    headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak"]
+    headings += ["operators", "host waits"]
     rows = []
     for trace in run.traces:
         b = trace.bytes
-        sizes = [gib(n) for n in (b.weights + b.gathered, b.gradients, b.optimizer, b.kept, b.passing, b.peak)]
+        state = (b.weights + b.gathered, b.gradients + b.reduction, b.optimizer)
+        sizes = [gib(n) for n in (*state, b.kept, b.kept_on_host, b.passing, b.peak)]
         rows.append([f"{trace.rank}", *sizes, f"{trace.operators:,}", f"{_num_waits(trace)}"])
     return headings, rows
 
@@ -61,12 +63,15 @@ def remarks(run: RunTrace) -> list[str]:
 
 
 _NOTES = (
-    "kept, passing, operators, host waits and links are traced: forward and backward of one micro-batch, on tensors "
-    "without data.",
-    "weights, gradients and optimizer are arithmetic, from the model's shapes and what ZeRO leaves on a rank. What "
+    "kept, kept on host, passing, operators, host waits and links are traced: forward and backward of one micro-batch, "
+    "on tensors without data.",
+    "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
+    "makes to gather weights and to reduce gradients. What "
     "DeepSpeed sends for them is not among the links.",
     "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
     "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
+    "kept on host is pinned memory that holds what train.store=host moves off the device until backward; peak is that "
+    "of the device. PyTorch rounds each pinned allocation up to a power of two.",
     "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",
     "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
 )

@@ -108,7 +108,7 @@ class _Step:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
         """Whether the trace came to the step's end."""
-        self.kept = self.peak = self.optimizer_peak = 0
+        self.kept = self.kept_on_host = self.peak = self.optimizer_peak = 0
         self.peak_operator = self.peak_place = ""
 
     def run(self, batch: Batch) -> None:
@@ -122,7 +122,7 @@ class _Step:
         counts = count_step([shard])
         training_pass = TrainingPass(seed=self.config.run.seed, first_token=0)
         loss = LossSum.from_tensors(self.module(shard.to(DEVICE), training_pass))
-        self.kept = live.now
+        self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
         # DeepSpeed averages over all ranks, which a run undoes in the same way.
         (counts.loss(loss, self.config.model) * self.mesh.world_size).backward()
         self._note_peak()
@@ -176,7 +176,10 @@ class _Step:
                 gradients=held.gradients,
                 optimizer=held.optimizer,
                 gathered=held.gathered,
+                reduction=held.reduction.within_backward,
+                after_backward=held.reduction.after_backward,
                 kept=self.kept,
+                kept_on_host=self.kept_on_host,
                 passing=max(0, self.peak - self.kept),
                 optimizer_step=self.optimizer_peak,
             ),
@@ -186,6 +189,7 @@ class _Step:
             host_waits=recorder.waits.found,
             copies=recorder.waits.copies,
             copied_bytes=recorder.waits.copied_bytes,
+            copied_to_host_bytes=recorder.waits.copied_to_host_bytes,
             links=recorder.links.figures(),
             is_whole=self.is_whole,
             seconds=seconds,

@@ -4,31 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from launcher.config.sections import RunConfig
+from launcher.plan.reduction import Reduction, reduction_bytes
 from launcher.training.memory import memory_of_rank
+from longctx.model.experts.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
 from parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes between two steps, and what ZeRO 3 gathers on top within one."""
+    """Bytes between two steps, and what comes on top within one."""
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
+    """Whole weights that ZeRO 3 has at once, at most."""
+    reduction: Reduction
 
 
-def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh) -> Held:
-    """The bytes of a rank under the config's ZeRO stage."""
+def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh, device: str = "cuda") -> Held:
+    """The bytes of a rank under the config's ZeRO stage, on a ``device`` of this type.
+
+    ``module`` has the shapes of this rank before ZeRO: whole parameters, its own experts alone.
+    """
     memory = memory_of_rank(config, config.model.config(), mesh.world_size)
-    weights, gathered = memory.weights, 0
+    weights = memory.weights
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
-    if config.zero_stage == 3:
-        gathered = min(whole - weights, config.zero.max_live_parameters * config.dtype.itemsize)
-    else:
+    if config.zero_stage != 3:
         # The traced module's own: what a rank holds is what was built here.
         weights = whole
     weights += sum(b.numel() * b.element_size() for b in module.buffers())
-    return Held(weights=weights, gradients=memory.gradients, optimizer=memory.optimizer, gathered=max(0, gathered))
+    parameters = {name: p.shape for name, p in module.named_parameters()}
+    experts = {name for name in parameters if mesh.expert > 1 and is_expert_weight(name)}
+    gathered = 0
+    if config.zero_stage == 3:
+        gathered = _gathered(config, parameters, experts, mesh)
+    return Held(
+        weights=weights,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        gathered=gathered,
+        reduction=reduction_bytes(config, parameters, experts, world_size=mesh.world_size, device=device),
+    )
+
+
+def _gathered(config: RunConfig, parameters: dict[str, torch.Size], experts: set[str], mesh: Mesh) -> int:
+    """Bytes of whole weights in ZeRO 3, at most. A rank's own part of them stays where it is."""
+    if mesh.expert == mesh.world_size:
+        # Nobody else holds them, so there is nothing to gather.
+        parameters = {name: shape for name, shape in parameters.items() if name not in experts}
+    sizes = [shape.numel() for shape in parameters.values()]
+    live = min(sum(sizes), config.zero.max_live_parameters)
+    # What arrives at once lies by ranks, and is copied into parameters.
+    arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
+    return (live + arriving) * config.dtype.itemsize

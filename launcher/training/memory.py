@@ -33,7 +33,7 @@ class Memory:
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
     host: int
-    """Those of all these bytes that are offloaded: in the machine's memory, also beside a GPU."""
+    """Those of all these bytes that lie in the machine's memory, also beside a GPU: offloaded, or train.store=host."""
     building: int
     """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
 
@@ -83,7 +83,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     if stage == 0:
         masters, part = 0, held
     elif stage == 2:
-        gradients = part * FLOAT32 + min(held, config.zero.reduce_bucket_size) * width
+        gradients = part * FLOAT32
     elif stage == 3:
         weights = part * width
         gradients = part * FLOAT32
@@ -98,13 +98,17 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         gradients += copied
     if config.zero.offload_parameters != "none" and stage == 3:
         host += weights
+    activations = _activation_bytes(config, model)
+    if config.train.store == "host":
+        # The last block's stay on the device.
+        host += activations * (model.num_layers - 1) // model.num_layers
     return Memory(
         weights=weights,
         gradients=gradients,
         masters=masters,
         moments=moments,
         host=host,
-        activations=_activation_bytes(config, model),
+        activations=activations,
         building=building,
     )
 
@@ -113,7 +117,9 @@ def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
     """What all blocks save of this rank's tokens of a micro-batch."""
     tokens = config.data.seq_len * config.train.micro_batch_rows // config.parallel.context
     heads = model.num_heads * model.value_dim
-    if config.train.recompute:
+    if config.train.keep == "inputs":
+        return tokens * model.num_layers * model.hidden_size * config.dtype.itemsize
+    if config.train.keep == "attention":
         # Each block's input, and attention's result: the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
     queries_and_keys = model.head_dim * (model.num_heads + model.num_kv_heads)
@@ -208,27 +214,47 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
 def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
     zero = dataclasses.replace(config.zero, stage=3)
-    train = dataclasses.replace(config.train, recompute=True)
+    train = dataclasses.replace(config.train, keep=_less(config.train.keep), recompute_experts="all")
     changed = dataclasses.replace(config, zero=zero, train=train)
     smaller = memory_of_rank(changed, model, world_size)
     lines = []
     if smaller.training < need.training:
         lines.append(
-            f"--zero.stage 3 and --train.recompute true would need {gib(smaller.training)} on each of "
+            f"--zero.stage 3 and --train.keep {train.keep} would need {gib(smaller.training)} on each of "
             f"{plural(world_size, 'rank')}; more machines need less each."
         )
     else:
         lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
     # Beside a GPU alone: on a CPU there is nowhere else to go.
-    if on_gpu and config.zero.offload == "none":
-        offloaded = dataclasses.replace(changed, zero=dataclasses.replace(zero, offload="cpu"))
-        most = memory_of_rank(offloaded, model, world_size)
-        lines.append(
-            f"With --zero.offload cpu as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
-            "machine's memory."
-        )
+    if on_gpu:
+        lines.extend(_advice_of_host(changed, model, world_size))
     lines.append("--run.memory_check false starts all the same.")
     return "\n".join(lines)
+
+
+def _less(keep: str) -> str:
+    """The way to keep less for backward that costs least."""
+    if keep == "all":
+        return "attention"
+    return "inputs"
+
+
+def _advice_of_host(changed: RunConfig, model: ModelConfig, world_size: int) -> list[str]:
+    """What the machine's memory could take besides."""
+    flags, zero, train = [], changed.zero, changed.train
+    if zero.offload == "none":
+        flags.append("--zero.offload cpu")
+        zero = dataclasses.replace(zero, offload="cpu")
+    if train.store == "device" and model.num_layers > 1:
+        flags.append("--train.store host")
+        train = dataclasses.replace(train, store="host")
+    if not flags:
+        return []
+    most = memory_of_rank(dataclasses.replace(changed, zero=zero, train=train), model, world_size)
+    return [
+        f"With {' and '.join(flags)} as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
+        "machine's memory."
+    ]
 
 
 def gib(num_bytes: float) -> str:

@@ -41,7 +41,12 @@ def build_causal_lm(
         communication_dtype=communication_dtype,
         deterministic=parallel.deterministic,
         execution=Execution(
-            train.recompute, train.recompute_experts, config.expert_tile_tokens, products, compiler_of(config)
+            keep=train.keep,
+            store=train.store,
+            recompute_experts=train.recompute_experts,
+            expert_tile_tokens=config.expert_tile_tokens,
+            products=products,
+            compiler=compiler_of(config),
         ),
         dispatcher=dispatcher,
         z_loss=train.z_loss,

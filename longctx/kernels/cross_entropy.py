@@ -6,7 +6,8 @@ multiplied back. Between the products a chunk is worked through in blocks of row
 
 float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied as the caller's ``products`` say: in
 float32 (exact logits, and several times faster on processors without bfloat16 instructions), or as it is, logits
-rounded to 8 bits as those of any bfloat16 head; everything between the products is float32 in any case.
+rounded to 8 bits as those of any bfloat16 head; everything between the products is float32 in any case. On CUDA the
+weight's gradient is a float32 sum of bfloat16 products, rounded once, at the end.
 
 Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
 """
@@ -196,6 +197,8 @@ def _sums_and_gradients(
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
         if wanted[1] and dlogits_nV.dtype == partial:
             dweight_VM = _plus_product(dweight_VM, dlogits_nV.T, hidden_nM)
+        elif wanted[1] and dlogits_nV.device.type == "cuda":
+            dweight_VM = _plus_wide_product(dweight_VM, dlogits_nV.T, hidden_nM, partial)
         elif wanted[1]:
             product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
             dweight_VM = _plus(dweight_VM, product_VM, partial)
@@ -276,6 +279,14 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """The total with a · b added, in the same memory where there is a total."""
     return a @ b if total is None else total.addmm_(a, b)
+
+
+def _plus_wide_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same with a total of a wider dtype than the factors: a chunk's part is not rounded, and has no memory."""
+    # CUDA's products alone have such results, and autograd knows no derivative of them; here it needs none.
+    if total is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCache, PassCore, Plan
 from longctx.model.attention.projections import build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
+from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
@@ -36,8 +38,10 @@ class Call:
     scores: Scores
     cache: PassCache | None
     dropout: Dropout | None
-    recompute: bool
     experts: MoECall
+    keep: Keep = "all"
+    store: HostStore | None = None
+    """Where what is kept lives; None is the device."""
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
@@ -70,16 +74,31 @@ class Block(nn.Module):
     def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
         """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
 
-        When recomputed, only x and the core's result survive until backward, which computes the rest anew, and of a
-        layer of experts their ids and output. Recomputing sends nothing and computes no softmax attention (linear
-        attention's own rows it does); the experts' own backward sends their tokens again.
+        With ``call.keep`` "attention" only x and the core's result survive until backward, and of a layer of experts
+        their ids, and their output where a norm follows it. Backward computes the rest anew: that sends nothing and
+        computes no softmax attention (linear attention's own rows it does); the experts' own backward sends their
+        tokens again. With "inputs" x and the ids survive alone, and the core computes and sends a second time.
         """
         # A cache grows with every run, so a layer that fills one runs once.
-        if not call.recompute or call.cache is not None or not torch.is_grad_enabled():
+        if call.cache is not None or not torch.is_grad_enabled():
+            return self._run(x_BtM, table, call, None)
+        if call.store is not None:
+            return self._run_with_store(x_BtM, table, call, call.store)
+        return self._run_and_keep(x_BtM, table, call)
+
+    @outside_graphs  # a graph would have to hold the copies
+    def _run_with_store(
+        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, store: HostStore
+    ) -> tuple[Tensor, ...]:
+        with store.layer(self.layer):
+            return self._run_and_keep(x_BtM, table, call)
+
+    def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
+        if call.keep == "all":
             return self._run(x_BtM, table, call, None)
         if torch.compiler.is_compiling() and call.plan.in_graph:
-            return recomputed_in_graph(self._run, x_BtM, table, call)
-        return recomputed(self._run, x_BtM, table, call)
+            return recomputed_in_graph(self._run, x_BtM, table, call, keep=call.keep)
+        return recomputed(self._run, x_BtM, table, call, keep=call.keep, store=call.store)
 
     def _run(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None

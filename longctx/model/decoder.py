@@ -16,6 +16,7 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function, run_with
 from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
 from longctx.model.attention.linear import LocalLinearAttention
@@ -28,6 +29,7 @@ from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
+from longctx.model.kept import HostStore
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
@@ -76,8 +78,8 @@ class Backbone(nn.Module):
         length: int,
         cache: PassCache | None,
         dropout: Dropout | None,
-        recompute: bool,
         experts: MoECall,
+        execution: Execution,
         run: Run = call_function,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
@@ -87,6 +89,10 @@ class Backbone(nn.Module):
         config = self.config
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
+        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
+        host = None
+        if execution.store == "host" and cache is None and torch.is_grad_enabled():
+            host = self._host_store(tokens_Bt, tables)
         calls: dict[str, Call] = {}
         for kind, plan in plans.items():
             calls[kind] = Call(
@@ -95,11 +101,11 @@ class Backbone(nn.Module):
                 scores=scores,
                 cache=cache,
                 dropout=dropout,
-                recompute=recompute,
                 experts=experts,
+                keep=execution.keep,
+                store=host,
                 run=run,
             )
-        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
         stats: list[tuple[Tensor, ...]] = []
         for layer, block in enumerate(self.layers):
             results = block(x_BtM, tables[self._rope_of_layer[layer]], call=calls[config.layer_kind(layer)])
@@ -125,6 +131,13 @@ class Backbone(nn.Module):
         if dropout is not None:
             x_BtM = dropout(x_BtM, -1)
         return x_BtM
+
+    @outside_graphs  # a graph would have to hold the copies
+    def _host_store(self, tokens_Bt: Tensor, tables: list[RotaryTable | None]) -> HostStore:
+        """Where the pass's layers keep what they save for backward."""
+        shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
+        # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
+        return HostStore(tokens_Bt.device, len(self.layers), least_bytes=tokens_Bt.numel(), shared=shared)
 
     def _rope(self, layer: int) -> Rope | None:
         if self.config.has_rope(layer):
@@ -264,10 +277,10 @@ class Decoder(nn.Module):
             length=length,
             cache=cache,
             dropout=build_dropout(self.config, training_pass, token_Bt),
-            recompute=self.execution.recompute,
             experts=_build_moe_call(
                 self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
+            execution=self.execution,
             run=_run_of(self, cache),
         )
         if cache is not None and new_tokens is not None:

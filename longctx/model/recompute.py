@@ -13,6 +13,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from longctx.errors import ConfigError
 from longctx.kernels.graphs import outside_graphs
+from longctx.model.kept import HostStore, Keep, on_device
+
+_PARTS = {"attention": ("attention", "routing", "experts"), "inputs": ("routing",)}
+"""What each way to recompute saves of a layer beside its input. Tokens' experts are few bytes, and must be the same in
+both runs, however their scores are rounded."""
 
 
 class RecomputeCache:
@@ -23,29 +28,41 @@ class RecomputeCache:
     returns what the first run saved, and neither kernel nor communication is needed again.
     """
 
-    def __init__(self) -> None:
-        self._saved: dict[str, tuple[Tensor, ...]] = {}
+    def __init__(self, keep: Keep = "attention", store: HostStore | None = None) -> None:
+        """``keep`` says which parts are saved, one of those that recompute; ``store`` where, None on the device."""
+        self._parts = _PARTS[keep]
+        self._store = store
+        self._saved: dict[str, tuple[Any, ...]] = {}
         self.recomputing = False
         """Whether the layer is being recomputed."""
 
+    def keeps(self, of: str) -> bool:
+        """Whether a part of the layer is saved; the second run computes the others again."""
+        return of in self._parts
+
     def load(self, of: str = "attention") -> tuple[Tensor, ...] | None:
-        """What the first run saved of a part of the layer, then the caller's alone; None in the first run itself.
+        """What the first run saved of a part of the layer, then the caller's alone; None where it has to be computed.
 
         ConfigError when it was recalled before: the graph is differentiated a second time.
         """
-        if not self.recomputing:
+        if not self.recomputing or not self.keeps(of):
             return None
         if of not in self._saved:
             raise ConfigError(
                 f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
-                "same graph. Run forward again, or set recompute=False to use retain_graph=True."
+                "same graph. Run forward again, or set keep='all' to use retain_graph=True."
             )
         # Handed over and not held: the graph of the second run frees the tensors as backward passes them.
-        return self._saved.pop(of)
+        return tuple(on_device(x) for x in self._saved.pop(of))
 
     def save(self, *tensors: Tensor, of: str = "attention") -> None:
-        """Keep these of a part of the layer for the second run, without their history."""
-        self._saved[of] = tuple(x.detach() for x in tensors)
+        """Keep these of a part of the layer for the second run, without their history; nothing of other parts."""
+        if not self.keeps(of) or self.recomputing:
+            return
+        detached = [x.detach() for x in tensors]
+        if self._store is not None:
+            detached = [self._store.put(x) for x in detached]
+        self._saved[of] = tuple(detached)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
@@ -65,14 +82,37 @@ class _Replaying(AbstractContextManager):
         self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
+def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tensor:
+    """x, whose values the first run saves; in the second run those values, with the history of its own x."""
+    known = recompute_cache.load(of=of)
+    if known is None:
+        recompute_cache.save(x, of=of)
+        return x
+    return _WithValues.apply(x, known[0])
+
+
+class _WithValues(torch.autograd.Function):
+    """The second tensor's values, the first one's history."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor):  # type: ignore[override]
+        return dx, None
+
+
 @outside_graphs  # a recompute_cache is filled and emptied outside of any graph
-def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+def recomputed(
+    function: Callable[..., tuple[Tensor, ...]], *args: Any, keep: Keep = "attention", store: HostStore | None = None
+) -> Any:
     """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
     until backward.
 
     Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
     """
-    recompute_cache = RecomputeCache()
+    recompute_cache = RecomputeCache(keep, store)
     # A layer draws no random numbers, so there is no generator state to carry to the second run.
     return checkpoint(
         function,
@@ -84,13 +124,15 @@ def recomputed(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     )
 
 
-def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any, keep: Keep = "attention") -> Any:
     """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator, and experts' ids.
 
     For cores whose work is that operator and nothing that a graph cannot hold.
     """
     # Ids are saved so that a token has the same experts in both runs, however its scores are rounded.
-    saved_operators = [torch.ops.longctx.attention_forward.default, torch.ops.aten.topk.default]
+    saved_operators = [torch.ops.aten.topk.default]
+    if keep == "attention":
+        saved_operators.append(torch.ops.longctx.attention_forward.default)
     contexts = partial(create_selective_checkpoint_contexts, saved_operators)
     # None: a graph has no recompute cache, the operators' results stand in for it.
     return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -16,6 +16,7 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
+from longctx.model.kept import Keep, Store
 from longctx.model.layers.dropout import Dropout, Jitter
 
 
@@ -27,11 +28,13 @@ class Execution:
     Changes no result but for rounding.
     """
 
-    recompute: bool = False
-    """Activation checkpointing: a block keeps its input, the attention core's result and its tokens' experts, and
-    backward computes the rest again."""
+    keep: Keep = "all"
+    """What survives of each block until backward: all; its input, the attention core's result and its tokens' experts;
+    or its input and the experts' ids alone. Backward computes the rest again (activation checkpointing)."""
+    store: Store = "device"
+    """Where that lives until backward: on the device, or in the host's memory, the last block's excepted."""
     recompute_experts: str = "activation"
-    """What experts compute again in backward where blocks are not recomputed (``ExpertRun.recompute``)."""
+    """What experts compute again in backward where a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
     products: Products = field(default_factory=fastest_products)

@@ -24,7 +24,7 @@ def deepspeed_config(
         "gradient_clipping": clip_norm,
         "zero_optimization": _zero_section(stage, zero),
         "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW by its very type; ours inherits from it
-        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},  # ``ZeroEngine.step`` counts on it
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True, "immediate_grad_update": True},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,

@@ -11,6 +11,7 @@ from tests.fake_cuda.devices import say  # isort: skip
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import FlashKernel
@@ -18,6 +19,7 @@ from longctx.kernels.attention.flash.calls import translate
 from longctx.kernels.attention.flash.cudnn import CudnnKernel, squares_and_rectangles
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows
 
 ROWS = 40
@@ -101,6 +103,35 @@ def grouped() -> None:
             say("grouped", before)
 
 
+class Results(TorchDispatchMode):
+    """Operators, and the dtype of what each returns in the shape of a head's weight."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.seen = shape, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and tuple(out.shape) == self.shape:
+            self.seen.append(f"{func} {out.dtype}")
+        return out
+
+
+def loss() -> None:
+    """Three chunks: the gradient of the head's weight is summed in float32 from the first product on."""
+    with FakeTensorMode(), Results((50, 16)) as results:
+        hidden = torch.empty(30, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        weight = torch.empty(50, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        targets = torch.zeros(30, dtype=torch.int64, device="cuda")
+        results.seen.clear()
+        total, _ = loss_sums(hidden, weight, targets, chunk_tokens=12)
+        for line in results.seen:
+            say("loss", line.replace(" torch.", " "))
+        total.backward()
+    assert (weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, weight.shape)
+
+
 if __name__ == "__main__":
     attention()
     grouped()
+    loss()

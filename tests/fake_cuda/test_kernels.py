@@ -20,6 +20,8 @@ def test_pytorchs_own_kernels_and_grouped_products(request):
     ran = {kernel: sum(line.startswith(f"ran {kernel} ") for line in said) for kernel in ("cuda_flash", "cudnn")}
     assert ran == {"cuda_flash": 6 * 2 * len(HEADS), "cudnn": 5 * 2 * len(HEADS)}
     assert {line for line in said if line.startswith("refused")} == {"refused cudnn 256 256"}
+    products = ["aten.mm.dtype float32", "aten.addmm.dtype_out float32", "aten.addmm.dtype_out float32"]
+    assert [line for line in said if line.startswith("loss")] == [f"loss {line}" for line in products]
     assert [line for line in said if line.startswith("grouped")] == [f"grouped {n}" for n in (0, 1, 3, 8, 129)]
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longctx.model.experts.dispatch import ExpertRun
-from longctx.model.recompute import RecomputeCache
 
 
 class Weights(NamedTuple):
@@ -52,9 +51,10 @@ class ExpertsCall:
 
     activation: str
     run: ExpertRun
-    recompute_cache: RecomputeCache | None = None
     without_backward: bool = False
     """Whether it is certain that no backward pass follows."""
+    only_graph: bool = False
+    """Whether only the graph is wanted, for backward, and nobody reads the result."""
     fixed_sizes: bool = False
     """Whether the number and sizes of what is saved must not depend on the routing, as in a compiled graph."""
 

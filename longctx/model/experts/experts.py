@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import forward_few
@@ -50,12 +51,15 @@ class Experts(nn.Module):
         experts_Nk: Tensor,
         run: ExpertRun | None = None,
         recompute_cache: RecomputeCache | None = None,
+        *,
+        values_again: bool = False,
     ) -> Tensor:
         """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
         An id of −1 is no expert: nothing is added, and x and gate get a gradient of exactly 0 through it. With a
-        ``recompute_cache`` the result is saved for recomputation, which then computes and sends nothing; backward gets
-        by with x, gates and ids. Collective where experts are distributed.
+        ``recompute_cache`` the layer is recomputed, and backward gets by with x, gates and ids: the second run
+        computes and sends nothing, and its result is NaN, unless ``values_again`` says that its values are read.
+        Collective where experts are distributed.
         """
         run = run or ExpertRun(LocalDispatcher())
         assert run.dispatcher.local_experts == self.local_experts
@@ -63,7 +67,8 @@ class Experts(nn.Module):
             run = replace(run, recompute="all")  # nothing is saved but what was given
         is_eager = recompute_cache is None and not torch.compiler.is_compiling()
         without_backward = is_eager and not torch.is_grad_enabled()
-        call = ExpertsCall(self.activation, run, recompute_cache, without_backward=without_backward)
+        only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
+        call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
         if without_backward and not run.dispatcher.is_distributed:
             weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
@@ -114,19 +119,16 @@ class _Experts(torch.autograd.Function):
         routed = Routed(x_NM, gates_Nk, experts_Nk)
         weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
-        cache, saved, known = call.recompute_cache, [], None
-        if cache is not None:
-            known = cache.load(of="experts")
-        if known is not None:
-            out_NM = known[0]  # of the first run, whose context, and sizes, backward gets
+        saved: list[Tensor] = []
+        if call.only_graph:
+            # Backward gets the first run's context, with its sizes. NaN: should anyone read it, it will be noticed.
+            out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)
         elif torch.compiler.is_compiling():
             out_NM, saved = forward_in_graph(routed, weights, call)
         else:
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
             saved = [tensor for of_tile in of_tiles for tensor in of_tile]
             ctx.num_saved = [len(of_tile) for of_tile in of_tiles]
-            if cache is not None:
-                cache.save(out_NM, of="experts")
         tensors = routed + weights + tuple(saved)
         ctx.save_for_backward(*tensors)
         return out_NM

@@ -21,7 +21,7 @@ from longctx.model.experts.router import Router, Routing, route, router_stats
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import FeedForward
-from longctx.model.recompute import RecomputeCache
+from longctx.model.recompute import RecomputeCache, saved_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,8 @@ class MixtureOfExperts(nn.Module):
         self.config, self.layer = config, layer
         self.gate = Router(config)
         self.experts = Experts(config, local_experts)
+        # A norm's backward reads what it was given; that of a sum, or of dropout, does not.
+        self.output_is_read = config.norm_order != "pre"
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
             self.shared_expert = FeedForward(config, config.shared_ffn_size)
@@ -58,8 +60,8 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Output [B, t, M], and ``RouterStats.tensors`` where the call wants them.
 
-        A ``recompute_cache`` saves the choices of a layer that backward will recompute. The second run weighs them
-        anew, chooses nothing and counts nothing.
+        A ``recompute_cache`` saves the choices of a layer that backward will recompute, and the output where the rest
+        of the layer reads it in backward. The second run weighs the choices anew, chooses nothing and counts nothing.
         """
         call = call or MoECall()
         x_NM = x_BtM.flatten(0, 1)
@@ -72,11 +74,21 @@ class MixtureOfExperts(nn.Module):
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
 
         # dispatch, compute, combine
-        out_NM = self.experts(x_NM, routing.gates_Nk, routing.experts_Nk, call.run, recompute_cache)
+        out_NM = self.experts(
+            x_NM,
+            routing.gates_Nk,
+            routing.experts_Nk,
+            call.run,
+            recompute_cache,
+            values_again=self.output_is_read and not _keeps_output(recompute_cache),
+        )
         if self.has_shared_expert:
             out_NM = out_NM + self._shared(x_NM)
 
         out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
+        if self.output_is_read and recompute_cache is not None and _keeps_output(recompute_cache):
+            # rounded, and with the shared expert in it: what the norm reads
+            out_BtM = saved_values(out_BtM, recompute_cache, of="experts")
         if call.documents_Bt is None:
             return (out_BtM,)
         # the first run has counted already what is computed a second time
@@ -131,3 +143,8 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_gate:
             shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
         return shared_NM
+
+
+def _keeps_output(recompute_cache: RecomputeCache | None) -> bool:
+    """Whether a recomputed layer gets its experts' output from its first run."""
+    return recompute_cache is not None and recompute_cache.keeps("experts")

@@ -56,6 +56,7 @@ class Member:
         self._speaks_for_rank_0 = speaks_for_rank_0
         self._taking_over, self._main_is_ending = threading.Lock(), False
         self._telling, self._has_told = threading.Lock(), False
+        self._was_interrupted = False
         self._has_reported = False
         self._interrupts = Interrupts(self._count_interrupts)
         self.line = Connection(connection, rank=rank, token=token, remark=remark, on_failure=self._see_to_the_end)
@@ -102,7 +103,7 @@ class Member:
         if self._main_is_ending:
             # It has a message to write or to wait for; what follows is for the case that it cannot.
             time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
-        self.end(failure.code)
+        self.end(self._code_of(failure))
 
     def _tell_of_another(self) -> None:
         """Log why another rank ends this one, and say it where that rank cannot: once, before the process ends."""
@@ -115,8 +116,15 @@ class Member:
                 return
             self._has_told = True
             log.error("rank %d failed, and this rank stops:\n%s", failure.rank, failure.text)
-            if failure.silent and self._speaks_for(failure.rank):
+            # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
+            if failure.silent and not self._was_interrupted and self._speaks_for(failure.rank):
                 say(failure.text)
+
+    def _code_of(self, failure: Failure) -> int:
+        """The exit code of this rank."""
+        if failure.silent and self._was_interrupted:
+            return INTERRUPTED
+        return failure.code
 
     def _speaks_for(self, dead: int) -> bool:
         """Whether this rank says what a dead one cannot."""
@@ -143,6 +151,7 @@ class Member:
 
     def _count_interrupts(self, count: int) -> None:
         """After the first Ctrl-C the main thread ends, or the watch where it cannot; the second ends at once."""
+        self._was_interrupted = True
         if count > 1:
             end_process(INTERRUPTED)
         threading.Thread(target=self._end_interrupted, daemon=True).start()

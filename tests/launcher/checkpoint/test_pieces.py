@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,12 @@ from safetensors.torch import load_file
 
 from launcher.checkpoint import pieces
 from launcher.checkpoint.pieces import piece_key, write_pieces
+from launcher.checkpoint.save import save_checkpoint
 from longctx.files import hash_file
 from parallel.runtime.process import gather_on_rank_0
 from parallel.zero.state import OwnedRange
 from tests.helpers import run_distributed
+from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread
 
 
 def ranges() -> list[OwnedRange]:
@@ -66,3 +70,20 @@ def check_gathered() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_ranks_wrote_is_told_to_rank_0_alone(world):
     run_distributed(check_gathered, world)
+
+
+def check_told_by_all(folder: Path) -> None:
+    run, told = RanksRun(CONFIG, Spread(stage=2)), []
+    gather_on_every_rank = dist.all_gather_object
+
+    def noting(values: list, value: object, **options) -> None:
+        told.append(value)
+        gather_on_every_rank(values, value, **options)
+
+    dist.all_gather_object = noting
+    save_checkpoint(folder, run.engine, step=1, model=CONFIG, training={}, tokenizer_files={})
+    assert told == [None], "that nothing went wrong, and no list of pieces"
+
+
+def test_a_save_tells_other_ranks_no_more_than_that_it_went_well(tmp_path):
+    run_distributed(check_told_by_all, 2, tmp_path)

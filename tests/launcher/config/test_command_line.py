@@ -110,7 +110,7 @@ class TestHelp:
     def test_defaults_are_those_of_the_recipe_that_is_named(self, capfd, monkeypatch):
         out = said(["--config", "extend-yarn", "-h", "train"], capfd, monkeypatch)[1]
         assert "--train.steps INTEGER  (default: 400)" in out
-        assert "--train.recompute {true,false}  (default: true)" in out
+        assert "--train.keep {all,attention,inputs}  (default: attention)" in out
 
     def test_of_an_unknown_name_is_wrong_usage_with_the_nearest(self, capfd, monkeypatch):
         code, out, err = said(["--help", "modal"], capfd, monkeypatch)

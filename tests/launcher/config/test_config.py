@@ -43,6 +43,21 @@ OF_ZERO = [
         ["parallel.expert=2", "hpZeRO secondary tensor groups"],
     ),
 ]
+OF_KEPT = [
+    (["--train.recompute", "true"], ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
+    (["--train.recompute=false"], ["train.recompute is no more", 'keep = "all"']),
+    (["--train.keep", "input"], ["input", "'inputs'"]),
+    (["--train.store", "disk"], ["disk", "'host'"]),
+    (
+        ["--train.keep", "inputs", "--train.recompute_experts", "none"],
+        ["train.recompute_experts=none means nothing with train.keep=inputs", "train.keep=all"],
+    ),
+    (["--train.store", "host", "--model.num_layers", "1"], ["a model of one layer", "train.store=device"]),
+    (
+        ["--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"],
+        ["zero.pin_memory=False", "train.store=device"],
+    ),
+]
 OF_EXPERTS = [
     (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),
     (["--parallel.expert", "3"], ["parallel.expert=3 does not divide the 2 ranks", "parallel.expert=2"]),
@@ -100,7 +115,7 @@ def test_a_preset_from_the_command_line_lies_under_the_fields(tmp_path):
 
 def test_booleans_are_written_as_in_toml_or_as_in_python():
     for word in ("true", "True"):
-        assert load_run_config(["--train.recompute", word]).train.recompute is True
+        assert load_run_config(["--parallel.deterministic", word]).parallel.deterministic is True
 
 
 def test_the_resolved_config_reads_back_as_itself():
@@ -129,8 +144,11 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
         ("[train]\nsteps = 1.5\n", ["train.steps=1.5", "integer"]),
         ('[train]\nsteps = "5"\n', ["train.steps='5'", "integer"]),
         ("[train]\nsteps = true\n", ["train.steps=True", "integer"]),
-        ("[train]\nrecompute = 1\n", ["train.recompute=1", "boolean"]),
-        ("[train]\nrecompute = 'yes'\n", ["train.recompute='yes'", "boolean"]),
+        ("[parallel]\ndeterministic = 1\n", ["parallel.deterministic=1", "boolean"]),
+        ("[parallel]\ndeterministic = 'yes'\n", ["parallel.deterministic='yes'", "boolean"]),
+        ("[train]\nrecompute = true\n", ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
+        ("[train]\nkeep = true\n", ["train.keep=True", "'inputs'"]),
+        ("[train]\nstore = 'disk'\n", ["train.store='disk'", "'host'"]),
         ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),
         ("[train]\ndtype = 'float16'\n", ["train.dtype='float16'", "bfloat16"]),
         ("[data]\ntrain = ['a', 'b']\n", ["data.train=['a', 'b']", "string"]),
@@ -190,6 +208,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["--run.seed", "-1"], ["run.seed=-1 must be at least 0"]),
         (["--run.timeout_seconds", "inf"], ["run.timeout_seconds=inf"]),
         *OF_EXPERTS,
+        *OF_KEPT,
         *OF_ZERO,
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) and x[0].startswith("-") else None,

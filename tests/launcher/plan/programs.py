@@ -72,6 +72,10 @@ def waits() -> dict[str, Any]:
     def row(x: torch.Tensor) -> None:
         x[0] = 3
 
+    def offload(x: torch.Tensor, *, pinned: bool) -> None:
+        host = torch.empty(x.shape, pin_memory=pinned) if pinned else torch.empty_like(x, device="cpu")
+        x.copy_(host.copy_(x, non_blocking=True), non_blocking=True)
+
     return {
         "item": found(lambda x: x.sum().item()),
         "tolist": found(lambda x: x.tolist()),
@@ -83,9 +87,11 @@ def waits() -> dict[str, Any]:
         "tensor on device": found(lambda x: torch.tensor([1.0, 2.0], device=x.device)),
         "to device": found(lambda x: on_host.to(x.device)),
         "to host": found(lambda x: x.cpu()),
+        "to memory that is not pinned": found(lambda x: offload(x, pinned=False)),
         "element": found(element),
         "none: row": found(row),
         "none: non-blocking": found(lambda x: on_host.to(x.device, non_blocking=True)),
+        "none: to pinned memory and back": found(lambda x: offload(x, pinned=True)),
         "none: number": found(lambda x: x * 3 + torch.tensor(2.0)),
         "none: host alone": found(lambda x: on_host.sum().item()),
     }

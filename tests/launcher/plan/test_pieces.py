@@ -80,7 +80,10 @@ def test_even_routing_sends_what_random_choices_send_on_average(ranks, experts, 
 
 
 def test_figures_survive_json():
-    sizes = StepBytes(weights=1, gradients=2, optimizer=3, gathered=4, kept=5, passing=6, optimizer_step=16)
+    sizes = StepBytes(
+        weights=1, gradients=2, optimizer=3, gathered=4, reduction=7, after_backward=9, kept=5, kept_on_host=8,
+        passing=6, optimizer_step=26,
+    )  # fmt: skip
     trace = RankTrace(
         rank=3,
         bytes=sizes,
@@ -90,12 +93,13 @@ def test_figures_survive_json():
         host_waits=[HostWait("parallel/y.py:2", "aten::item", "a value", 2)],
         copies=1,
         copied_bytes=8,
+        copied_to_host_bytes=0,
         links=[LinkBytes(what="ring hop", link="within a node", sent_bytes=1, received_bytes=2, messages=3)],
         is_whole=True,
         seconds=0.5,
         most_called=[],
     )
-    assert (sizes.held, sizes.peak) == (6, 6 + 16), "the optimiser's step is the larger part here"
+    assert (sizes.held, sizes.peak) == (6, 6 + 26), "the optimiser's step is the larger part here"
     assert RankTrace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
 
 

@@ -30,7 +30,7 @@ DENSE = {
     "data.seq_len": T,
     "train.tokens_per_step": T,
     "parallel.context": 1,
-    "train.recompute": "true",
+    "train.keep": "attention",
     "zero.stage": 1,
 }
 EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
@@ -53,6 +53,13 @@ def ring(transport: str, **changes: Any) -> list[str]:
 CASES: dict[str, dict[str, Any]] = {
     "2 layers": {"flags": flags(DENSE, model__num_layers=2), "world": ONE, "rank": 0},
     "3 layers": {"flags": flags(DENSE, model__num_layers=3), "world": ONE, "rank": 0},
+    "inputs": {"flags": flags(DENSE, model__num_layers=3, train__keep="inputs"), "world": ONE, "rank": 0},
+    "on host": {"flags": ring("p2p", model__num_layers=3, train__store="host"), "world": TWO_NODES, "rank": 1},
+    "experts on host": {
+        "flags": flags(EXPERTS, model__num_layers=3, train__keep="all", train__store="host"),
+        "world": ONE,
+        "rank": 0,
+    },
     "planted": {"flags": flags(DENSE, model__num_layers=1), "world": ONE, "rank": 0, "plant": True},
     "p2p": {"flags": ring("p2p"), "world": TWO_NODES, "rank": 1, "document_tokens": DOCUMENTS},
     "two_level": {"flags": ring("auto"), "world": TWO_NODES, "rank": 1, "document_tokens": DOCUMENTS},
@@ -133,6 +140,23 @@ def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name):
     count = sum(count_parameters(load_run_config(CASES[name]["flags"]).model.config()).values())
     held = traces()[name]["bytes"]
     assert (held["weights"], held["gradients"], held["optimizer"]) == (2 * count, 4 * count, 12 * count)
+
+
+def test_inputs_alone_are_kept_without_attentions_result():
+    inputs, attention = (traces()[name]["bytes"] for name in ("inputs", "3 layers"))
+    assert attention["kept"] - inputs["kept"] == 3 * T * (2 * HEADS * HEAD + 8 * HEADS)
+
+
+@pytest.mark.parametrize("name", ["on host", "experts on host"])
+def test_what_is_kept_on_the_host_goes_there_and_comes_back_without_a_wait(name):
+    trace = traces()[name]
+    kept, back = trace["bytes"]["kept_on_host"], trace["copied_to_host_bytes"]
+    if name == "on host":  # of all layers but the last: input, attention's output, a float64 log-sum-exp a head
+        assert kept == 2 * T * (2 * M + 2 * HEADS * HEAD + 8 * HEADS)
+    assert kept == back > 0, "each storage left once"
+    # All that comes back, and what goes to the device in any step.
+    assert trace["copied_bytes"] >= kept
+    assert trace["host_waits"] == []
 
 
 @pytest.mark.parametrize("name", ["2 layers", "p2p", "two_level", "experts"])

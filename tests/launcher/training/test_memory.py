@@ -29,7 +29,7 @@ def need(flags: list[str], world_size: int = 2) -> Memory:
         (0, "float32", 4 * P, 4 * P, 8 * P),
         (1, "float32", 4 * P, 4 * P, 12 * P // 2),
         (1, "bfloat16", 2 * P, 4 * P, 12 * P // 2),
-        (2, "bfloat16", 2 * P, 4 * P // 2 + 2 * 50_000_000, 12 * P // 2),
+        (2, "bfloat16", 2 * P, 4 * P // 2, 12 * P // 2),
         (3, "bfloat16", 2 * P // 2, 4 * P // 2, 12 * P // 2),
     ],
 )
@@ -52,7 +52,7 @@ def test_the_stages_that_train_in_a_dtype_are_compared():
 @pytest.mark.parametrize(
     ("flags", "on_device", "host"),
     [
-        (["--zero.stage", "2", "--zero.offload", "cpu"], 2 * P + 4 * P // 2 + 2 * 50_000_000, 16 * P // 2),
+        (["--zero.stage", "2", "--zero.offload", "cpu"], 2 * P + 4 * P // 2, 16 * P // 2),
         (["--zero.stage", "3", "--zero.offload", "cpu"], 2 * P // 2, 20 * P // 2),
         (["--zero.stage", "3", "--zero.offload", "cpu", "--zero.offload_parameters", "cpu"], 0, 22 * P // 2),
         (["--zero.stage", "3", "--zero.offload_parameters", "cpu"], 16 * P // 2, 2 * P // 2),
@@ -80,9 +80,21 @@ def test_experts_are_held_by_the_ranks_that_share_them():
 
 
 def test_recomputation_saves_less_of_each_token():
-    plain, recomputed = (need([*LLAMA, "--train.recompute", word]) for word in ("false", "true"))
+    plain, recomputed, inputs = (need([*LLAMA, "--train.keep", word]) for word in ("all", "attention", "inputs"))
+    assert inputs.activations == 2048 * 32 * 4096 * 4
     assert recomputed.activations == 2048 * 32 * 2 * 4096 * 4
     assert plain.activations == 2048 * 32 * (8 * 4096 + 2 * 11_008) * 4
+
+
+@pytest.mark.parametrize("keep", ["all", "attention", "inputs"])
+def test_what_is_kept_on_the_host_is_counted_there_but_for_the_last_layers(keep):
+    flags = [*LLAMA, "--train.keep", keep]
+    device, host = (need([*flags, "--train.store", store]) for store in ("device", "host"))
+    assert host.activations == device.activations
+    assert (device.host, host.host) == (0, device.activations * 31 // 32)
+    assert device.on_device - host.on_device == host.host
+    # Pinned memory of all the machine's ranks.
+    assert "for what is offloaded" in refusal([*flags, "--train.store", "host"], 8, host=0.1, gpu=200)
 
 
 @pytest.mark.parametrize("config", [dense_config(), tiny_config(), tiny_config(dense_layers=(1,))], ids=str)
@@ -139,11 +151,13 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
     config = load_run_config(LLAMA).resolve(native_bfloat16=False)
     with pytest.raises(ConfigError, match="does not fit") as caught:
         check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
-    assert "--zero.stage 3 and --train.recompute true would need" in str(caught.value)
+    assert "--zero.stage 3 and --train.keep attention would need" in str(caught.value)
     assert "--run.memory_check false" in str(caught.value)
     assert "--zero.offload" not in str(caught.value), "a CPU has nowhere else to go"
     monkeypatch.setattr(memory, "free_bytes", lambda device: GIB)
-    with pytest.raises(ConfigError, match=r"With --zero\.offload cpu as well it is .* on the GPU and"):
+    with pytest.raises(
+        ConfigError, match=r"With --zero\.offload cpu and --train\.store host as well it is .* on the GPU"
+    ):
         check_memory(config, config.model.config(), 2, 2, torch.device("cuda"))
     assert len(str(caught.value).splitlines()) < SCREEN
     off = load_run_config([*LLAMA, "--run.memory_check", "false"]).resolve(native_bfloat16=False)

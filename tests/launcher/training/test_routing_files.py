@@ -202,7 +202,7 @@ SHORT = {"train.steps": 2, "train.tokens_per_step": 1024, "validation.rows": 2, 
 ALONE = {**SHORT, "parallel.context": 1, "train.micro_batch_rows": 2}
 
 
-OTHER = {**SHORT, "parallel.layout": "balanced", "train.recompute": True, "model.init_std": 0.2}
+OTHER = {**SHORT, "parallel.layout": "balanced", "train.keep": "inputs", "train.store": "host", "model.init_std": 0.2}
 """Other initial weights, which choose otherwise."""
 
 

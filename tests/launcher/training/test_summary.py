@@ -66,7 +66,7 @@ def test_a_run_says_what_it_is():
         "12.0 GiB are free for 2 ranks.",
         "ZeRO 0: 25 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, masters 0.0 MiB, moments 12 MiB).",
         "ZeRO 1, this run: 21 MiB a rank (weights 6.1 MiB, gradients 6.1 MiB, masters 3.1 MiB, moments 6.1 MiB).",
-        "ZeRO 2: 25 MiB a rank (weights 6.1 MiB, gradients 9.2 MiB, masters 3.1 MiB, moments 6.1 MiB).",
+        "ZeRO 2: 18 MiB a rank (weights 6.1 MiB, gradients 3.1 MiB, masters 3.1 MiB, moments 6.1 MiB).",
         "ZeRO 3: 15 MiB a rank (weights 3.1 MiB, gradients 3.1 MiB, masters 3.1 MiB, moments 6.1 MiB).",
         "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches a rank; rate 0.005 after 40 "
         "steps, then down to 0.00025.",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,16 @@ def test_a_cpu_and_strided_tensors_merge_in_pytorchs_operators(monkeypatch):
         assert len(asked) == 1
         assert not merge.is_one_stretch(torch.empty(2, 6, 2, 8)[:, 1:3])
         assert merge.is_one_stretch(torch.empty(1, 6, 2, 8)[:, 1:3])
+
+
+def test_the_operator_is_that_kernel_on_cuda(monkeypatch):
+    asked = []
+    kernel = SimpleNamespace(launch_merge=lambda *tensors: asked.append(tensors))
+    monkeypatch.setitem(sys.modules, "longctx.kernels.merge_triton", kernel)
+    on_cuda = torch.library.get_kernel("longctx::merge_", "CUDA")
+    parts = [torch.zeros(2) for _ in range(4)]
+    on_cuda.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *parts)
+    assert len(asked) == 1
 
 
 # Where Triton is installed

@@ -26,6 +26,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import LocalDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.layer import MixtureOfExperts
+from longctx.model.kept import Keep
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -33,7 +34,7 @@ from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, step_loss, tiny_config
 from tests.rounding import both_ways
 
-RECOMPUTE = Execution(recompute=True)
+RECOMPUTE = Execution("attention")
 
 
 class CountingKernel(CpuFlashKernel):
@@ -95,15 +96,15 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
     batch, results = packed_batch([[9, 14], [20, 3]], padding=1), {}
     kind, name = CORES[core]
     core = kind(name, products=products)
-    for recompute in (False, True):
-        model = CausalLM(Decoder(config, core, execution=Execution(recompute, products=products))).to(dtype)
+    for keep in ("all", "attention"):
+        model = CausalLM(Decoder(config, core, execution=Execution(keep, products=products))).to(dtype)
         core_calls = kernel.runs["forward"]
         loss = LossSum.from_tensors(model(batch))
         step_loss(loss, 0.1).backward()
-        results[recompute] = (*loss, *gradients(model).values())
+        results[keep] = (*loss, *gradients(model).values())
         if core.kernel == "cpu_flash":
             assert kernel.runs["forward"] - core_calls == config.num_layers
-    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
+    torch.testing.assert_close(results["attention"], results["all"], rtol=0, atol=0)
     assert kernel.runs["backward"] == kernel.runs["forward"]
 
 
@@ -131,9 +132,9 @@ def _storages(values) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
-def kept_bytes(num_layers: int, *, recompute: bool) -> tuple[int, int]:
+def kept_bytes(num_layers: int, *, keep: Keep) -> tuple[int, int]:
     """Bytes alive after forward, and after backward while its graph is still held, gradients aside."""
-    decoder = Decoder(dense_config(num_layers=num_layers), execution=Execution(recompute))
+    decoder = Decoder(dense_config(num_layers=num_layers), execution=Execution(keep))
     batch = one_document(1, 64)
     with LiveBytes() as live:
         loss = decoder(batch.tokens, batch.positions, batch.cu_seqlens).square().mean()
@@ -145,11 +146,11 @@ def kept_bytes(num_layers: int, *, recompute: bool) -> tuple[int, int]:
 
 def test_a_recomputed_layer_keeps_its_input_and_attentions_result():
     T, M, H, D = 64, 32, 4, 8
-    (one, _), (three, after) = (kept_bytes(n, recompute=True) for n in (1, 3))
+    (one, _), (three, after) = (kept_bytes(n, keep="attention") for n in (1, 3))
     x, out, lse = 4 * T * M, 4 * T * H * D, 8 * T * H  # float32; log-sum-exps are float64
     assert three - one == 2 * (x + out + lse)
     assert after < x, "a graph that was differentiated holds nothing of its layers"
-    assert kept_bytes(3, recompute=False)[0] - kept_bytes(1, recompute=False)[0] > 3 * (three - one)
+    assert kept_bytes(3, keep="all")[0] - kept_bytes(1, keep="all")[0] > 3 * (three - one)
 
 
 def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
@@ -166,7 +167,7 @@ def test_a_second_backward_is_refused():
     decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     loss = decoder(batch.tokens, batch.positions).square().mean()
     loss.backward(retain_graph=True)
-    with pytest.raises(ConfigError, match="recompute=False"):
+    with pytest.raises(ConfigError, match="keep='all'"):
         loss.backward()
 
 
@@ -212,8 +213,8 @@ def test_what_is_kept_has_no_history():
 def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
     """A backward for some of the inputs alone still finds attention's result."""
     batch, grads = one_document(1, 16), []
-    for recompute in (False, True):
-        decoder = Decoder(dense_config(), execution=Execution(recompute))
+    for keep in ("all", "attention"):
+        decoder = Decoder(dense_config(), execution=Execution(keep))
         randomize(decoder)
         loss = decoder(batch.tokens, batch.positions).square().mean()
         grads.append(torch.autograd.grad(loss, decoder.model.layers[1].self_attn.k_proj.weight)[0])
@@ -226,9 +227,9 @@ def test_recomputed_weights_get_the_same_gradient_from_a_part_of_the_graph():
 TRAINING = TrainingPass(seed=5)
 
 
-def of_experts(*, recompute: bool, dispatcher=None, **changes) -> CausalLM:
+def of_experts(*, keep: Keep, dispatcher=None, **changes) -> CausalLM:
     config = {"router_z_loss_weight": 0.1, "capacity_factor": 1.0, "router_jitter": 0.1, "selection_bias": True}
-    execution = Execution(recompute)
+    execution = Execution(keep)
     lm = CausalLM(Decoder(tiny_config(**{**config, **changes}), dispatcher=dispatcher, execution=execution))
     randomize(lm, std=0.2)
     return lm
@@ -256,9 +257,9 @@ class Watched(LocalDispatcher):
 def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
     """With everything that a router may have; and the second run gives backward the same bits."""
     results = {}
-    for recompute in (False, True):
+    for keep in ("all", "attention"):
         dispatcher = Watched()
-        lm = of_experts(recompute=recompute, dispatcher=dispatcher)
+        lm = of_experts(keep=keep, dispatcher=dispatcher)
         forward = MixtureOfExperts.forward
 
         def watched(self, x, call, recompute_cache, *, forward=forward, dispatcher=dispatcher):
@@ -277,18 +278,18 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
         assert ran["longctx::attention_forward"] == 2
         assert dispatcher.asked.count(("gather", False)) == 2
         assert not [what for what, recomputing in dispatcher.asked if recomputing]
-        results[recompute] = (*loss, *gradients(lm).values())
-    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
+        results[keep] = (*loss, *gradients(lm).values())
+    torch.testing.assert_close(results["attention"], results["all"], rtol=0, atol=0)
 
 
 def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
     """As rounding may have it: the second run weighs the first run's choices, refused ones too, by its own logits."""
-    lm, seen = of_experts(recompute=True), []
+    lm, seen = of_experts(keep="attention"), []
     forward = Experts.forward
 
-    def watched(self, x, gates, experts, *rest):
+    def watched(self, x, gates, experts, *rest, **options):
         seen.append((gates.detach().clone(), experts.clone()))
-        return forward(self, x, gates, experts, *rest)
+        return forward(self, x, gates, experts, *rest, **options)
 
     monkeypatch.setattr(Experts, "forward", watched)
     loss = step_loss(LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING)), 0.1, 0.1)
@@ -310,7 +311,7 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
 def test_a_compiled_layer_keeps_its_choices_too():
     """Inside a graph there is no recompute_cache; recomputation finds the ids, and attention's result, by their
     operators."""
-    lm = of_experts(num_layers=1, recompute=True)
+    lm = of_experts(num_layers=1, keep="attention")
     torch.compiler.reset()
     compiled, results = torch.compile(lm, backend="aot_eager"), []
     for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
@@ -328,7 +329,7 @@ def test_a_compiled_layer_keeps_its_choices_too():
 @pytest.mark.slow
 def test_a_compiled_step_may_have_another_seed():
     """Each step has its own; compiled in or not, it decides."""
-    lm = of_experts(num_layers=1, recompute=False, residual_dropout=0.2)
+    lm = of_experts(num_layers=1, keep="all", residual_dropout=0.2)
     torch.compiler.reset()
     compiled = torch.compile(lm, backend="aot_eager")
     for seed in (5, 5 + 0x9E3779B1, 2**62 + 3):

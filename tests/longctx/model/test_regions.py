@@ -16,6 +16,7 @@ from longctx.kernels.cross_entropy import PLAIN, LossOptions, _losses_, _whole_l
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Regions, call_function, compile_count, missing_for_compiling
 from longctx.model.decoder import Decoder
+from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -69,10 +70,10 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float]
     return losses, found, graphs
 
 
-def check(name: str, backend: str, *, recompute: bool = False) -> None:
+def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device") -> None:
     """Compiled float32 against eager float32, whose sums are only added in other orders."""
-    losses, grads, nothing = train(MODELS[name], Execution(recompute), torch.float32)
-    found, found_grads, graphs = train(MODELS[name], Execution(recompute, compiler=backend), torch.float32)
+    losses, grads, nothing = train(MODELS[name], Execution(keep), torch.float32)
+    found, found_grads, graphs = train(MODELS[name], Execution(keep, store, compiler=backend), torch.float32)
     assert nothing[-1] == 0
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
@@ -83,12 +84,12 @@ def check(name: str, backend: str, *, recompute: bool = False) -> None:
             assert (got[key] - want).norm() <= 1e-5 * want.norm() + 1e-6, key
 
 
-def check_bfloat16(name: str, backend: str, products: Products, *, recompute: bool) -> None:
+def check_bfloat16(name: str, backend: str, products: Products, *, keep: Keep) -> None:
     """Compiled and eager bfloat16 against float32: a kernel that is fused rounds no more often than operators do."""
-    exact = train(MODELS[name], Execution(recompute), torch.float32)[1]
+    exact = train(MODELS[name], Execution(keep), torch.float32)[1]
     errors = []
     for compiler in (None, backend):
-        execution = Execution(recompute, products=products, compiler=compiler)
+        execution = Execution(keep, products=products, compiler=compiler)
         _, grads, graphs = train(MODELS[name], execution, torch.bfloat16)
         assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
         errors.append(sum(distance(got, wanted) for got, wanted in zip(grads, exact, strict=True)))
@@ -102,22 +103,25 @@ def distance(got: dict, wanted: dict) -> float:
     return float(torch.stack([(got[name].float() - want).square().sum() for name, want in wanted.items()]).sum().sqrt())
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("dropout, sandwich", False), ("experts", True)])
-def test_other_documents_compile_nothing_and_losses_are_eagers(name, recompute):
-    check(name, "aot_eager", recompute=recompute)
+@pytest.mark.parametrize(
+    ("name", "keep", "store"),
+    [("dropout, sandwich", "all", "device"), ("experts", "attention", "host"), ("dropout, sandwich", "all", "host")],
+)
+def test_other_documents_compile_nothing_and_losses_are_eagers(name, keep, store):
+    check(name, "aot_eager", keep=keep, store=store)
 
 
 def test_products_in_float32_are_operators_of_the_graph():
-    check_bfloat16("dense", "aot_eager", "float32", recompute=True)
+    check_bfloat16("dense", "aot_eager", "float32", keep="attention")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("keep", ["all", "attention"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.timeout(600)
-def test_kernels_of_inductor_give_eagers_losses(name, recompute):
-    check(name, "inductor", recompute=recompute)
+def test_kernels_of_inductor_give_eagers_losses(name, keep):
+    check(name, "inductor", keep=keep)
 
 
 @pytest.mark.slow
@@ -125,8 +129,8 @@ def test_kernels_of_inductor_give_eagers_losses(name, recompute):
 @both_ways
 @pytest.mark.timeout(600)
 def test_kernels_of_inductor_in_bfloat16(products):
-    check_bfloat16("dropout, sandwich", "inductor", products, recompute=False)
-    check_bfloat16("dense", "inductor", products, recompute=True)
+    check_bfloat16("dropout, sandwich", "inductor", products, keep="all")
+    check_bfloat16("dense", "inductor", products, keep="attention")
 
 
 def test_evaluation_and_generation_stay_eager():

@@ -113,9 +113,9 @@ def test_reduced_counts_may_be_written_in_place():
     torch.testing.assert_close(lm(BATCH), model()(BATCH))  # counts_LE stay local; the balance loss is scale-free
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_counts_are_not_doubled_by_recomputation(recompute):
-    lm = model(execution=Execution(recompute))
+@pytest.mark.parametrize("keep", ["all", "attention"])
+def test_counts_are_not_doubled_by_recomputation(keep):
+    lm = model(execution=Execution(keep))
     calls = []
     lm.reduce_counts = lambda counts, batch: calls.append(counts.sum().item()) or counts
     lm(BATCH)[0].backward()

@@ -21,6 +21,7 @@ from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
@@ -179,11 +180,11 @@ def test_models_of_all_kinds_equal_one_process(world_size):
 def check_models():
     world, batch = dist.get_world_size(), batch_of(MODEL)
     want = run(Decoder(MODEL, LocalAttention("blockwise")).double(), batch)
-    for ulysses, layout, recompute in itertools.product((1, 2), LAYOUTS, (False, True)):
-        if world % ulysses or (layout != "zigzag" and (ulysses > 1 or recompute)):
+    for ulysses, layout, keep in itertools.product((1, 2), LAYOUTS, ("all", "attention")):
+        if world % ulysses or (layout != "zigzag" and (ulysses > 1 or keep != "all")):
             continue
         mesh = Mesh.build(context=world, ulysses=ulysses)
-        model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", execution=Execution(recompute))
+        model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", execution=Execution(keep))
         whole = SequenceLayout.build(layout, 96, world, batch.cu_seqlens.tolist(), ulysses)
         got = run(
             model.decoder.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
@@ -195,7 +196,7 @@ def check_models():
                 dist.all_reduce(got[name])
             size = max(expected.abs().max().item(), 1e-3)
             error = (got[name] - expected).abs().max().item() / size
-            assert error <= 1e-12, f"{name}, {layout}, ulysses {ulysses}, recompute {recompute}: {error:.1e}"
+            assert error <= 1e-12, f"{name}, {layout}, ulysses {ulysses}, keep {keep}: {error:.1e}"
 
 
 def test_recomputed_layers_send_nothing():
@@ -205,18 +206,18 @@ def test_recomputed_layers_send_nothing():
 def check_messages():
     """As many messages with recomputation as without, in linear layers alone and in all kinds together."""
     for layers in (("linear",), MODEL.layers):
-        counts = [count_messages(layers, recompute=recompute) for recompute in (False, True)]
+        counts = [count_messages(layers, keep=keep) for keep in ("all", "attention")]
         (plain, grads), (again, same) = counts
         assert again == plain > 0, f"{layers}: {again} messages, {plain} without recomputation"
         assert all(torch.equal(grads[name], same[name]) for name in grads)
 
 
-def count_messages(layers: tuple[str, ...], *, recompute: bool) -> tuple[int, dict[str, torch.Tensor]]:
+def count_messages(layers: tuple[str, ...], *, keep: Keep) -> tuple[int, dict[str, torch.Tensor]]:
     """(messages of forward and backward, what ``run`` found)."""
     wanted = {"window": 5 if {"sparse", "window"} & set(layers) else 0, "sparse_stride": 7 * ("sparse" in layers)}
     config = ModelConfig(**{**vars(MODEL), "layers": layers, **wanted})
     mesh, batch, sent = Mesh.build(context=4), batch_of(MODEL), [0]
-    model = build_parallel_model(config, mesh, layout="zigzag", kernel="blockwise", execution=Execution(recompute))
+    model = build_parallel_model(config, mesh, layout="zigzag", kernel="blockwise", execution=Execution(keep))
     layout = SequenceLayout.build("zigzag", 96, 4)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
 
@@ -243,7 +244,7 @@ def test_a_second_backward_through_recomputed_linear_layers_is_refused():
 def check_second_backward():
     mesh, batch = Mesh.build(context=2), batch_of(MODEL)
     config = ModelConfig(**{**vars(MODEL), "layers": ("linear",), "window": 0, "sparse_stride": 0})
-    model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution(True))
+    model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution("attention"))
     layout = SequenceLayout.build("zigzag", 96, 2)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
     hidden = model.decoder(mine.tokens, mine.positions, mine.cu_seqlens)

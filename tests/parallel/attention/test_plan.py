@@ -52,7 +52,7 @@ def test_ranks_agree_once_a_forward_pass_and_kind_of_layer():
 
 def check_agreements():
     mesh, layout = Mesh.build(context=2), SequenceLayout.build("zigzag", 96, 2)
-    lm = build_parallel_model(MODEL, mesh, layout="zigzag", execution=Execution(True))
+    lm = build_parallel_model(MODEL, mesh, layout="zigzag", execution=Execution("attention"))
     mine, agreed = shard_of(mesh, layout), []
     agree = parallel.attention.plan.agree
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
 from parallel.attention.core import ContextParallelAttention
 from parallel.layout.sequence import SequenceLayout
@@ -30,10 +31,10 @@ DOCUMENTS = [[5, 11, 1, 3], [16, 1, 3]]
 """Of two rows; the longest, 16 tokens, is longer than any rank's share of it, and than the 8 that ropes know."""
 
 
-def build(name: str, mesh: Mesh | None, layout: str = "", *, recompute: bool = False, **changes) -> Decoder:
+def build(name: str, mesh: Mesh | None, layout: str = "", *, keep: Keep = "all", **changes) -> Decoder:
     core = None if mesh is None else ContextParallelAttention(mesh, layout)
     config = odd_config(**{**POSITIONS[name], "num_layers": 2, **changes})
-    decoder = Decoder(config, core, execution=Execution(recompute)).double()
+    decoder = Decoder(config, core, execution=Execution(keep)).double()
     randomize(decoder)
     return decoder
 
@@ -54,7 +55,7 @@ def check_kind(
     layouts: tuple[str, ...] = ("zigzag", "striped"),
     *,
     seed: int | None = None,
-    recompute: bool = False,
+    keep: Keep = "all",
     **changes,
 ) -> None:
     batch = packed_batch(DOCUMENTS, vocab_size=31).flatten_rows()
@@ -63,7 +64,7 @@ def check_kind(
     training_pass = TrainingPass(seed=seed)
     wanted, wanted_grads = differentiate(alone, batch, weights, training_pass)
     for kind in layouts:
-        spread = build(name, mesh, kind, recompute=recompute, **changes)
+        spread = build(name, mesh, kind, keep=keep, **changes)
         layout = SequenceLayout.build(kind, 40, mesh.context, batch.cu_seqlens, mesh.ulysses)
         mine = batch.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
         found, grads = differentiate(spread, mine, layout.split(weights, mesh.context_rank, 1), training_pass)
@@ -107,8 +108,8 @@ def test_dropout_drops_the_same_values_on_any_rank():
 
 def check_dropout():
     mesh = Mesh.build(context=4)
-    for recompute in (False, True):
-        check_kind("t5", mesh, residual_dropout=0.3, seed=5, recompute=recompute)
+    for keep in ("all", "attention"):
+        check_kind("t5", mesh, residual_dropout=0.3, seed=5, keep=keep)
 
 
 def test_a_document_too_long_for_a_learned_table_is_refused_on_every_rank():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import parallel.attention.core
 from longctx.config import ModelConfig
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from parallel.layout.sequence import SequenceLayout
@@ -28,21 +29,23 @@ def test_a_recomputed_layer_sends_nothing():
 
 def check_messages():
     for way in ways(4):
-        plain, _, grads = count_messages(way, recompute=False)
-        again, replayed, same = count_messages(way, recompute=True)
+        plain, _, grads = count_messages(way, keep="all")
+        again, replayed, same = count_messages(way, keep="attention")
         assert replayed == [0] * MODEL.num_layers, "each layer ran a second time, in silence"
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+        more, replayed, same = count_messages(way, keep="inputs")
+        assert min(replayed) > 0, "attention is computed a second time over all ranks"
+        assert more - again == sum(replayed)
         assert all(torch.equal(grads[name], same[name]) for name in grads)
         if "ulysses" not in way:  # there backward trades q, k, v and out for heads again instead of keeping them twice
             assert again == plain > 0
 
 
-def count_messages(way: dict, *, recompute: bool) -> tuple[int, list[int], dict[str, torch.Tensor]]:
+def count_messages(way: dict, *, keep: Keep) -> tuple[int, list[int], dict[str, torch.Tensor]]:
     """(messages of forward and backward, messages of each recomputed attention, gradients)."""
     axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
     mesh = Mesh.build(context=4, **axes)
-    model = build_parallel_model(
-        MODEL, mesh, layout="zigzag", transport=way["transport"], execution=Execution(recompute)
-    )
+    model = build_parallel_model(MODEL, mesh, layout="zigzag", transport=way["transport"], execution=Execution(keep))
     sent, replayed = [0], []
 
     def counted(function):

@@ -18,6 +18,7 @@ from longctx.kernels.processor import Products
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
+from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
@@ -176,7 +177,8 @@ class Spread:
     stage: int = 1
     layout: str = "zigzag"
     tile_tokens: int = 0
-    recompute: bool = False
+    keep: Keep = "all"
+    store: Store = "device"
     recompute_experts: str = "activation"
     dtype: torch.dtype = torch.float32
     products: Products = "native"
@@ -194,7 +196,13 @@ class RanksRun:
             config,
             self.mesh,
             layout=spread.layout,
-            execution=Execution(spread.recompute, spread.recompute_experts, spread.tile_tokens, spread.products),
+            execution=Execution(
+                spread.keep,
+                spread.store,
+                recompute_experts=spread.recompute_experts,
+                expert_tile_tokens=spread.tile_tokens,
+                products=spread.products,
+            ),
             seed=spread.seed if given else None,
         )
         self.load_LE: Tensor | None = None

@@ -6,17 +6,19 @@ Axes: N tokens of a rank, k choices a token, E experts.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.processor import Products
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
-from parallel.experts.dispatcher import AllToAllDispatcher, sum_by_rank, sum_by_turn
+from parallel.experts.dispatcher import AllToAllDispatcher, PendingExchange, _PendingSums, sum_by_rank, sum_by_turn
 from parallel.experts.tiles import default_tile_tokens
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
@@ -226,6 +228,33 @@ def test_a_call_for_each_turn_sums_as_a_call_for_each_rank(ranks, tokens, most, 
     by_turn = sum_by_turn(results, token_U, tokens, most)
     assert by_turn.dtype == torch.float32
     assert torch.equal(by_turn, by_rank)
+
+
+class CountCalls(TorchDispatchMode):
+    """How many operators run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_of_many_ranks_are_not_added_up_rank_by_rank():
+    """The device is called as often for 128 ranks as for 16."""
+    calls = []
+    for ranks in (16, 128):
+        # Eight ranks have a result of each of four tokens, the others of none.
+        token_U = torch.arange(4).repeat(8)
+        results = torch.ones(len(token_U), 5)
+        arrived = PendingExchange(results, None, results.dtype, SimpleNamespace(wait=lambda: None), "results")
+        pending = _PendingSums(arrived, token_U, (4,) * 8 + (0,) * (ranks - 8), torch.Size((4, 8)))
+        with CountCalls() as counted:
+            assert (pending.wait() == 8).all()
+        calls.append(counted.calls)
+    assert calls[0] == calls[1]
 
 
 def test_gathering_over_a_sequence():

@@ -12,6 +12,7 @@ from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -57,7 +58,7 @@ def test_training_routes_as_in_one_process(world_size):
 def check_ways() -> None:
     for number, (layout, context, expert) in enumerate(WAYS[dist.get_world_size()]):
         scope = ("sequence", "micro_batch", "global_batch")[number % 3]
-        check(replace(CONFIG, balance_scope=scope), layout, context, expert, recompute=number > 0)
+        check(replace(CONFIG, balance_scope=scope), layout, context, expert, keep="attention" if number else "all")
 
 
 def micro_batch(data_rank: int) -> Batch:
@@ -73,12 +74,12 @@ def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
     return loss
 
 
-def check(config: ModelConfig, layout: str, context: int, expert: int, *, recompute: bool) -> None:
+def check(config: ModelConfig, layout: str, context: int, expert: int, *, keep: Keep) -> None:
     mesh = Mesh.build(context=context, expert=expert)
     alone = CausalLM(Decoder(config)).double()
     wanted = [differentiate(alone, micro_batch(d), d) for d in range(mesh.data)]
     assert min(loss.diagnostics.dropped_assignments.min() for loss in wanted) > 5, "some are refused"
-    spread = build_parallel_model(config, mesh, layout=layout, execution=Execution(recompute)).double()
+    spread = build_parallel_model(config, mesh, layout=layout, execution=Execution(keep)).double()
     batch = micro_batch(mesh.data_rank).flatten_rows()
     whole = SequenceLayout.build(layout, ROWS * LENGTH, context, batch.cu_seqlens.tolist())
     found = differentiate(spread, batch.map_tokens(lambda x: whole.split(x, mesh.context_rank, 1)), mesh.data_rank)

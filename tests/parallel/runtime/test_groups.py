@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,8 +19,16 @@ from longctx.errors import DataError
 from longctx.model.training_pass import Execution
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.runtime.groups import PATIENCE, control_group, world_timeout
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank, on_rank_0
+from parallel.runtime.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
+from parallel.runtime.process import (
+    agree_or_raise,
+    broadcast_object,
+    gather_objects,
+    gather_on_rank_0,
+    on_every_rank,
+    on_rank_0,
+    start_process_group,
+)
 from parallel.transport.exchange import (
     TAG_GRADIENTS,
     TAG_GRADIENTS_BETWEEN_NODES,
@@ -75,6 +84,20 @@ def check_every_group(stage: int):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_group_has_the_run_s_time_out_and_is_warm(stage):
     run_distributed(check_every_group, 4, stage)
+
+
+def check_world():
+    dist.destroy_process_group()
+    forget_groups()
+    del os.environ["RANK"]
+    start_process_group(timeout_seconds=37)
+    assert world_timeout() == TIMEOUT
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD._get_sequence_number_for_group() > 0
+
+
+def test_so_is_the_world_s_group():
+    run_distributed(check_world, 1)
 
 
 def check_own_groups_alone():
@@ -141,6 +164,7 @@ def check_patience():
         lambda: on_rank_0(slow_on_rank_0),
         lambda: broadcast_object(slow_on_rank_0()),
         lambda: gather_objects(slow_on_rank_0()),
+        lambda: gather_on_rank_0(slow_on_rank_0()),
     ]
     for wait in waits:
         wait()
@@ -153,6 +177,13 @@ def check_patience():
 
 def test_ranks_wait_for_one_that_hashes_or_saves_longer_than_the_time_out():
     run_distributed(check_patience, 2)
+
+
+def test_groups_for_gpus_are_nccl_alone(monkeypatch):
+    """What ranks compare on the CPU has groups of its own; gloo beside NCCL would connect all members again."""
+    for backends, wanted in (("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", "gloo")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+        assert device_backend() == wanted
 
 
 def test_the_sums_of_a_step_meet_on_the_device_that_computed_them():

@@ -208,6 +208,18 @@ def test_ctrl_c_reaches_ranks_that_hear_no_signal(tmp_path):
     assert "interrupted" not in "".join(ended.said[1:])
 
 
+def test_a_death_after_ctrl_c_is_an_interruption(tmp_path):
+    """A second Ctrl-C ends each rank without a word, and one of them is the first."""
+    ranks = Ranks(tmp_path, [OTHERS_BLOCK] * RANKS)
+    ranks.wait_until_met()
+    interrupt(ranks)
+    time.sleep(1.0)  # all have heard it, and none ends before its time of grace
+    ranks.processes[1].kill()
+    ended = ranks.wait()
+    assert (ended.codes[0], ended.codes[2]) == (130, 130)
+    assert "died" not in "".join(ended.said)
+
+
 def test_ranks_that_are_done_leave_in_any_order(tmp_path):
     for order in ("RANK", f"{RANKS} - RANK"):
         ended = Ranks(tmp_path / order, [f"time.sleep(0.3 * ({order}))"] * RANKS).wait()

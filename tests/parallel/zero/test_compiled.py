@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from longctx.kernels.regions import compile_count, missing_for_compiling
+from longctx.model.kept import Keep
 from tests.helpers import run_distributed
 from tests.parallel.zero.test_zero import BOUNDS, FEW, check_parity
 
 
 def check_compiled(
-    kind: str, context: int, stages: tuple[int, ...], recompute: bool, backend: str, steps: int = FEW, expert: int = 1
+    kind: str, context: int, stages: tuple[int, ...], keep: Keep, backend: str, steps: int = FEW, expert: int = 1
 ) -> None:
     for stage in stages:
         torch.compiler.reset()
         before = compile_count().graphs
-        how = {"recompute": recompute, "compiler": backend, "expert": expert}
+        how = {"keep": keep, "compiler": backend, "expert": expert}
         check_parity(kind, context, BOUNDS[kind], steps, (stage,), **how)
         # Before and after the core: all layers and all batches share two graphs.
         assert compile_count().graphs - before == 2
@@ -24,29 +25,29 @@ def check_compiled(
 
 @pytest.mark.timeout(200)
 def test_stage_3_gathers_what_a_graph_reads():
-    run_distributed(check_compiled, 2, "moe", 2, (3,), True, "aot_eager", 2, timeout=150)
+    run_distributed(check_compiled, 2, "moe", 2, (3,), "attention", "aot_eager", 2, timeout=150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "world_size", "context", "stages", "recompute"),
+    ("kind", "world_size", "context", "stages", "keep"),
     [
-        ("dense", 2, 1, (0, 1, 2, 3), False),
-        ("dense", 2, 2, (0, 1, 2, 3), True),
-        ("moe", 2, 2, (0, 1, 2, 3), False),
-        ("dense", 4, 4, (1, 3), False),
+        ("dense", 2, 1, (0, 1, 2, 3), "all"),
+        ("dense", 2, 2, (0, 1, 2, 3), "attention"),
+        ("moe", 2, 2, (0, 1, 2, 3), "all"),
+        ("dense", 4, 4, (1, 3), "all"),
     ],
 )
 @pytest.mark.timeout(600)
-def test_compiled_regions_train_like_one_process(kind, world_size, context, stages, recompute):
-    run_distributed(check_compiled, world_size, kind, context, stages, recompute, "aot_eager", timeout=550)
+def test_compiled_regions_train_like_one_process(kind, world_size, context, stages, keep):
+    run_distributed(check_compiled, world_size, kind, context, stages, keep, "aot_eager", timeout=550)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("keep", ["all", "attention"])
 @pytest.mark.timeout(600)
-def test_so_they_do_with_experts_across_ranks(recompute):
-    run_distributed(check_compiled, 2, "moe", 2, (0, 1, 2, 3), recompute, "aot_eager", FEW, 2, timeout=550)
+def test_so_they_do_with_experts_across_ranks(keep):
+    run_distributed(check_compiled, 2, "moe", 2, (0, 1, 2, 3), keep, "aot_eager", FEW, 2, timeout=550)
 
 
 @pytest.mark.slow

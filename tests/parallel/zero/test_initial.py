@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
@@ -13,7 +13,9 @@ from longctx.model.layers.initialize import InitialTensor
 from parallel.loss import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import fill
+from parallel.zero import allocate, fill
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.optimizer import OptimizerOptions
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import RanksRun, Spread, gather_whole
 from tests.parallel.zero.test_loading import CASES, ODD, Case, own_part
@@ -85,6 +87,24 @@ def check_nothing_is_allocated() -> None:
 
 def test_a_model_without_a_seed_holds_no_memory():
     run_distributed(check_nothing_is_allocated, 2)
+
+
+def check_one_at_a_time() -> None:
+    model = build_parallel_model(ODD, Mesh.build(expert=2), layout="zigzag", seed=None)
+    held: list[int] = []
+    make_whole = allocate._make_whole
+
+    def counted(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+        make_whole(p, dtype, device)
+        held.append(sum(not q.is_meta and q.numel() > 0 for q in model.parameters()))
+
+    allocate._make_whole = counted
+    ZeroEngine(model, stage=3, dtype=torch.bfloat16, accumulation=1, options=OptimizerOptions())
+    assert held == [1] * len(list(model.parameters()))
+
+
+def test_stage_3_holds_one_whole_parameter_at_a_time():
+    run_distributed(check_one_at_a_time, 2)
 
 
 def check_given_weights(cases: list[Case]) -> None:

@@ -11,6 +11,7 @@ import torch
 from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step, sum_over_ranks
@@ -77,7 +78,7 @@ def train_together(
     transport: str = "auto",
     ulysses: int = 1,
     steps: int = FEW,
-    recompute: bool = False,
+    keep: Keep = "all",
     fused: bool = False,
     zero: ZeroOptions | None = None,
     compiler: str | None = None,
@@ -86,7 +87,7 @@ def train_together(
 ):
     """The oracle's steps, a row a micro-batch, over the ranks of this process group."""
     mesh = Mesh.build(context=context, ulysses=ulysses, expert=expert, ranks_per_node=2)
-    execution = Execution(recompute, compiler=compiler)
+    execution = Execution(keep, compiler=compiler)
     model = build_parallel_model(config, mesh, layout=layout, transport=transport, execution=execution)
     options = OptimizerOptions(clip_norm=CLIP, fused=fused)
     accumulation = ROWS // mesh.data
@@ -192,7 +193,7 @@ def check_recompute():
     for ulysses in (1, 2):
         spread = {"context": 2, "layout": "zigzag", "ulysses": ulysses, "stage": 2}
         plain, _ = train_together(MOE, **spread)
-        again, _ = train_together(MOE, **spread, recompute=True)
+        again, _ = train_together(MOE, **spread, keep="attention")
         assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
         assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
 

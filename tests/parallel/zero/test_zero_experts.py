@@ -44,7 +44,7 @@ WAYS = {
     0: {"layout": "contiguous"},
     1: {"layout": "zigzag"},
     2: {"layout": "balanced", "tile_tokens": 7, "recompute_experts": "all"},
-    3: {"layout": "striped", "tile_tokens": 5, "recompute": True},
+    3: {"layout": "striped", "tile_tokens": 5, "keep": "attention"},
 }
 """What else differs in each ZeRO stage: none of it may change a result."""
 SCOPES: dict[str, ModelConfig] = {

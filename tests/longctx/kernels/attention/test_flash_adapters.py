@@ -257,6 +257,24 @@ def test_flex_compiles_no_more_once_lengths_have_changed(monkeypatch):
     assert {node.args[5] for node in graphs} == {0.3, 0.25}, "the scale is a constant"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_fails_before_it_forms_whole_scores(monkeypatch):
+    """Past its limit of compilations PyTorch calls FlexAttention uncompiled, which forms all scores at once."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda graph, example_inputs: graph))
+    flex._compiled.cache_clear()
+    kernel, g = FlexKernel(), torch.Generator().manual_seed(0)
+
+    def attend(rows: int) -> None:
+        q = torch.randn(1, rows, 2, 16, generator=g)
+        kernel.forward(q, q, q, slice_table([AttentionSlice(0, rows, 0, rows)]), scores=Scores(scale=SCALE))
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        attend(300)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            attend(257)
+    flex._compiled.cache_clear()
+
+
 def test_flex_keeps_masks_up_to_a_limit_and_no_longer_than_their_calls():
     tables = [slice_table([AttentionSlice(0, n, 0, n, 0)]) for n in (1301, 1302, 1303)]
     calls = [calls_on(table, 1, torch.device("cpu"), distances=False)[0] for table in tables]

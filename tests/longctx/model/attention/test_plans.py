@@ -44,15 +44,15 @@ class WatchingLinear(Watching, LocalLinearAttention):
     pass
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_forward_pass_makes_one_plan_for_each_kind_and_recomputation_none(recompute):
+@pytest.mark.parametrize("keep", ["all", "attention"])
+def test_a_forward_pass_makes_one_plan_for_each_kind_and_recomputation_none(keep):
     core, linear_core = WatchingLocal(), WatchingLinear()
-    decoder = Decoder(dense_config(**KINDS), core, linear_core=linear_core, execution=Execution(recompute))
+    decoder = Decoder(dense_config(**KINDS), core, linear_core=linear_core, execution=Execution(keep))
     batch = packed_batch([[5, 7]])
     for passes in (1, 2):
         decoder(batch.tokens, batch.positions, batch.cu_seqlens).sum().backward()
         assert (len(core.made), len(linear_core.made)) == (3 * passes, passes)
-    runs = 2 * (1 + recompute)  # layers of a kind, and each again in backward
+    runs = 2 * (1 + (keep != "all"))  # layers of a kind, and each again in backward
     for watched in (core, linear_core):
         assert Counter(id(plan) for plan, _ in watched.given) == {id(plan): runs for plan in watched.made}
 

@@ -20,6 +20,7 @@ from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import attend_once
 from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
@@ -186,9 +187,9 @@ def test_one_new_token_reads_its_class_alone():
     assert work.key_rows.tolist() == list(range(99, 900, 100))
 
 
-def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, recompute: bool = False) -> Decoder:
+def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, keep: Keep = "all") -> Decoder:
     config = dense_config(num_layers=len(layers), layers=layers, window=3, sparse_stride=4, sinks=True)
-    decoder = Decoder(config, LocalAttention("blockwise"), execution=Execution(recompute)).double()
+    decoder = Decoder(config, LocalAttention("blockwise"), execution=Execution(keep)).double()
     randomize(decoder)
     return decoder
 
@@ -203,7 +204,7 @@ def hidden_and_gradients(decoder, batch) -> dict[str, torch.Tensor]:
 def test_a_decoder_packs_recomputes_and_generates():
     decoder, batch = sparse_decoder(), packed_batch([[3, 1, 9, 17], [1, 1, 27, 1]])
     whole = hidden_and_gradients(decoder, batch)
-    again = hidden_and_gradients(sparse_decoder(recompute=True), batch)
+    again = hidden_and_gradients(sparse_decoder(keep="attention"), batch)
     assert all(torch.equal(again[name], x) for name, x in whole.items())
     alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
     together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
@@ -234,10 +235,10 @@ def test_a_decoder_uses_its_configs_mask():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_decoders_serve_any_documents(recompute):
+@pytest.mark.parametrize("keep", ["all", "attention"])
+def test_compiled_decoders_serve_any_documents(keep):
     """With one graph break, at the boundaries of documents, and the core inside of the graph."""
-    decoder = sparse_decoder(("sparse",), recompute=recompute)
+    decoder = sparse_decoder(("sparse",), keep=keep)
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(decoder, backend="aot_eager")

@@ -133,9 +133,9 @@ BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 TRAINING = TrainingPass(seed=3)
 
 
-def model(*, dispatcher=None, recompute=False, **changes) -> CausalLM:
+def model(*, dispatcher=None, keep="all", **changes) -> CausalLM:
     config = tiny_config(**{"capacity_factor": 1.0, "router_z_loss_weight": 0.1, **changes})
-    return CausalLM(Decoder(config, Blind(), dispatcher=dispatcher, execution=Execution(recompute))).double()
+    return CausalLM(Decoder(config, Blind(), dispatcher=dispatcher, execution=Execution(keep))).double()
 
 
 def test_training_alone_has_a_capacity():
@@ -164,8 +164,8 @@ def test_token_indices_are_those_of_the_rows_and_padding_has_none():
         assert torch.equal(sent[:, 0], torch.arange(40).where(~is_padding, -1).int())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_shards_of_a_sequence_are_let_in_as_the_whole(recompute):
+@pytest.mark.parametrize("keep", ["all", "attention"])
+def test_shards_of_a_sequence_are_let_in_as_the_whole(keep):
     flat = BATCH.flatten_rows()
     recording = Recording()
     lm = model(dispatcher=recording)
@@ -177,7 +177,7 @@ def test_shards_of_a_sequence_are_let_in_as_the_whole(recompute):
     sums, grads = [], []
     for r in range(4):  # the last one holds no token
         together = Together(recording.sent)
-        part = model(dispatcher=together, recompute=recompute)
+        part = model(dispatcher=together, keep=keep)
         loss = LossSum.from_tensors(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
         step_loss(loss, 0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"

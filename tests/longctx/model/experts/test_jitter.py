@@ -122,9 +122,9 @@ class Blind(MaskIsPlan):
 TRAINING = TrainingPass(seed=11)
 
 
-def model(*, core=None, recompute=False, **changes) -> CausalLM:
+def model(*, core=None, keep="all", **changes) -> CausalLM:
     config = tiny_config(**{"router_jitter": 0.3, **changes})
-    return CausalLM(Decoder(config, core, execution=Execution(recompute))).double()
+    return CausalLM(Decoder(config, core, execution=Execution(keep))).double()
 
 
 def test_training_alone_jitters():
@@ -149,8 +149,8 @@ def test_routers_alone_read_jittered_values():
 
 def test_recomputation_draws_the_same_factors():
     results = []
-    for recompute in (False, True):
-        lm = model(recompute=recompute)
+    for keep in ("all", "attention"):
+        lm = model(keep=keep)
         loss = LossSum.from_tensors(lm(BATCH, TRAINING))
         step_loss(loss, 0.1).backward()
         results.append((*loss, *gradients(lm).values()))

@@ -15,6 +15,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts import router as module
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import Router, route
+from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
@@ -190,8 +191,8 @@ def test_the_router_keeps_no_float32_copy_of_a_bfloat16_input():
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
-def model(*, recompute: bool = False, **changes) -> CausalLM:
-    return CausalLM(Decoder(tiny_config(**changes), execution=Execution(recompute))).double()
+def model(*, keep: Keep = "all", **changes) -> CausalLM:
+    return CausalLM(Decoder(tiny_config(**changes), execution=Execution(keep))).double()
 
 
 def routed(lm: CausalLM, replay: RoutingReplay):
@@ -199,9 +200,9 @@ def routed(lm: CausalLM, replay: RoutingReplay):
     return lm(BATCH, TrainingPass(replay=replay))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_replay_makes_the_recorded_choices_again(recompute):
-    first, second = model(recompute=recompute), model(recompute=recompute)
+@pytest.mark.parametrize("keep", ["all", "attention"])
+def test_a_replay_makes_the_recorded_choices_again(keep):
+    first, second = model(keep=keep), model(keep=keep)
     randomize(second, seed=5)  # another model, which would choose otherwise
     replays = RoutingReplay(), RoutingReplay()
     for lm, replay in zip((first, second), replays, strict=True):
@@ -210,7 +211,7 @@ def test_a_replay_makes_the_recorded_choices_again(recompute):
     assert recorded.shape == (2, BATCH.tokens.numel(), 2)
     assert not torch.equal(recorded, own)
     for ids in (own, own.to(torch.int16), list(own)):  # its own choices change no bit
-        again = model(recompute=recompute)
+        again = model(keep=keep)
         randomize(again, seed=5)
         results = (second(BATCH), routed(again, RoutingReplay(ids)))
         torch.testing.assert_close(*results, rtol=0, atol=0)

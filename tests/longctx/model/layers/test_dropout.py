@@ -148,9 +148,9 @@ def test_a_strided_gradient_is_taken():
 # In the decoder
 
 
-def decoder_of(*, rate: float = 0.25, experts: bool = False, core=None, recompute=False, **changes) -> Decoder:
+def decoder_of(*, rate: float = 0.25, experts: bool = False, core=None, keep="all", **changes) -> Decoder:
     config = (tiny_config if experts else dense_config)(residual_dropout=rate, **changes)
-    return Decoder(config, core, execution=Execution(recompute)).double()
+    return Decoder(config, core, execution=Execution(keep)).double()
 
 
 def run(decoder: Decoder, batch, *, seed: int | None = 11, first_token: int = 0) -> Tensor:
@@ -194,8 +194,8 @@ def test_sites_are_the_embedding_and_what_each_part_adds(order, monkeypatch):
 @pytest.mark.parametrize("experts", [False, True])
 def test_recomputation_drops_the_same_values(experts):
     batch, found = packed_batch([[5, 11, 1], [16, 1]], padding=2), []
-    for recompute in (False, True):
-        decoder = decoder_of(experts=experts, recompute=recompute)
+    for keep in ("all", "attention"):
+        decoder = decoder_of(experts=experts, keep=keep)
         hidden = run(decoder, batch)
         hidden.square().sum().backward()
         found.append((hidden.detach(), gradients(decoder.model)))
