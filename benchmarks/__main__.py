@@ -37,6 +37,7 @@ NAMES = (
     "long_prompt",
     "start",
     "start_memory",
+    "data_plan",
 )
 TIMEOUT_SECONDS = 7200
 

@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100, help="packed rows, at most one epoch")
     wanted = parser.parse_args()
     loader = build_loader(wanted.data, seq_len=wanted.seq_len, rows_per_step=1)
-    count = min(wanted.rows, loader.num_rows)
+    count = min(wanted.rows, loader.pack_report().rows)
     packed = [next(loader).cu_seqlens.numpy() for _ in range(count)]
     documents = sum(len(cu) - 1 for cu in packed) / count
     print(f"{count} rows of {wanted.seq_len:,} tokens, {documents:.0f} documents in each")

@@ -354,6 +354,47 @@ def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
     return f"{row[of]:.1f}"
 
 
+# --- the start of a corpus, and its blocks of rows -----------------------------------------------------------
+
+
+def data_start(result: Result) -> str:
+    """Seconds and memory to a first batch, by documents."""
+    head = ("documents", "shards", "first batch", "of it CPU", "memory", "not of files",
+            "middle of an epoch", "plan alone, files not in the cache")  # fmt: skip
+    return markdown(head, (_data_start_row(row) for row in result["starts"]))
+
+
+def _data_start_row(row: dict[str, Any]) -> list[str]:
+    first = row["first"]
+    return [
+        f"{row['documents'] / 1e6:,.0f} million",
+        f"{row['shards']:,}",
+        f"{first['seconds']:.2f} s",
+        f"{first['cpu_seconds']:.2f} s",
+        f"{first['peak_mb']:.0f} MB",
+        f"{first['anonymous_mb']:.0f} MB",
+        f"{row['resumed']['seconds']:.2f} s, {row['resumed']['peak_mb']:.0f} MB",
+        f"{row['cold']['plan_seconds']:.2f} s",
+    ]
+
+
+def data_blocks(result: Result) -> str:
+    """What a block is, and what it costs, by tokens of a row."""
+    head = ("tokens of a row", "blocks", "documents of a block", "its rows", "padding", "planned a second of CPU")
+    return markdown(head, (_data_blocks_row(row) for row in result["blocks"]))
+
+
+def _data_blocks_row(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['seq_len']:,}",
+        f"{row['blocks']:,}",
+        f"{row['documents_per_block']:,.0f}",
+        f"{row['rows_per_block']:,.0f}",
+        f"{100 * row['padding_share']:.2f} %",
+        f"{row['documents_per_second'] / 1e6:.2f} million documents",
+    ]
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -373,6 +414,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
     "start-memory": ("start_memory", start_memory),
+    "data-start": ("data_plan", data_start),
+    "data-blocks": ("data_plan", data_blocks),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

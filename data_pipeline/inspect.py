@@ -9,13 +9,16 @@ from typing import Any
 
 from data_pipeline.prepare.build import VALIDATION_FOLDER
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.rows.pack import PackReport, plan_rows
+from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.files import hash_file
 from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.load import has_tokenizer
+
+PLANNED_DOCUMENTS = 1 << 20
+"""Documents that ``describe`` plans; of a larger corpus it estimates rows and padding from them. About a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Description:
     sources: list[dict[str, Any]]
     skipped: dict[str, int]
     packing: PackReport | None
-    """Epoch 0 of seed 0 at the ``seq_len`` that was asked for."""
+    """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +66,27 @@ class RowView:
     """One packed row, decoded at both ends of every piece."""
 
     row: int
+    """Within the block, as ``num_rows`` is."""
     num_rows: int
+    block: int
+    num_blocks: int
+    """Blocks that an epoch is planned in."""
     tokens: int
     padding_tokens: int
     pieces: list[PieceView]
 
 
 def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
-    """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read."""
+    """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read.
+
+    All offsets are read, 8 bytes a document, for the longest one.
+    """
     shards = ShardSet.open(folder, verify=False)
-    manifest, lengths = shards.manifest, shards.lengths
+    manifest = shards.manifest
     packing = None
     if seq_len is not None:
         _check_seq_len(seq_len)
-        packing = plan_rows(lengths, seq_len).report(lengths)
+        packing = BlockPlanner(shards, seq_len).report(documents=PLANNED_DOCUMENTS)
     return Description(
         folder=str(folder),
         split=manifest.split,
@@ -84,7 +94,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         tokens=manifest.tokens,
         text_bytes=manifest.text_bytes,
         bytes_per_token=manifest.text_bytes / max(manifest.tokens, 1),
-        longest_tokens=int(lengths.max(initial=0)),
+        longest_tokens=shards.longest_document(),
         mean_tokens=manifest.tokens / max(manifest.documents, 1),
         length_histogram=manifest.length_histogram,
         vocab_size=manifest.vocab_size,
@@ -105,22 +115,54 @@ def show_row(
     row: int,
     seed: int = 0,
     epoch: int = 0,
+    block: int | None = None,
     shuffle: bool = True,
     preview_tokens: int = 32,
 ) -> RowView:
-    """Row ``row`` of an epoch as the loader packs it, with ``preview_tokens`` decoded at both ends of each piece."""
+    """Row ``row`` of an epoch as the loader packs it, with ``preview_tokens`` decoded at both ends of each piece.
+
+    With ``block`` it is that row of the block, and the block alone is planned. Without it all blocks up to the row are,
+    about a second for a million documents. ConfigError where there is no such row.
+    """
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder, verify=False)
     tokenizer = shards.tokenizer()
     # The same pure function as the loader's: what is shown is what a run reads.
-    plan = plan_rows(shards.lengths, seq_len, seed=seed, epoch=epoch, shuffle=shuffle)
+    planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle)
+    if block is None:
+        block, row = _find_row(planner, epoch, row, seq_len)
+    if not 0 <= block < planner.num_blocks:
+        raise ConfigError(
+            f"block={block} is not in an epoch, which has blocks 0 to {planner.num_blocks - 1} at seq_len={seq_len}."
+        )
+    plan = planner.plan(epoch, block)
     if not 0 <= row < plan.num_rows:
         raise ConfigError(
-            f"row={row} is not in this epoch, which has rows 0 to {plan.num_rows - 1} at seq_len={seq_len}."
+            f"row={row} is not in block {block} of this epoch, which has rows 0 to {plan.num_rows - 1} at "
+            f"seq_len={seq_len}."
         )
     pieces = [_piece_view(shards, tokenizer, piece, preview_tokens) for piece in plan.row(row)]
     tokens = int(plan.row_tokens[row])
-    return RowView(row=row, num_rows=plan.num_rows, tokens=tokens, padding_tokens=seq_len - tokens, pieces=pieces)
+    return RowView(
+        row=row,
+        num_rows=plan.num_rows,
+        block=block,
+        num_blocks=planner.num_blocks,
+        tokens=tokens,
+        padding_tokens=seq_len - tokens,
+        pieces=pieces,
+    )
+
+
+def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
+    """The block of an epoch's row, and its number there; ConfigError where the epoch has no such row."""
+    first = 0
+    for block in range(planner.num_blocks):
+        num_rows = planner.plan(epoch, block).num_rows
+        if first <= row < first + num_rows:
+            return block, row - first
+        first += num_rows
+    raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 
 def verify(folder: str | Path) -> list[str]:
@@ -203,7 +245,7 @@ def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, i
         name=shards.name(document),
         start=start,
         stop=stop,
-        document_tokens=int(shards.lengths[document]),
+        document_tokens=len(shards.document(document)),
         head=tokenizer.decode(head),
         tail=tokenizer.decode(tail),
     )

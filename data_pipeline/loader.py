@@ -1,17 +1,22 @@
 """Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
 
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. Micro-batch a of data rank d takes the B rows from
-s·R + a·(D·B) + d·B. Rows of epoch e + 1 follow those of epoch e directly.
+s·R + a·(D·B) + d·B. Rows of an epoch are planned block by block (``rows.blocks``), and only the block that is read and
+the next one are in memory. Rows of epoch e + 1 follow those of epoch e directly.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.batches import Pieces, build_batch
-from data_pipeline.rows.pack import PLAN_VERSION, PackReport, RowPlan, plan_rows
+from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.position import Position, read_position
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import Batch
 from longctx.errors import ConfigError, DataError
@@ -91,7 +96,9 @@ class Loader:
         data_degree: int,
         seed: int,
         shuffle: bool,
+        deal: Deal | None = None,
     ) -> None:
+        """``deal`` is that of the corpus unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
         self.micro_batches_per_step = rows_per_step // (data_degree * micro_batch_rows)
@@ -102,15 +109,12 @@ class Loader:
         self._data_degree = data_degree
         self._seed = seed
         self._shuffle = shuffle
-        self._plans: dict[int, RowPlan] = {}
-        self._epoch = 0
-        # Where the last whole step ended; the state is these four numbers, so it never points into a step.
-        self._epoch_row = 0
-        """The next unread row of the epoch."""
-        self._rows_consumed = 0
-        self._tokens_consumed = 0
-        # The step under way: all ranks' rows, and the micro-batch that comes next.
+        self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
+        # Where the last whole step ended; the state is these numbers, so it never points into a step.
+        self._position = Position()
+        # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
         self._step_rows: list[Pieces] = []
+        self._step_end = self._position
         self._micro_batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -131,28 +135,23 @@ class Loader:
         return batch
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the epoch under way. Each epoch packs anew, so the number may differ by a few."""
-        return self._plan(self._epoch).num_rows
-
-    @property
     def epoch(self) -> int:
         """The epoch that the next step begins in, from 0."""
-        return self._epoch
+        return self._position.epoch
 
     @property
     def rows_consumed(self) -> int:
         """Rows of all completed steps, over all ranks."""
-        return self._rows_consumed
+        return self._position.rows_consumed
 
     @property
     def tokens_consumed(self) -> int:
         """Tokens of all completed steps, over all ranks, without padding."""
-        return self._tokens_consumed
+        return self._position.tokens_consumed
 
     def pack_report(self) -> PackReport:
-        """Padding, cuts and truncation of the epoch under way."""
-        return self._plan(self._epoch).report(self.shards.lengths)
+        """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
+        return self._planner.report(self._position.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
@@ -163,69 +162,43 @@ class Loader:
             "seed": self._seed,
             "seq_len": self.seq_len,
             "shuffle": self._shuffle,
-            "rows_consumed": self._rows_consumed,
-            "tokens_consumed": self._tokens_consumed,
-            "epoch": self._epoch,
-            "epoch_row": self._epoch_row,
+            "num_blocks": self._planner.num_blocks,
+            **asdict(self._position),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
-        own = self.state_dict()
-        # A missing field would be a silent default, and a field too many belongs to another release.
-        if not isinstance(state, dict) or set(state) != set(own):
-            raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
-        # Row numbers mean the same rows only where all of these are equal.
-        for name in ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle"):
-            if state[name] != own[name]:
-                raise DataError(
-                    f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({self.shards.folder}).\n"
-                    "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
-                )
-        counters = ("rows_consumed", "tokens_consumed", "epoch", "epoch_row")
-        # type(), not isinstance(): in Python True is an int.
-        if not all(type(state[name]) is int and state[name] >= 0 for name in counters):
-            raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
-        if state["epoch_row"] >= self._plan(state["epoch"]).num_rows:
-            raise DataError(f"The loader state is damaged: epoch {state['epoch']} has no row {state['epoch_row']}.")
-        self._epoch, self._epoch_row = state["epoch"], state["epoch_row"]
-        self._rows_consumed, self._tokens_consumed = state["rows_consumed"], state["tokens_consumed"]
+        position = read_position(state, self.state_dict(), self.shards.folder)
+        epoch, block, row = position.epoch, position.block, position.block_row
+        if block >= self._planner.num_blocks or row >= self._planner.plan(epoch, block).num_rows:
+            raise DataError(f"The loader state is damaged: block {block} of epoch {epoch} has no row {row}.")
+        self._position = position
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
     def _rows_of_step(self) -> list[Pieces]:
-        """The next ``rows_per_step`` global rows, across as many epochs as they take."""
+        """The next ``rows_per_step`` global rows, across as many blocks and epochs as they take."""
         rows: list[Pieces] = []
-        # Local copies: the state moves in ``_finish_step`` only.
-        epoch = self._epoch
-        row = self._epoch_row
+        end = self._position
         while len(rows) < self._rows_per_step:
-            rows.append(self._plan(epoch).row(row))
-            epoch, row = self._after(epoch, row)
+            plan = self._planner.plan(end.epoch, end.block)
+            stop = min(plan.num_rows, end.block_row + self._rows_per_step - len(rows))
+            rows += [plan.row(row) for row in range(end.block_row, stop)]
+            epoch, block = self._planner.next_block(end.epoch, end.block)
+            if stop > plan.num_rows // 2:
+                # Planned beside the steps to come, which then never wait for it.
+                self._planner.prepare(epoch, block)
+            end = end.moved(stop - end.block_row)
+            if stop == plan.num_rows:
+                end = end.at_block(epoch, block)
+        tokens = sum(stop - start for row in rows for _, start, stop in row)
+        self._step_end = end.counted(len(rows), tokens)
         return rows
 
     def _finish_step(self) -> None:
-        """Count the step's rows and tokens, and move to the row after them."""
-        for _ in self._step_rows:
-            self._epoch, self._epoch_row = self._after(self._epoch, self._epoch_row)
-        self._rows_consumed += len(self._step_rows)
-        self._tokens_consumed += sum(stop - start for row in self._step_rows for _, start, stop in row)
+        """Move to the row after the step's."""
+        self._position = self._step_end
         self._micro_batch = 0
-
-    def _after(self, epoch: int, row: int) -> tuple[int, int]:
-        """Epoch and row of the row that follows."""
-        if row + 1 < self._plan(epoch).num_rows:
-            return epoch, row + 1
-        return epoch + 1, 0
-
-    def _plan(self, epoch: int) -> RowPlan:
-        """The rows of an epoch, planned once."""
-        if epoch not in self._plans:
-            plan = plan_rows(self.shards.lengths, self.seq_len, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            # A step may reach from one epoch into the next; plans of earlier epochs only cost memory.
-            current = {e: p for e, p in self._plans.items() if e == self._epoch}
-            self._plans = current | {epoch: plan}
-        return self._plans[epoch]
 
 
 class ValidationLoader:
@@ -240,12 +213,19 @@ class ValidationLoader:
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
+        deal: Deal | None = None,
     ) -> None:
+        """``deal`` is that of the folder unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
         # No shuffle and no seed: losses of different runs are over the same rows.
-        self._plan = plan_rows(shards.lengths, seq_len, shuffle=False)
-        self.num_rows = self._plan.num_rows
+        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
+        # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
+        counts: list[int] = []
+        while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
+            counts.append(self._planner.plan(0, len(counts)).num_rows)
+        self._first_rows = list(accumulate(counts, initial=0))
+        self.num_rows = self._first_rows[-1]
         """Rows with text, over all ranks."""
         if max_rows is not None:
             self.num_rows = min(max_rows, self.num_rows)
@@ -267,9 +247,13 @@ class ValidationLoader:
                 # Every rank takes part in every collective, so a rank without rows gets rows of padding.
                 pieces: Pieces = []
                 if row < self.num_rows:
-                    pieces = self._plan.row(row)
+                    pieces = self._row(row)
                 rows.append(pieces)
             yield build_batch(self.shards, rows, self.seq_len)
+
+    def _row(self, row: int) -> Pieces:
+        block = bisect.bisect_right(self._first_rows, row) - 1
+        return self._planner.plan(0, block).row(row - self._first_rows[block])
 
 
 def _open(folder: str | Path, *, verify: bool) -> ShardSet:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.scaling.figures import Figures, timed
+from data_pipeline.rows.blocks import Deal
 from data_pipeline.rows.pack import plan_rows
 from data_pipeline.shards.verify import deal
 from launcher.metrics.expert_history import shortened
@@ -27,8 +28,8 @@ from longctx.model.decoder import Decoder
 
 SHARDS, SHARD_BYTES = 4000, 268_435_456
 """A corpus of 1.07 TB: shards as ``data build`` closes them, 2^26 tokens of four bytes."""
-DOCUMENTS = 1_000_000
-"""Documents that a plan of an epoch is measured with; it is proportional to them."""
+DOCUMENTS = 1_000_000_000
+"""Documents of the corpus of which a block is planned."""
 MOST_PIECES = 1_500_000
 """Pieces of a manifest that is really written and read; above, a figure is that of the largest, times the pieces."""
 
@@ -173,12 +174,13 @@ def measure_data(figures: Figures, ranks: int) -> None:
 
 
 def measure_plan(figures: Figures, ranks: int, *, documents: int = DOCUMENTS) -> None:
-    """The plan of an epoch, which every rank makes whole."""
-    lengths = 1 + np.random.default_rng(0).geometric(1 / 800, documents)
+    """The plan of a block of rows, which every rank makes for itself. Reading its lengths is in ``data_plan``."""
+    deal = Deal.of(documents, 800 * documents, SHARDS, 131_072)
+    own = documents // deal.num_blocks
+    lengths = 1 + np.random.default_rng(0).geometric(1 / 800, own)
     plan, seconds = timed(lambda: plan_rows(lengths, 131_072))
     kept = sum(part.nbytes for part in vars(plan).values() if isinstance(part, np.ndarray))
-    case = f"{documents:,} documents"
-    words: dict[str, Any] = {"needed": "own documents", "power": -1.0}
-    why = "every rank plans the whole epoch; blocks of rows would be planned by those who read them"
-    figures.add("plan of an epoch", case, ranks, seconds, unit="s", why=why, **words)
-    figures.add("plan of an epoch, kept", case, ranks, kept, unit="B", why=why, **words)
+    case = f"{own:,} of {documents:,} documents"
+    words: dict[str, Any] = {"needed": "nothing", "power": 0.0}
+    figures.add("plan of a block", case, ranks, seconds, unit="s", **words)
+    figures.add("plan of a block, kept", case, ranks, kept, unit="B", **words)

@@ -22,7 +22,7 @@ START = (
     "making groups, no network",
     "checksums",
     "views of the data, gathered",
-    "plan of an epoch",
+    "plan of a block",
 )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,10 @@ class Manifest:
             del body["left_out"]
         return {**body, "hash": hash_json(body)}
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """xxh3_128 of the canonical JSON: the identity of the data set."""
+        # Once: a loader names it in its state, before and after every step.
         return self.to_json()["hash"]
 
     def save(self, folder: Path) -> None:

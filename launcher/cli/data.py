@@ -77,25 +77,39 @@ def build(
         _say_build(report)
 
 
-def inspect(folder: _ShardFolder, *, seq_len: int | None = None, row: int | None = None, json: Json = False) -> None:
+def inspect(
+    folder: _ShardFolder,
+    *,
+    seq_len: int | None = None,
+    row: int | None = None,
+    block: int | None = None,
+    epoch: int = 0,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
     """Show what a shard folder holds, what packing costs, what a row looks like.
 
     Args:
         folder: Shard folder.
         seq_len: Tokens of a row; with it, what packing at that length costs.
-        row: Row of the first epoch (seed 0) to show, from 0; needs --seq-len.
+        row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
+        block: Count --row from the beginning of this block instead, which takes less than a second.
+        epoch: Epoch of the row, from 0.
+        seed: run.seed of the run that reads it.
     """
     from data_pipeline.inspect import describe, show_row
     from data_pipeline.prepare.build import VALIDATION_FOLDER
 
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
+    if row is None and (block is not None or epoch or seed):
+        raise ConfigError("--block, --epoch and --seed say which row to show: they need --row. Try --row 0.")
     found = [describe(folder, seq_len=seq_len)]
     if (folder / VALIDATION_FOLDER).is_dir():
         found.append(describe(folder / VALIDATION_FOLDER, seq_len=seq_len))
     shown = None
     if row is not None and seq_len is not None:
-        shown = show_row(folder, seq_len=seq_len, row=row)
+        shown = show_row(folder, seq_len=seq_len, row=row, block=block, epoch=epoch, seed=seed)
     if json:
         out: dict[str, Any] = dataclasses.asdict(found[0]) | {"validation": None}
         if len(found) > 1:
@@ -203,9 +217,12 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "size on disk": human_bytes(found.shard_bytes),
     }
     if found.packing is not None:
-        column["rows of an epoch"] = f"{found.packing.rows:,}"
-        column["padding"] = f"{100 * found.packing.padding_share:.2f}%"
-        column["documents longer than a row"] = f"{found.packing.documents_cut:,}"
+        about = sample = ""
+        if not found.packing.exact:
+            about, sample = "about ", f", judging by {found.packing.planned_documents:,} documents"
+        column["rows of an epoch"] = f"{about}{found.packing.rows:,}{sample}"
+        column["padding"] = f"{about}{100 * found.packing.padding_share:.2f}%"
+        column["documents longer than a row"] = f"{about}{found.packing.documents_cut:,}"
         column["truncated tokens"] = f"{found.packing.truncated_tokens:,}"
     for k in exponents:
         count = found.length_histogram.get(f"2^{k}", 0)
@@ -215,7 +232,10 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
 
 def _row_text(row: RowView) -> str:
     """A packed row as lines: each document's piece, and how it begins and ends."""
-    lines = [f"row {row.row} of {row.num_rows:,}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
+    where = ""
+    if row.num_blocks > 1:
+        where = f" of block {row.block} of {row.num_blocks:,}"
+    lines = [f"row {row.row} of {row.num_rows:,}{where}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
     for piece in row.pieces:
         part = f"tokens {piece.start:,} to {piece.stop:,} of {piece.document_tokens:,}"
         lines.append(f"\n  {piece.name}: {part}")

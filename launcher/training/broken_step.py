@@ -105,7 +105,7 @@ def broken_step(
         gradients=gradients,
         # Collective: every rank looks at the weights that it owns, and all learn the names.
         weights=run.engine.broken_weights(),
-        rows=_rows_from(run.config, order),
+        rows=rows_from(run.config, order),
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),
     )
@@ -114,11 +114,12 @@ def broken_step(
     return TrainingError(broken.message(), record)
 
 
-def _rows_from(config: RunConfig, order: dict[str, Any]) -> str:
+def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Where a step's rows are in the data, and the command that shows them."""
-    data, seed, row, epoch = config.data, config.run.seed, order["epoch_row"], order["epoch"]
-    where = f"{config.rows_per_step} rows of {data.train} from row {row} of epoch {epoch} on"
-    if seed or epoch:
-        # `data inspect` packs the first epoch of seed 0 only: it would show other rows.
-        return f"{where} (run.seed {seed})"
-    return f"{where} (longctx data inspect {data.train} --seq-len {data.seq_len} --row {row})"
+    data, seed, epoch, block = config.data, config.run.seed, order["epoch"], order["block"]
+    command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
+    # Counted from its block: to find it in the epoch is to plan all blocks before it.
+    for name, value in (("block", block), ("epoch", epoch), ("seed", seed)):
+        if value:
+            command += f" --{name} {value}"
+    return f"{config.rows_per_step} rows of {data.train} from row {order['epoch_row']} of epoch {epoch} on ({command})"

@@ -46,6 +46,8 @@ class Origin:
     """Steps that were taken before."""
     settings: dict[str, Any] | None = None
     """The config of the run that is resumed, as its checkpoint has it; None where it was imported."""
+    order: dict[str, Any] | None = None
+    """Where its loader stood; None where it had none."""
 
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
@@ -75,7 +77,14 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     step = 0
     if "loader" in training:
         step = training["step"]
-    return Origin(kind="resumed", folder=folder, model=model_config(reader), step=step, settings=training.get("config"))
+    return Origin(
+        kind="resumed",
+        folder=folder,
+        model=model_config(reader),
+        step=step,
+        settings=training.get("config"),
+        order=training.get("loader"),
+    )
 
 
 def _started(start_from: str, model: ModelConfig) -> Origin:

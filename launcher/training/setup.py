@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
@@ -136,10 +138,11 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
+    on_every_rank(lambda: _take_order(origin, loader))
     config = settle_compile(settle_layout(config, model, loader), device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
-    # The others wait as long as it takes: rank 0 alone needs the plan of an epoch's rows now.
+    # The others wait: rank 0 alone needs a first block of rows now.
     on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
 
@@ -147,7 +150,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     engine = _build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
-        progress = _resume(origin, engine, model, loader)
+        progress = _resume(origin, engine, model)
     elif origin.kind == "started":
         _start(origin, engine, model)
     else:
@@ -185,8 +188,7 @@ def _say_start(
         memory=memory_of_rank(config, model, mesh.world_size),
         free_bytes=free_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
-        rows_per_epoch=loader.num_rows,
-        padding_share=loader.pack_report().padding_share,
+        packing=loader.pack_report(),
     )
     for line in summary(start):
         log.info("%s", line)
@@ -237,6 +239,12 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
     )
 
 
+def _take_order(origin: Origin, loader: Loader) -> None:
+    """Let the loader go on where the checkpoint's stood; DataError where it cannot."""
+    if origin.order is not None:
+        loader.load_state_dict(origin.order)
+
+
 def _tokenizer_files(
     origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
 ) -> dict[str, bytes]:
@@ -276,19 +284,36 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
     parallel = config.parallel
     if parallel.layout != AUTO:
         return config
-    # What remains of a document after its whole rows shares a row with others, or with padding. Lengths say so for
-    # every epoch, however it is packed: a run that resumes gets the same answer.
-    has_remainders = bool((loader.shards.lengths % config.data.seq_len).any())
     layout, reason = choose_layout(
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=has_remainders or config.train.micro_batch_rows > 1,
+        packed=leaves_remainders(loader.shards, config.data.seq_len) or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
     )
     log.info("parallel.layout=auto is %s: %s.", layout, reason)
     return config.with_layout(layout)
+
+
+_LOOKED_AT = 1 << 16
+"""Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
+
+
+def leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+    """Whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
+
+    A function of the data alone, so a run that resumes gets the same answer. A corpus whose first documents fill whole
+    rows is taken to be cut for this length all through: to look at every document would take a start as long as there
+    are documents. Were that wrong, the layout would be slower, no more.
+    """
+    if shards.num_tokens % seq_len:
+        return True
+    longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
+    if min(longest, default=seq_len) < seq_len:
+        return True
+    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
+    return bool((first % seq_len).any())
 
 
 def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
@@ -307,13 +332,11 @@ def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEn
     )
 
 
-def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig, loader: Loader) -> Progress:
-    """Take weights, moments and data order from a checkpoint; returns where its run stood. Collective."""
+def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
+    """Take weights and moments from a checkpoint; returns where its run stood. Collective."""
     assert origin.folder is not None
     training = load_checkpoint(origin.folder, engine, model).manifest["training"]
     load_LE = None
-    if "loader" in training:
-        on_every_rank(lambda: loader.load_state_dict(training["loader"]))
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
     log.info("Resumed from %s at step %d.", origin.folder, origin.step)

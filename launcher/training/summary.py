@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from data_pipeline.rows.blocks import PackReport
 from launcher.config.model import describe_change, model_changes
 from launcher.config.sections import RunConfig
 from launcher.training.memory import Memory, gib, memory_by_stage
@@ -32,8 +33,8 @@ class Start:
     free_bytes: int
     """Memory that is free: on one GPU, or on the CPU for all ranks of the machine."""
     free_disk_bytes: int
-    rows_per_epoch: int
-    padding_share: float
+    packing: PackReport
+    """Rows of an epoch and their padding: counted, or estimated from its first block."""
 
     @property
     def num_steps(self) -> int:
@@ -163,11 +164,13 @@ def _steps(start: Start) -> str:
 
 def _data(start: Start) -> str:
     """Tokens in all, and how often the data is seen."""
-    rows = start.num_steps * start.config.rows_per_step
-    passes = rows / start.rows_per_epoch
+    packing, rows = start.packing, start.num_steps * start.config.rows_per_step
+    about = sample = ""
+    if not packing.exact:
+        about, sample = "about ", f", judging by its first {plural(packing.planned_documents, 'document')}"
     return (
-        f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {passes:.2f} passes over "
-        f"{plural(start.rows_per_epoch, 'row')} with {100 * start.padding_share:.2f} % padding."
+        f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {about}{rows / packing.rows:.2f} passes over "
+        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding{sample}."
     )
 
 
@@ -242,11 +245,14 @@ def _all_warm_up(start: Start) -> str:
 
 def _repeated_rows(start: Start) -> str:
     rows = start.config.rows_per_step
-    if rows <= start.rows_per_epoch:
+    if rows <= start.packing.rows:
         return ""
+    about = ""
+    if not start.packing.exact:
+        about = "about "
     return (
-        f"A step takes {plural(rows, 'row')} and the data has {start.rows_per_epoch:,}: rows repeat within a step. "
-        "Lower train.tokens_per_step, or build more data."
+        f"A step takes {plural(rows, 'row')} and the data has {about}{start.packing.rows:,}: rows repeat within a "
+        "step. Lower train.tokens_per_step, or build more data."
     )
 
 

@@ -9,10 +9,12 @@ import pytest
 
 from data_pipeline.inspect import describe, show_row, verify
 from data_pipeline.loader import build_loader
+from data_pipeline.rows import blocks
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.lengths import lengths_of
 from tests.data_pipeline.shards.test_shards import DAMAGE, edit, flip_byte
 
 
@@ -20,8 +22,8 @@ def test_describe_counts_what_is_there(built: Path):
     shards = ShardSet.open(built)
     found = describe(built, seq_len=512)
     assert found.documents == shards.num_documents
-    assert found.tokens == shards.num_tokens == sum(shards.lengths)
-    assert found.longest_tokens == max(shards.lengths)
+    assert found.tokens == shards.num_tokens == sum(lengths_of(shards))
+    assert found.longest_tokens == max(lengths_of(shards))
     assert sum(found.length_histogram.values()) == found.documents
     assert found.bytes_per_token == found.text_bytes / found.tokens
     assert found.packing is not None
@@ -38,7 +40,25 @@ def test_show_row_is_the_row_that_the_loader_gives(built: Path, tokenizer: Token
         assert "".join(piece.head for piece in view.pieces) == tokenizer.decode(tokens.numpy())
         assert view.tokens + view.padding_tokens == 512
         assert all(piece.tail == "" for piece in view.pieces)
-    assert view.num_rows == loader.num_rows
+    assert view.num_rows == loader.pack_report().rows
+
+
+def test_show_row_counts_from_the_epoch_or_from_a_block(built: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(blocks, "MIN_DOCUMENTS", 4)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 5)
+    loader = build_loader(built, seq_len=512, rows_per_step=1, seed=3)
+    for row in range(80):
+        state = loader.state_dict()
+        view = show_row(built, seq_len=512, row=row, seed=3)
+        assert (view.block, view.row) == (state["block"], state["block_row"])
+        assert show_row(built, seq_len=512, block=state["block"], row=state["block_row"], seed=3) == view
+        assert view.num_blocks == state["num_blocks"] > 3
+        next(loader)
+    assert state["block"] > 1
+    with pytest.raises(ConfigError, match=r"row=600 is not in block 1 of this epoch, which has rows 0 to \d+"):
+        show_row(built, seq_len=512, row=600, block=1)
+    with pytest.raises(ConfigError, match=r"row=-1 is not in this epoch, which has rows 0 to \d+"):
+        show_row(built, seq_len=512, row=-1)
 
 
 def test_show_row_shows_both_ends(built: Path, corpus: Path):

@@ -19,6 +19,7 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.lengths import lengths_of
 
 SEQ_LEN = 256
 
@@ -96,7 +97,7 @@ class TestBatches:
     def test_equal_the_same_written_token_by_token(self, built: Path, seq_len: int):
         shards = ShardSet.open(built)
         loader = build_loader(built, seq_len=seq_len, rows_per_step=3, micro_batch_rows=3)
-        plan = plan_rows(shards.lengths, seq_len)
+        plan = plan_rows(lengths_of(shards), seq_len)
         for first in range(0, min(plan.num_rows, 30) - 2, 3):
             rows = [plan.row(index) for index in range(first, first + 3)]
             batch = next(loader)
@@ -105,7 +106,7 @@ class TestBatches:
 
     def test_a_cut_document_keeps_its_next_token_as_target(self, built: Path):
         shards = ShardSet.open(built)
-        document = int(shards.lengths.argmax())
+        document = int(lengths_of(shards).argmax())
         ids = shards.document(document).tolist()
         batch = build_batch(shards, [[(document, 64, 128)]], 64)
         assert batch.tokens[0].tolist() == ids[64:128]
@@ -124,7 +125,7 @@ class TestBatches:
         shards = ShardSet.open(built)
         loader = build_loader(built, seq_len=SEQ_LEN, rows_per_step=1)
         counts = np.zeros(shards.manifest.vocab_size, int)
-        for batch in itertools.islice(loader, loader.num_rows):
+        for batch in itertools.islice(loader, loader.pack_report().rows):
             targets = batch.targets[batch.targets != IGNORED_TARGET]
             counts += np.bincount(targets.numpy(), minlength=len(counts))
         expected = [shards.document(i)[1:] for i in range(shards.num_documents)]
@@ -169,9 +170,9 @@ class TestOrder:
 
     def test_the_next_epoch_follows_directly_in_a_new_order(self, built: Path):
         loader = build_loader(built, seq_len=1024, rows_per_step=1)
-        count = loader.num_rows
+        count = loader.pack_report().rows
         first = [next(loader).tokens.tolist() for _ in range(count)]
-        second = [next(loader).tokens.tolist() for _ in range(loader.num_rows)]
+        second = [next(loader).tokens.tolist() for _ in range(loader.pack_report().rows)]
         assert loader.epoch == 2
         assert first != second
         assert loader.tokens_consumed == 2 * loader.shards.num_tokens
@@ -222,7 +223,7 @@ class TestSmallData:
 
     def test_less_than_one_row_repeats_epoch_by_epoch(self, tiny: Path):
         ranks = loaders(tiny, degree=2, micro=2, rows_per_step=8, seq_len=4096)
-        assert ranks[0].num_rows == 1
+        assert ranks[0].pack_report().rows == 1
         batches = [next(ranks[0]) for _ in range(4)]
         for batch in batches:
             check_contract(batch, (2, 4096))

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_pipeline.rows.blocks import PackReport
 from data_pipeline.rows.pack import RowPlan, plan_rows
-from data_pipeline.shuffle import shuffled
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SEQ_LENS = st.integers(1, 40)
@@ -36,7 +35,7 @@ def test_only_documents_longer_than_a_row_are_cut_and_only_at_its_multiples(leng
     plan = plan_rows(np.array(lengths, int), seq_len, seed=seed)
     pieces = [piece for row in rows(plan) for piece in row]
     assert all(start % seq_len == 0 and stop == min(start + seq_len, lengths[d]) for d, start, stop in pieces)
-    report = plan.report(np.array(lengths, int))
+    report = PackReport.of([plan], seq_len)
     assert report.documents_cut == sum(length > seq_len for length in lengths)
     assert report.truncated_tokens == 0
     assert report.tokens + report.padding_tokens == report.rows * seq_len
@@ -77,17 +76,6 @@ def test_the_fullest_row_closes_when_too_many_are_open():
     assert rows(plan) == [[(0, 0, 7), (3, 0, 2)], [(1, 0, 8)], [(2, 0, 9)], [(4, 0, 3)]]
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000])
-def test_shuffled_is_a_permutation(count: int):
-    assert sorted(shuffled(count, 3, 4)) == list(range(count))
-
-
-def test_the_order_never_changes():
-    """A loader state refers to rows of this order."""
-    assert shuffled(8, 1, 2).tolist() == [7, 5, 6, 1, 4, 3, 0, 2]
-    assert shuffled(8, 1, 2).tolist() != shuffled(8, 2, 1).tolist()
-
-
 def test_padding_stays_below_one_percent_on_many_short_documents():
     lengths = np.exp(np.random.default_rng(0).normal(6, 1.2, 20_000)).astype(int) + 1
-    assert plan_rows(lengths, 4096).report(lengths).padding_share < 0.002
+    assert PackReport.of([plan_rows(lengths, 4096)], 4096).padding_share < 0.002

@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+from data_pipeline import inspect
+from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 
@@ -99,6 +101,39 @@ def test_a_row_beyond_the_epoch_is_wrong_usage(capsys, world):
     code, _, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 10**6)
     assert code == 2
     assert "rows 0 to" in err
+
+
+def test_a_row_is_found_by_epoch_seed_and_block(capsys, world):
+    words = ["data", "inspect", world / "data", "--seq-len", 512, "--json", "--row", 1]
+    shown = {}
+    for options in ([], ["--epoch", 1], ["--seed", 5], ["--block", 0]):
+        code, out, _ = call(capsys, *words, *options)
+        assert code == 0
+        shown[tuple(options)] = json.loads(out)["row"]
+    first = shown[()]
+    assert shown["--block", 0] == first
+    assert first["pieces"] not in (shown["--epoch", 1]["pieces"], shown["--seed", 5]["pieces"])
+    code, _, err = call(capsys, *words, "--block", 1)
+    assert (code, "block=1 is not in an epoch, which has blocks 0 to 0" in err) == (2, True)
+    code, _, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--block", 0)
+    assert (code, "they need --row" in err) == (2, True)
+
+
+def test_a_corpus_of_many_blocks_is_described_by_some_of_them(capsys, world, monkeypatch):
+    monkeypatch.setattr(blocks, "MIN_DOCUMENTS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 5)
+    monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 4)
+    words = ["data", "inspect", world / "data", "--seq-len", 256]
+    code, out, _ = call(capsys, *words, "--row", 2, "--block", 3)
+    assert code == 0
+    assert re.search(r"^rows of an epoch +about [\d,]+, judging by \d+ documents", out, re.MULTILINE)
+    assert re.search(r"^row 2 of \d+ of block 3 of \d+: \d+ tokens", out, re.MULTILINE)
+    packing = json.loads(call(capsys, *words, "--json")[1])["packing"]
+    monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 10**6)
+    exact = json.loads(call(capsys, *words, "--json")[1])["packing"]
+    assert (packing["exact"], exact["exact"]) == (False, True)
+    assert packing["planned_documents"] < exact["planned_documents"]
+    assert abs(packing["rows"] - exact["rows"]) < 0.1 * exact["rows"]
 
 
 def test_verify_names_every_damaged_shard(capsys, world, tmp_path):

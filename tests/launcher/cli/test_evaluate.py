@@ -102,7 +102,7 @@ def test_losses_are_the_models_own(evaluated, run):
     from longctx.generation.reading import token_nll
 
     shards = ShardSet.open(run.parent / "data/validation")
-    first = next(n for n in range(shards.num_documents) if shards.lengths[n] >= 450)
+    first = next(n for n in range(shards.num_documents) if len(shards.document(n)) >= 450)
     ids = shards.document(first)[:450].tolist()
     model = load_model(run)
     nll = token_nll(model, ids)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.shards.reader import ShardSet
 from launcher.run_folder import CONFIG_FILE
+from launcher.training.setup import leaves_remainders
+from tests.data_pipeline.lengths import write_lengths
 from tests.launcher.workers import rows, run, train, train_each
 
 pytestmark = pytest.mark.timeout(240)
@@ -41,6 +44,31 @@ def test_auto_is_settled_and_stays_the_same_when_the_run_goes_on(shards, tmp_pat
     assert rows(whole) == rows(named) == rows(stopped), "to the last bit"
     logs = {folder: (folder / "logs" / "rank_0.log").read_text() for folder in (whole, named, stopped)}
     assert [logs[folder].count(SAID) for folder in (whole, named, stopped)] == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_len", "expected"),
+    [
+        ([8, 16, 24], 8, False),
+        ([8, 16, 23], 8, True),  # so is the sum
+        ([8, 12, 12], 8, True),  # the sum is a multiple
+        ([4, 4], 8, True),  # two documents share a row
+        ([64] * 9, 32, False),
+        ([64] * 9, 128, True),
+    ],
+)
+def test_rows_are_packed_where_a_document_is_no_multiple_of_them(lengths, seq_len, expected, shards, tmp_path):
+    tokenizer = ShardSet.open(shards, verify=False).tokenizer()
+    written = write_lengths(tmp_path / "data", tokenizer, lengths)
+    assert leaves_remainders(written, seq_len) is expected
+
+
+def test_rows_are_judged_by_the_first_documents(shards, tmp_path, monkeypatch):
+    tokenizer = ShardSet.open(shards, verify=False).tokenizer()
+    written = write_lengths(tmp_path / "data", tokenizer, [8] * 50 + [12, 12])
+    assert leaves_remainders(written, 8)
+    monkeypatch.setattr("launcher.training.setup._LOOKED_AT", 50)
+    assert not leaves_remainders(written, 8)
 
 
 def test_a_lone_process_says_that_layouts_are_the_same(shards, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
 from launcher.training.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
@@ -31,10 +32,24 @@ def start(flags: list[str] | None = None, **figures: Any) -> Start:
         "memory": memory_of_rank(config, config.model.config(), 2),
         "free_bytes": 12 * GIB,
         "free_disk_bytes": 100 * GIB,
-        "rows_per_epoch": 2000,
-        "padding_share": 0.0125,
+        "packing": packing(),
     }
     return Start(**(known | figures))
+
+
+def packing(**figures: Any) -> PackReport:
+    """Of 2,000 rows, all of them counted."""
+    counted = PackReport(
+        rows=2000,
+        tokens=4_044_800,
+        padding_tokens=51_200,
+        padding_share=0.0125,
+        documents_cut=3,
+        truncated_tokens=0,
+        planned_documents=5000,
+        exact=True,
+    )
+    return dataclasses.replace(counted, **figures)
 
 
 def line(name: str, said: Start) -> str:
@@ -110,6 +125,14 @@ def test_memory_that_lasts_between_steps_and_not_within_them():
     assert "116 MiB for this machine's 2 ranks, and 100 MiB are free" in said
 
 
+def test_an_epoch_that_was_planned_in_part_is_an_estimate():
+    said = line("Data", start(packing=packing(rows=20_000_000, planned_documents=65_549, exact=False)))
+    assert said == (
+        "Data: 2.87M tokens in all, about 0.00 passes over about 20,000,000 rows with about 1.25 % padding, judging by "
+        "its first 65,549 documents."
+    )
+
+
 def test_rows_beyond_the_models_positions():
     said = only_warning(start(["--model.max_positions", "1024"]))
     assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
@@ -123,7 +146,9 @@ def test_a_run_that_is_all_warm_up():
 
 
 def test_rows_that_repeat_within_a_step():
-    assert "takes 2 rows and the data has 1" in only_warning(start(rows_per_epoch=1))
+    assert "takes 2 rows and the data has 1" in only_warning(start(packing=packing(rows=1)))
+    estimated = start(packing=packing(rows=1, exact=False))
+    assert "takes 2 rows and the data has about 1: rows repeat" in only_warning(estimated)
 
 
 def test_checkpoints_that_fill_the_disk():

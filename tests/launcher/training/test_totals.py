@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.training.broken_step import BrokenStep
+from launcher.config.load import load_run_config
+from launcher.training.broken_step import BrokenStep, rows_from
 from launcher.training.expert_record import DeadExpertWatch, expert_layers, expert_record
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
@@ -111,6 +112,18 @@ def test_a_loss_that_is_not_finite_is_named_with_the_weights_that_were_not_eithe
     assert "a part of the objective of step 7 is not finite (z-loss, " in broken(grad_norm=None)
     assert "router z-loss), though loss 3.5." in broken(grad_norm=None)
     assert "There is no checkpoint yet: start again with a lower train.lr" in broken(checkpoint=None)
+
+
+def test_a_steps_rows_are_named_with_the_command_that_shows_them():
+    flags = ["--data.train", "DATA", "--data.seq_len", "2048", "--train.tokens_per_step", "4096"]
+    config = load_run_config([*flags, "--run.seed", "3"])
+    order = {"epoch": 2, "epoch_row": 5012, "block": 4, "block_row": 12}
+    assert rows_from(config, order) == (
+        "2 rows of DATA from row 5012 of epoch 2 on "
+        "(longctx data inspect DATA --seq-len 2048 --row 12 --block 4 --epoch 2 --seed 3)"
+    )
+    order = {"epoch": 0, "epoch_row": 12, "block": 0, "block_row": 12}
+    assert rows_from(load_run_config(flags), order).endswith("(longctx data inspect DATA --seq-len 2048 --row 12)")
 
 
 def test_router_logits_that_are_not_finite_come_first_with_their_way_out():

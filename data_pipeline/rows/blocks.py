@@ -1,0 +1,207 @@
+"""An epoch in blocks: some 65,000 documents are planned at a time, so a start costs the same whatever the corpus.
+
+A permutation that is stored nowhere deals the documents of an epoch out to blocks, and each block is packed by itself
+(``plan_rows``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without those
+before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is an
+estimate.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_pipeline.rows.pack import RowPlan, plan_rows
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shuffle import Permutation
+
+PLAN_VERSION = 2
+"""Changes with the order of rows: a loader state refers to rows of one version. A single block is as in version 1."""
+
+MIN_DOCUMENTS = 1 << 16
+"""Documents of a block, at least: enough to find one that fits, and a plan in less than 0.1 s."""
+MIN_ROWS = 256
+"""Rows of a block, at least: its last row is half empty on average, which is 0.2 % of so many."""
+MAX_DOCUMENTS = MAX_ROWS = 1 << 20
+"""What bounds the memory and the time of a plan where the two lower bounds would not: about 100 MB, and a second."""
+
+MAX_FILES = 1024
+"""Shards that a block reads lengths from: each costs a few disk reads. A corpus of more is dealt out in runs."""
+
+_DEAL = 0
+"""Salt of the permutation; ``rows.pack`` has the others."""
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What a plan costs: of one epoch, or of the beginning of one, scaled to all of it."""
+
+    rows: int
+    tokens: int
+    padding_tokens: int
+    padding_share: float
+    """Padding tokens divided by all tokens of the rows."""
+    documents_cut: int
+    """Documents that do not stand in one row whole: exactly those longer than a row."""
+    truncated_tokens: int
+    """Tokens of documents that stand in no row: always 0, and counted rather than assumed."""
+    planned_documents: int
+    """Documents that were planned to count this."""
+    exact: bool
+    """Whether these are all. Else the rest is taken to be like them, and rows, padding and cuts are estimates."""
+
+    @classmethod
+    def of(cls, plans: Iterable[RowPlan], seq_len: int) -> PackReport:
+        """The sums of these plans."""
+        rows = packed = tokens = cut = documents = 0
+        for plan in plans:
+            rows += plan.num_rows
+            packed += int((plan.stops - plan.starts).sum())
+            # Each cut document has one second piece.
+            cut += int((plan.starts == seq_len).sum())
+            tokens += plan.document_tokens
+            documents += plan.num_documents
+        padding = rows * seq_len - packed
+        share = 0.0
+        if rows:
+            share = padding / (rows * seq_len)
+        return cls(rows, packed, padding, share, cut, tokens - packed, documents, exact=True)
+
+    def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
+        """An estimate for so many documents with so many tokens, of which these are a sample."""
+        rows = math.ceil(tokens / (seq_len * (1 - self.padding_share)))
+        return replace(
+            self,
+            rows=rows,
+            tokens=tokens,
+            padding_tokens=rows * seq_len - tokens,
+            documents_cut=round(self.documents_cut * documents / self.planned_documents),
+            exact=False,
+        )
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the documents of an epoch are dealt out to blocks."""
+
+    num_blocks: int
+    run_documents: int = 1
+    """Neighbours in the shards that come to one block together. Within it each has a place of its own."""
+
+    @classmethod
+    def of(cls, documents: int, tokens: int, shards: int, seq_len: int) -> Deal:
+        """That of a corpus: as many blocks as still have enough documents and rows, and at least one."""
+        # So many that each has enough documents, and enough tokens for its rows …
+        most = min(documents // MIN_DOCUMENTS, tokens // (MIN_ROWS * seq_len))
+        # … unless that would make one too large: short documents in very long rows, or very long ones in short rows.
+        least = max(-(-documents // MAX_DOCUMENTS), -(-tokens // (MAX_ROWS * seq_len)))
+        num_blocks = max(1, most, min(least, documents))
+        if shards <= MAX_FILES:
+            return cls(num_blocks)
+        # One shard a run, or two where it crosses from one to the next.
+        return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
+
+
+class BlockPlanner:
+    """The rows of a shard folder, block by block. It holds two blocks at a time. Threads may share it."""
+
+    _HELD = 2
+    """Blocks in memory: the one that is read, and the next."""
+
+    def __init__(
+        self, shards: ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, deal: Deal | None = None
+    ) -> None:
+        """``deal`` is that of the corpus unless it is given."""
+        if deal is None:
+            deal = Deal.of(shards.num_documents, shards.num_tokens, len(shards.manifest.shards), seq_len)
+        self._shards = shards
+        self._seq_len = seq_len
+        self._seed = seed
+        self._shuffle = shuffle
+        self._run = deal.run_documents
+        self.num_blocks = deal.num_blocks
+        self._plans: OrderedDict[tuple[int, int], Future[RowPlan]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan(self, epoch: int, block: int) -> RowPlan:
+        """The rows of a block; waits where a thread is planning it. DataError for shards that cannot be read."""
+        future, is_new = self._claim(epoch, block)
+        if is_new:
+            self._fulfil(future, epoch, block)
+        return future.result()
+
+    def prepare(self, epoch: int, block: int) -> None:
+        """Have a block planned by a thread of its own, unless it is there or under way."""
+        future, is_new = self._claim(epoch, block)
+        if is_new:
+            # A daemon: a rank that ends by an error does not wait for the disk.
+            thread = threading.Thread(
+                target=self._fulfil, args=(future, epoch, block), name="longctx-plan", daemon=True
+            )
+            thread.start()
+
+    def next_block(self, epoch: int, block: int) -> tuple[int, int]:
+        """Epoch and number of the block after this one."""
+        if block + 1 < self.num_blocks:
+            return epoch, block + 1
+        return epoch + 1, 0
+
+    def documents(self, epoch: int, block: int) -> np.ndarray:
+        """The numbers of a block's documents, ascending [n], int64: shards are then read from front to back."""
+        count = self._shards.num_documents
+        runs = -(-count // self._run)
+        # As equal as can be: a last block of a few documents would be mostly padding.
+        numbers = np.arange(block * runs // self.num_blocks, (block + 1) * runs // self.num_blocks)
+        if self._shuffle:
+            # Their order within the block is that of ``plan_rows``.
+            numbers = np.sort(Permutation(runs, self._seed, epoch, _DEAL).at(numbers))
+        documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
+        # The last run may be shorter.
+        return documents[documents < count]
+
+    def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
+        """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
+        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.num_documents, 1)))
+        report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
+        if blocks < self.num_blocks:
+            report = report.scaled(self._shards.num_documents, self._shards.num_tokens, self._seq_len)
+        return report
+
+    def _claim(self, epoch: int, block: int) -> tuple[Future[RowPlan], bool]:
+        """The block's place among those that are held, and whether the caller has to plan it."""
+        with self._lock:
+            future = self._plans.get((epoch, block))
+            is_new = future is None
+            if future is None:
+                future = self._plans[epoch, block] = Future()
+            self._plans.move_to_end((epoch, block))
+            if len(self._plans) > self._HELD:
+                self._plans.popitem(last=False)
+        return future, is_new
+
+    def _fulfil(self, future: Future[RowPlan], epoch: int, block: int) -> None:
+        """Plan a block, or keep the error for whoever asks for it."""
+        try:
+            documents = self.documents(epoch, block)
+            plan = plan_rows(
+                self._shards.lengths_of(documents),
+                self._seq_len,
+                documents=documents,
+                seed=self._seed,
+                epoch=epoch,
+                block=block,
+                shuffle=self._shuffle,
+            )
+        except BaseException as error:
+            # Not kept: whoever asks again, tries again.
+            with self._lock:
+                self._plans.pop((epoch, block), None)
+            future.set_exception(error)
+        else:
+            future.set_result(plan)

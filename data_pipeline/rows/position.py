@@ -1,0 +1,85 @@
+"""Where a loader stands, and its state: read strictly, because a wrong row is trained on without an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.rows.blocks import PLAN_VERSION
+from longctx.errors import DataError
+
+_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "num_blocks")
+"""Row numbers mean the same rows only where all of these are equal."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loader stands between two steps."""
+
+    rows_consumed: int = 0
+    """Of all steps and ranks."""
+    tokens_consumed: int = 0
+    """Without padding."""
+    epoch: int = 0
+    epoch_row: int = 0
+    """The next row's number in its epoch."""
+    block: int = 0
+    block_row: int = 0
+    """The next row's number in its block. Epoch, block and this one say where it is."""
+
+    def moved(self, rows: int) -> Position:
+        """So many rows further, in this block."""
+        return replace(self, epoch_row=self.epoch_row + rows, block_row=self.block_row + rows)
+
+    def at_block(self, epoch: int, block: int) -> Position:
+        """At the beginning of a block that follows this one."""
+        epoch_row = self.epoch_row
+        if epoch != self.epoch:
+            epoch_row = 0
+        return replace(self, epoch=epoch, block=block, epoch_row=epoch_row, block_row=0)
+
+    def counted(self, rows: int, tokens: int) -> Position:
+        """With the rows and tokens of one more step."""
+        consumed = self.rows_consumed + rows
+        return replace(self, rows_consumed=consumed, tokens_consumed=self.tokens_consumed + tokens)
+
+
+def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
+    """The position that a state names, for a loader of ``folder`` whose state is ``own``.
+
+    DataError for a state of other data or of another order.
+    """
+    if isinstance(state, dict) and state.get("plan_version") == 1:
+        state = _in_blocks(state, own["num_blocks"], folder)
+    # A missing field would be a silent default, and a field too many belongs to another release.
+    if not isinstance(state, dict) or set(state) != set(own):
+        raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
+    for name in _IDENTITY:
+        if state[name] != own[name]:
+            raise DataError(
+                f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({folder}).\n"
+                "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
+            )
+    counters = {field.name: state[field.name] for field in fields(Position)}
+    # type(), not isinstance(): in Python True is an int.
+    if not all(type(value) is int and value >= 0 for value in counters.values()):
+        raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
+    position = Position(**counters)
+    row, block, epoch_row = position.block_row, position.block, position.epoch_row
+    # The rows of earlier blocks are not counted again: that would be to plan them all.
+    if epoch_row < row or (block == 0 and epoch_row != row):
+        raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")
+    return position
+
+
+def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:
+    """A state of plan version 1, which had no blocks, as one of today; DataError where it was another order."""
+    if num_blocks > 1:
+        raise DataError(
+            f"The loader state is of plan version 1: it ordered the whole corpus at once. This release orders {folder} "
+            f"in {num_blocks} blocks, so it cannot find the rows that are left.\n"
+            "Finish the run with the release that began it, or start a new one from the weights (run.start_from)."
+        )
+    # One block is ordered as version 1 ordered everything.
+    return state | {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}
