@@ -142,7 +142,7 @@ def check_where_it_lives(engine) -> None:
         parts = [engine.partition.part(name, p) for name, p in engine.model.decoder.named_parameters()]
     finally:
         device.current_device_name = real
-    assert {values.device.type for part in parts for values in part.values.values()} == {"cpu"}
+    assert {values.device.type for part in parts for values in part.values()} == {"cpu"}
 
 
 @pytest.mark.slow
