@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 
 from launcher.config.sections import RunConfig, ZeroSection
 from longctx.errors import ConfigError
 from parallel.zero.options import ZeroOptions, check_zero, update_size
-
-DEEPSPEED = version("deepspeed")
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
@@ -40,7 +37,7 @@ def _number(value: int | str) -> int | None:
 
 
 _NOT_OFFERED = {
-    f"zero.{key}": f"DeepSpeed {DEEPSPEED} has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
+    f"zero.{key}": "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
     "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
     "state is spread over all ranks."
     for key in ("mics_shard_size", "mics_hierarchical_params_gather")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from launcher.plan.host_waits import HostWait, HostWaits
 from launcher.plan.stand_in import torch_cuda_version
 from launcher.plan.world import World, rank_kinds
 from parallel.mesh import Mesh
+from tests.helpers import REPOSITORY
 from tests.longctx.samples import tiny_config
 
 
@@ -77,6 +80,20 @@ def test_even_routing_sends_what_random_choices_send_on_average(ranks, experts, 
     assert sizes.send_counts == sizes.recv_counts
     # Four standard deviations of a count of 4,096 draws.
     assert all(abs(mine - drawn) < 4 * 32 for mine, drawn in zip(sizes.send_counts, sent, strict=True))
+
+
+def test_a_trace_needs_no_deepspeed():
+    """A Python with PyTorch's CUDA build is all that it asks for."""
+    absent = (
+        "import importlib.metadata as metadata, sys; sys.modules['deepspeed'] = None; found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'deepspeed': raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+        "import launcher.cli.plan, launcher.plan.trace, launcher.plan.step"
+    )
+    done = subprocess.run([sys.executable, "-c", absent], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_figures_survive_json():
