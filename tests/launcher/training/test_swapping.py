@@ -41,6 +41,7 @@ def check_same_bits(got: Path, wanted: Path, step: int) -> None:
             assert torch.equal(mine, theirs), (name, role)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_weights_on_a_disk_go_through_a_whole_run(shards, tmp_path):
     """Validation, checkpoints, and a resume by one rank of what two have written."""
