@@ -127,7 +127,9 @@ def _differs(check: str, verdict: Verdict, there: str, here: str, advice: str) -
 
 
 def _same_clock(skew: float) -> Finding:
-    value = f"{skew:+.1f} s against this machine"
+    value = f"its clock is {abs(skew):.1f} s ahead"
+    if skew < 0:
+        value = f"its clock is {abs(skew):.1f} s behind"
     if abs(skew) <= _SKEW_SECONDS:
         return Finding(check="clock", verdict="ok", value=value)
     return Finding(
