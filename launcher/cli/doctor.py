@@ -74,11 +74,11 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
     """The hosts of the hostfile, examined."""
     if not slots:
         return []
-    from launcher.doctor.hosts import check_one_host, examine_hosts
+    from launcher.doctor.hosts import check_start, examine_hosts
 
     with progress(f"asking {plural(len(slots), 'host')}", total=len(slots)) as update:
         hosts = examine_hosts(slots, here, options, asked=update)
-    here.findings.extend(check_one_host(slots, here.facts.name))
+    here.findings.extend(check_start(slots, here.facts.name))
     return hosts
 
 

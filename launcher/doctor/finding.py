@@ -38,7 +38,11 @@ class Finding:
 
 def worst(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict; "ok" where there is no finding."""
-    return max((finding.verdict for finding in findings), key=VERDICTS.index, default="ok")
+    found = {finding.verdict for finding in findings}
+    for verdict in reversed(VERDICTS):
+        if verdict in found:
+            return verdict
+    return "ok"
 
 
 def finding_from_json(value: Any) -> Finding:

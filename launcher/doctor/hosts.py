@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.doctor.environment import check_environment_files, environment_files
 from launcher.doctor.finding import Finding, Verdict, printable
 from launcher.doctor.machine import Facts, Machine, Options
 from launcher.doctor.probe import Probe, probe_in
@@ -42,14 +44,20 @@ def examine_hosts(
         return [replace(host, findings=[unchecked.on(host.name), *host.findings]) for host in hosts]
 
 
-def check_one_host(slots: Mapping[str, int], own_name: str) -> list[Finding]:
-    """A warning where the hostfile names one machine, and another one than this: deepspeed would start ranks here."""
+def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
+    """What deepspeed on this machine, ``own_name``, would make of the hostfile, apart from the hosts themselves."""
+    findings = check_environment_files(environment_files())
+    if len(slots) > 1:
+        if shutil.which("pdsh") is None:
+            advice = "apt-get install pdsh: with it deepspeed starts ranks on other machines"
+            findings.append(Finding(check="pdsh", verdict="fail", value="not installed here", advice=advice))
+        return findings
     host = next(iter(slots))
-    if len(slots) > 1 or host in ("localhost", own_name, own_name.partition(".")[0]) or host.startswith("127."):
-        return []
-    advice = "If it is another machine, start deepspeed there with --num_gpus, or add --force_multi"
-    value = f"{host} is the only one: deepspeed starts its ranks on this machine ({own_name})"
-    return [Finding(check="hostfile", verdict="warn", value=value, advice=advice)]
+    if host not in ("localhost", own_name, own_name.partition(".")[0]) and not host.startswith("127."):
+        advice = "If it is another machine, start deepspeed there with --num_gpus, or add --force_multi"
+        value = f"{host} is the only one: deepspeed starts its ranks on this machine ({own_name})"
+        findings.append(Finding(check="hostfile", verdict="warn", value=value, advice=advice))
+    return findings
 
 
 def _ask_all(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from launcher.cluster.hostfile import check_host_name
+from launcher.doctor.environment import environment_files, exports
 from launcher.doctor.finding import printable
 from launcher.doctor.machine import Machine, Options, machine_from_json
 from longctx.errors import ClusterError
@@ -87,15 +88,15 @@ def ssh_command(host: str, command: str) -> list[str]:
 def remote_command(options: Options, environment: Mapping[str, str] = os.environ) -> str:
     """The line for a host's shell: every word of it is quoted.
 
-    As deepspeed's pdsh does, it goes to this folder, sets the variables that begin with PYTHON, and takes this Python.
+    As deepspeed's pdsh does, it sets variables (``environment.py``), goes to this folder, and takes this Python.
     """
-    exports = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("PYTHON")]
     verb = ["doctor", "--local", "--json", "--folder", str(options.folder.absolute())]
     figures = ["--master-port", str(options.port), "--world-size", str(options.world_size)]
     if options.probe:
         figures += ["--probe", options.probe]
-    words = ["env", *exports, sys.executable, "-m", "launcher", *verb, *figures]
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
+    words = [sys.executable, "-m", "launcher", *verb, *figures]
+    before = exports(environment, environment_files())
+    return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
 
 
 def by_hand(host: str) -> str:

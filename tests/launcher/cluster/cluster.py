@@ -42,9 +42,9 @@ Host *
 """
 
 
-def missing_programs(needed: tuple[str, ...] = ("ssh", "ssh-keygen", "pdsh")) -> str | None:
+def missing_programs() -> str | None:
     """Why no such cluster can be made here, with the line that mends it; None when it can."""
-    missing = [name for name in needed if shutil.which(name) is None]
+    missing = [name for name in ("ssh", "ssh-keygen", "pdsh") if shutil.which(name) is None]
     if _server_program() is None:
         missing.append("sshd")
     return f"needs {', '.join(missing)}: {INSTALL}" if missing else None

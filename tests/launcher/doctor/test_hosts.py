@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.doctor.finding import Finding, worst
-from launcher.doctor.hosts import Host, check_one_host, compare, examine_hosts
+from launcher.doctor.hosts import Host, check_start, compare, examine_hosts
 from launcher.doctor.lines import lines_of, lines_of_hosts, summary
 from launcher.doctor.machine import Options
 from launcher.doctor.probe import Probe
@@ -92,7 +92,16 @@ def test_packages_of_unknown_name_there_are_not_repeated():
     ],
 )
 def test_a_single_other_host_would_not_be_used(slots, warned):
-    assert bool(check_one_host(slots, "node-01.cluster")) == warned
+    assert ("hostfile" in [finding.check for finding in check_start(slots, "node-01.cluster")]) == warned
+
+
+def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [finding.check for finding in check_start({"a": 1, "b": 1}, "a")] == ["pdsh"]
+    assert check_start({"a": 1}, "a") == []
+    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
+    (tmp_path / "pdsh").chmod(0o755)
+    assert check_start({"a": 1, "b": 1}, "a") == []
 
 
 def host(name: str, answer: Answer | NoAnswer) -> Host:

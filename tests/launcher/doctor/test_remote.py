@@ -51,12 +51,13 @@ def test_a_shell_there_reads_every_word_as_it_is(tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", str(python))
-    command = remote_command(OPTIONS, {"PYTHONPATH": "a b;c", "SECRET": "s"})
+    command = remote_command(OPTIONS, {"PYTHONPATH": "a b;c $(touch pwned)", "SECRET": "s"})
     assert "SECRET" not in command
     subprocess.run(["sh", "-c", command], check=True, timeout=30, cwd="/")
-    options = "--local --json --folder /shared/runs --master-port 29500 --world-size 16 --probe".split()
     seen = (folder / "seen").read_text().splitlines()
-    assert seen == [str(folder), "a b;c", "-m", "launcher", "doctor", *options, OPTIONS.probe]
+    assert seen[:5] == [str(folder), "a b;c $(touch pwned)", "-m", "launcher", "doctor"]
+    options = f"--local --json --folder /shared/runs --master-port 29500 --world-size 16 --probe {OPTIONS.probe}"
+    assert " ".join(seen[5:]) == options
     assert list(folder.iterdir()) == [folder / "seen"]
 
 

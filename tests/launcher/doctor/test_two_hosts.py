@@ -29,7 +29,7 @@ def run_doctor(hostfile: Path, folder: Path, environment: dict[str, str]) -> sub
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hosts_are_asked_over_ssh(tmp_path):
-    if reason := missing_programs(("ssh", "ssh-keygen")):
+    if reason := missing_programs():
         pytest.skip(reason)
     (tmp_path / "cluster").mkdir()
     with two_hosts(tmp_path / "cluster") as (hostfile, environment):
