@@ -42,6 +42,7 @@ def read_gpus() -> list[Gpu]:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
+        # A driver that is broken shows in PyTorch, which has no GPU then.
         return []
     return parse_gpus(said)
 
@@ -51,6 +52,7 @@ def parse_gpus(text: str) -> list[Gpu]:
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
+        # Devices cut into instances (MIG) have "[N/A]" in the place of memory in use.
         if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
             found.append(Gpu(printable(fields[0]), int(fields[1]), int(fields[2]), printable(fields[3])))
     return found
@@ -81,6 +83,7 @@ def check_processor() -> Finding:
     if has_native_bfloat16():
         products = "native bfloat16 products"
     memory = psutil.virtual_memory().total / 2**30
+    # Those that a container or a batch system gives to this process, not all of the machine.
     cores = plural(len(os.sched_getaffinity(0)), "core")
     return Finding(check="processor", verdict="ok", value=f"{processor_name()}, {cores}, {memory:.0f} GiB, {products}")
 
@@ -108,5 +111,6 @@ def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
     cuda = f"CUDA {torch.version.cuda}"
     if not gpus:
         return f"{plural(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"
+    # One name where all are alike.
     names = sorted({f"{gpu.name} {gpu.total_mib / 1024:.0f} GiB" for gpu in gpus})
     return f"{num_usable} × {', '.join(names)}, driver {gpus[0].driver}, {cuda}"

@@ -55,6 +55,7 @@ def finding_from_json(value: Any) -> Finding:
         raise ClusterError("a finding without check, verdict, value and advice")
     if value["verdict"] not in VERDICTS:
         raise ClusterError(f"a finding with an unknown verdict {printable(value['verdict'])!r}")
+    # The host's name is ours to say, so it is not taken from the answer.
     return Finding(
         check=printable(value["check"]),
         verdict=value["verdict"],
@@ -65,6 +66,7 @@ def finding_from_json(value: Any) -> Finding:
 
 def printable(text: str) -> str:
     """One line of ``text`` without control characters, cut where it is very long."""
+    # A terminal obeys escape sequences, and a line break would look like a finding of ours.
     plain = "".join(char if char.isprintable() else " " for char in text)
     plain = " ".join(plain.split())
     if len(plain) > _LONGEST_TEXT:

@@ -68,6 +68,7 @@ def _ask_all(
 
     def question(host: str) -> Answer | NoAnswer:
         port = 0
+        # The others connect to it and listen at ports that the system gives them.
         if host == first:
             port = options.port
         return ask(host, replace(options, port=port))
@@ -115,6 +116,7 @@ def _same_versions(there: Facts, here: Facts) -> list[Finding]:
     if there.python != here.python:
         findings.append(_differs("python", "fail", there.python, here.python, "Install the same Python"))
     for name in here.packages:
+        # Names that only the other machine knows are those of another version, which its code's hash tells.
         version, ours = there.packages.get(name), here.packages.get(name)
         if version != ours:
             advice = f"pip install {name}=={ours}"

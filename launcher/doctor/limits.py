@@ -29,6 +29,7 @@ def check_open_files(world_size: int, soft: int | None = None) -> Finding:
     value = f"{human_limit(soft)} (ulimit -n)"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return Finding(check="open files", verdict="ok", value=value)
+    # A user may raise the soft limit, and only root the hard one.
     advice = f"ulimit -n {needed}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
@@ -63,6 +64,7 @@ def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
 
 def check_compiler() -> Finding:
     """g++ and ninja, with which zero.offload compiles DeepSpeed's AdamW."""
+    # The variable may hold options too, such as "ccache g++".
     compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if not missing:

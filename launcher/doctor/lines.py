@@ -21,7 +21,9 @@ def lines_of_hosts(hosts: Sequence[Host]) -> list[str]:
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in (finding for host in hosts for finding in host.findings):
         if finding.verdict != "ok":
+            # Values differ a little between machines (seconds, bytes); what to do does not.
             groups.setdefault((finding.verdict, finding.check, finding.advice), []).append(finding)
+    # The worst stands last, next to the prompt.
     for verdict in VERDICTS:
         lines += [_shared(group) for key, group in groups.items() if key[0] == verdict]
     return lines

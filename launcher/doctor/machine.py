@@ -85,6 +85,7 @@ def examine(options: Options) -> Machine:
     folder = existing_part(options.folder)
     packages = installed_versions()
     gpus, usable = read_gpus(), _usable_gpus()
+    # What PyTorch can use decides where a run computes; what the driver shows may be more.
     device_type = "cpu"
     if usable:
         device_type = "cuda"

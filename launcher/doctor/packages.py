@@ -124,6 +124,7 @@ def requirements_of_longctx() -> list[str]:
     try:
         return requires(DISTRIBUTION) or []
     except PackageNotFoundError:
+        # A copy on PYTHONPATH that nobody installed: only missing packages and bad pairs can be told.
         return []
 
 
@@ -134,7 +135,9 @@ def _wanted(requirements: list[str]) -> dict[str, str]:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
+            # A URL, say, in the place of a version: there is nothing to compare.
             continue
+        # Others are libraries of which any version that pip took will do.
         if requirement.name in PACKAGES and requirement.specifier:
             wanted[requirement.name] = str(requirement.specifier)
     return wanted

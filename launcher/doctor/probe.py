@@ -43,6 +43,7 @@ def read_probe(folder: Path, name: str) -> str | None:
         raise ConfigError(f"--probe {name!r} is not a file that doctor writes. It passes this option to itself.")
     try:
         with (folder / name).open("rb") as file:
+            # Not all of it: somebody may have put a large file there.
             return file.read(_MOST_BYTES).decode("ascii", errors="replace")
     except OSError:
         return None

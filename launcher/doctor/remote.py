@@ -125,6 +125,7 @@ def _listen(process: subprocess.Popen[str], timeout: float) -> tuple[str, float,
                 heard = time.time()
             said.append(line)
             length += len(line)
+            # No answer of ours is so long, and it would all be kept in memory.
             if length > _MOST_CHARACTERS:
                 process.kill()
                 break
@@ -146,6 +147,23 @@ def _drain(stream: IO[str], lines: list[str]) -> None:
         del lines[:-20]
 
 
+_ADVICE_ON_SSH = {
+    "Host key verification failed": "Accept its key once: ssh {host} true",
+    "Could not resolve hostname": "This machine knows no such host: mend the hostfile, /etc/hosts or ~/.ssh/config",
+    "Connection refused": "No ssh server listens there: systemctl start ssh, or give its port in ~/.ssh/config",
+    "timed out": "The machine is down, or a firewall drops what is sent to it: ping {host}",
+}
+"""What to do about a message of ssh, by a part of it."""
+
+
+def _advice_on_ssh(complaint: str, host: str) -> str:
+    """What to do where ssh itself failed."""
+    for part, advice in _ADVICE_ON_SSH.items():
+        if part in complaint:
+            return advice.format(host=host)
+    return f"ssh must work without a password: ssh-copy-id {host}; then {by_hand(host)}"
+
+
 def _no_answer(host: str, code: int, complaint: str) -> NoAnswer:
     """What ssh's exit code, or that of the shell there, means."""
     said = [printable(line) for line in complaint.splitlines() if line.strip()]
@@ -153,9 +171,7 @@ def _no_answer(host: str, code: int, complaint: str) -> NoAnswer:
     if said:
         why = said[-1]
     if code == _SSH_FAILED:
-        advice = f"ssh must work without a password: ssh-copy-id {host}; then {by_hand(host)}"
-        if "Host key verification failed" in complaint:
-            advice = f"Accept its key once: ssh {host} true"
-        return NoAnswer(why=f"ssh failed: {why}", advice=advice)
+        return NoAnswer(why=f"ssh failed: {why}", advice=_advice_on_ssh(complaint, host))
+    # The shell there could not change to the folder, or found no Python, or one without our packages.
     advice = f"The same folder and environment must be there: {Path.cwd()} and {sys.executable}"
     return NoAnswer(why=f"doctor does not run there: {why}", advice=advice)

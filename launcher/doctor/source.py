@@ -25,6 +25,7 @@ def hash_folders(folders: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS):
+            # Hashes of hashes: a byte that moves from one file to the next changes the sum.
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{name}\0{content}\0".encode())

@@ -37,6 +37,7 @@ def check_folder(folder: Path) -> list[Finding]:
     except OSError as error:
         value = printable(f"{folder} cannot be written: {error.strerror}")
         return [Finding(check="folder", verdict="fail", value=value, advice="Give a --folder that you may write to")]
+    # How much a run needs depends on its model, which doctor does not know.
     space = Finding(check="folder", verdict="ok", value=size)
     if free < _FEW_BYTES:
         advice = "A checkpoint holds weights, masters and moments: compare with the model, and set checkpoint.keep_last"
@@ -50,12 +51,14 @@ def check_folder(folder: Path) -> list[Finding]:
 
 def write_speed(folder: Path) -> float:
     """Bytes per second of a file of at most 64 MiB, written and synced, which is gone afterwards."""
+    # Without a name: nothing is left where the process is killed.
     with TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
         written, seconds = 0, 0.0
         while written < _MOST_CHUNKS and seconds < _MOST_SECONDS:
             written += 1
             file.write(_CHUNK)
+            # Without it the speed would be that of the machine's memory.
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     return written * len(_CHUNK) / max(seconds, 1e-9)

@@ -100,6 +100,19 @@ class TestNoAnswer:
         answer = refusal(tmp_path, monkeypatch, "echo 'Host key verification failed.' >&2; exit 255")
         assert answer.advice == "Accept its key once: ssh node-01 true"
 
+    @pytest.mark.parametrize(
+        ("said", "advice"),
+        [
+            ("ssh: Could not resolve hostname node-01: Name or service not known", "/etc/hosts"),
+            ("ssh: connect to host node-01 port 22: Connection refused", "systemctl start ssh"),
+            ("ssh: connect to host node-01 port 22: Connection timed out", "ping node-01"),
+        ],
+    )
+    def test_a_host_that_is_not_there(self, tmp_path, monkeypatch, said, advice):
+        answer = refusal(tmp_path, monkeypatch, f"echo '{said}' >&2; exit 255")
+        assert answer.why == f"ssh failed: {said}"
+        assert advice in answer.advice
+
     def test_another_folder_there(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         answer = refusal(tmp_path, monkeypatch, "echo 'sh: cd: no such folder' >&2; exit 2")
