@@ -23,6 +23,8 @@ from longctx.errors import ClusterError
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 120.0
 """How long a host may take: Python and PyTorch start there, perhaps from a slow shared disk."""
+BY_HAND = "ssh -o BatchMode=yes HOST true"
+"""The line that tells a user whether ssh works."""
 _MOST_CHARACTERS = 2**20
 _SSH_FAILED = 255
 
@@ -64,10 +66,10 @@ def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answ
     said, heard, complaint = _listen(process, timeout)
     seconds = time.monotonic() - started
     if seconds >= timeout:
-        return NoAnswer(why=f"no answer within {timeout:.0f} s", advice=f"Try by hand: {by_hand(host)}")
+        return NoAnswer(why=f"no answer within {timeout:.0f} s", advice=f"Try by hand: {BY_HAND}")
     # 1 is what doctor ends with where a check failed: the answer says which.
     if process.returncode not in (0, 1) or not said:
-        return _no_answer(host, process.returncode, complaint)
+        return _no_answer(process.returncode, complaint)
     try:
         machine = machine_from_json(json.loads(said))
     except (ValueError, OverflowError, RecursionError, ClusterError) as error:
@@ -97,11 +99,6 @@ def remote_command(options: Options, environment: Mapping[str, str] = os.environ
     words = [sys.executable, "-m", "launcher", *verb, *figures]
     before = exports(environment, environment_files())
     return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
-
-
-def by_hand(host: str) -> str:
-    """The line that tells a user whether ssh works."""
-    return f"ssh -o BatchMode=yes {host} true"
 
 
 def _listen(process: subprocess.Popen[str], timeout: float) -> tuple[str, float, str]:
@@ -148,30 +145,30 @@ def _drain(stream: IO[str], lines: list[str]) -> None:
 
 
 _ADVICE_ON_SSH = {
-    "Host key verification failed": "Accept its key once: ssh {host} true",
+    "Host key verification failed": "Accept its key once: ssh HOST true",
     "Could not resolve hostname": "This machine knows no such host: mend the hostfile, /etc/hosts or ~/.ssh/config",
     "Connection refused": "No ssh server listens there: systemctl start ssh, or give its port in ~/.ssh/config",
-    "timed out": "The machine is down, or a firewall drops what is sent to it: ping {host}",
+    "timed out": "The machine is down, or a firewall drops what is sent to it: ping HOST",
 }
-"""What to do about a message of ssh, by a part of it."""
+"""What to do about a message of ssh, by a part of it. Without the host's name: hosts in one trouble share a line."""
 
 
-def _advice_on_ssh(complaint: str, host: str) -> str:
+def _advice_on_ssh(complaint: str) -> str:
     """What to do where ssh itself failed."""
     for part, advice in _ADVICE_ON_SSH.items():
         if part in complaint:
-            return advice.format(host=host)
-    return f"ssh must work without a password: ssh-copy-id {host}; then {by_hand(host)}"
+            return advice
+    return f"ssh must work without a password: ssh-copy-id HOST; then {BY_HAND}"
 
 
-def _no_answer(host: str, code: int, complaint: str) -> NoAnswer:
+def _no_answer(code: int, complaint: str) -> NoAnswer:
     """What ssh's exit code, or that of the shell there, means."""
     said = [printable(line) for line in complaint.splitlines() if line.strip()]
     why = f"exit code {code}"
     if said:
         why = said[-1]
     if code == _SSH_FAILED:
-        return NoAnswer(why=f"ssh failed: {why}", advice=_advice_on_ssh(complaint, host))
+        return NoAnswer(why=f"ssh failed: {why}", advice=_advice_on_ssh(complaint))
     # The shell there could not change to the folder, or found no Python, or one without our packages.
     advice = f"The same folder and environment must be there: {Path.cwd()} and {sys.executable}"
     return NoAnswer(why=f"doctor does not run there: {why}", advice=advice)
