@@ -93,7 +93,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "packages": packages,
@@ -106,7 +106,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The processor's name."""
     # On Linux platform.processor() is the architecture, or empty.
     try:

@@ -19,7 +19,19 @@ from typing import NoReturn
 
 import tyro
 
-from launcher.cli import attention, checkpoint, convert, data, evaluate, generate, plan, practice, report, tokenizer
+from launcher.cli import (
+    attention,
+    checkpoint,
+    convert,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    plan,
+    practice,
+    report,
+    tokenizer,
+)
 from launcher.cli.console import (
     flush_results,
     has_abandoned_work,
@@ -90,11 +102,11 @@ VERBS = {
         ),
         takes_settings=True,
     ),
+    "doctor": Verb(doctor.doctor, ("--folder runs", "--hostfile hostfile")),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {
-    "doctor": "pretrain.py checks hostfile, device and ranks before it allocates anything.",
     "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
     "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",

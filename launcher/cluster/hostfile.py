@@ -74,6 +74,14 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return slots
 
 
+def check_host_name(host: str) -> None:
+    """ClusterError unless ``host`` is a name that a hostfile may have, which no shell and no ssh reads otherwise."""
+    if not _HOST.fullmatch(host):
+        raise ClusterError(
+            f"{host!r} is not the name of a host: letters, digits, dots and dashes, which starts with no dash."
+        )
+
+
 def launcher_command() -> list[str]:
     """Command line of the deepspeed launcher among this process's ancestors; empty when there is none."""
     try:

@@ -1,0 +1,111 @@
+"""The verb ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
+
+from launcher.cli.console import Json, progress, say, say_json
+from launcher.cluster.exit import DONE, FAILED
+from launcher.wording import plural
+from longctx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.doctor.hosts import Host
+    from launcher.doctor.machine import Machine, Options
+
+_LARGEST_PORT = 65535
+
+
+def doctor(
+    *,
+    hostfile: Annotated[Path | None, arg(metavar="H")] = None,
+    folder: Annotated[Path, arg(metavar="DIR")] = Path("runs"),
+    master_port: int = 29500,
+    local: bool = False,
+    world_size: int = 0,
+    probe: str = "",
+    json: Json = False,
+) -> int:
+    """Check this machine, and every machine of a hostfile, before a run.
+
+    A line a finding: ok, warn or fail, the value, and what to do. The exit code is 1 when anything fails.
+    With --hostfile every host is asked over ssh, which must need no password, and compared with this machine.
+    Links between machines are not measured.
+
+    Args:
+        hostfile: The run's hostfile.
+        folder: Where runs are written. A file of at most 64 MiB is written there, and removed.
+        master_port: deepspeed's --master_port, at which the ranks meet; 0 to leave it out.
+        local: Check this machine alone, as doctor does on each host.
+        world_size: Ranks of the run; by default those of the hostfile.
+        probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
+    """
+    if local and hostfile is not None:
+        raise ConfigError("--local checks this machine alone; --hostfile asks others. Leave one of them out.")
+    if not 0 <= master_port <= _LARGEST_PORT:
+        raise ConfigError(f"--master-port {master_port} is no port: 1 to {_LARGEST_PORT}, or 0 for none.")
+    if world_size < 0:
+        raise ConfigError(f"--world-size {world_size} must be at least 1, or 0 as if it were left out.")
+    from launcher.cluster.hostfile import read_hostfile
+    from launcher.doctor.machine import Options, examine
+
+    slots: dict[str, int] = {}
+    if hostfile is not None:
+        slots = read_hostfile(hostfile)
+    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1, probe=probe)
+    with progress("checking this machine"):
+        here = examine(_for_this_machine(options, slots))
+    return _say(here, _hosts(slots, here, options), json)
+
+
+def _for_this_machine(options: Options, slots: dict[str, int]) -> Options:
+    """With a hostfile the port is that of its first host, which is asked itself."""
+    from dataclasses import replace
+
+    if not slots:
+        return options
+    return replace(options, port=0)
+
+
+def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]:
+    """The hosts of the hostfile, examined."""
+    if not slots:
+        return []
+    from launcher.doctor.hosts import check_start, examine_hosts
+
+    with progress(f"asking {plural(len(slots), 'host')}", total=len(slots)) as update:
+        hosts = examine_hosts(slots, here, options, asked=update)
+    here.findings.extend(check_start(slots, here.facts.name))
+    return hosts
+
+
+def _say(here: Machine, hosts: list[Host], as_json: bool) -> int:
+    """Print all findings; returns the exit code."""
+    from launcher.doctor.finding import worst
+    from launcher.doctor.lines import lines_of, lines_of_hosts, summary
+
+    findings = here.findings + [finding for host in hosts for finding in host.findings]
+    if as_json:
+        say_json(_as_json(here, hosts))
+    else:
+        for line in [*lines_of(here.findings), *lines_of_hosts(hosts), summary(findings)]:
+            say(line)
+    if worst(findings) == "fail":
+        return FAILED
+    return DONE
+
+
+def _as_json(here: Machine, hosts: list[Host]) -> dict[str, Any]:
+    """This machine, and each host with all its findings."""
+    from launcher.doctor.finding import worst
+
+    told = here.to_json()
+    told["hosts"] = {
+        host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
+        for host in hosts
+    }
+    told["verdict"] = worst(here.findings + [finding for host in hosts for finding in host.findings])
+    return told

@@ -1,0 +1,116 @@
+"""GPUs, the processor, and the attention kernel that they get."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from launcher.doctor.finding import Finding, printable
+from launcher.run_folder import processor_name
+from launcher.wording import plural
+from longctx.kernels.attention.contract import KernelRequest
+from longctx.kernels.attention.select import KernelChoice, explain_choice
+from longctx.kernels.processor import fastest_products, has_native_bfloat16
+
+_QUERY = "name,memory.total,memory.used,driver_version"
+_USED_MIB = 1024
+"""Memory in use beyond this is another process: a driver and an idle desktop take a few hundred MiB."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What nvidia-smi says of one."""
+
+    name: str
+    total_mib: int
+    used_mib: int
+    driver: str
+
+
+def read_gpus() -> list[Gpu]:
+    """The GPUs that the driver shows; none where there is no nvidia-smi, or it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        # A driver that is broken shows in PyTorch, which has no GPU then.
+        return []
+    return parse_gpus(said)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The GPUs of nvidia-smi's CSV; a line in another form is left out."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        # Devices cut into instances (MIG) have "[N/A]" in the place of memory in use.
+        if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
+            found.append(Gpu(printable(fields[0]), int(fields[1]), int(fields[2]), printable(fields[3])))
+    return found
+
+
+def check_devices(gpus: Sequence[Gpu], num_usable: int) -> list[Finding]:
+    """Findings of the GPUs that the driver shows, of which PyTorch can use ``num_usable``."""
+    if not gpus and not num_usable:
+        return [Finding(check="gpus", verdict="ok", value="none: ranks run on the CPU")]
+    if not num_usable:
+        value = f"the driver ({gpus[0].driver}) shows {plural(len(gpus), 'GPU')}, PyTorch {torch.__version__} uses none"
+        advice = "Install PyTorch's CUDA build for this driver: pytorch.org/get-started"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            advice = "CUDA_VISIBLE_DEVICES is empty: unset it"
+        return [Finding(check="gpus", verdict="fail", value=value, advice=advice)]
+    findings = [Finding(check="gpus", verdict="ok", value=_gpu_summary(gpus, num_usable))]
+    busy = [index for index, gpu in enumerate(gpus) if gpu.used_mib > _USED_MIB]
+    if busy:
+        value = ", ".join(f"GPU {index}: {gpus[index].used_mib / 1024:.1f} GiB" for index in busy)
+        advice = "Another process holds this memory: see nvidia-smi, or leave these GPUs out with deepspeed --include"
+        findings.append(Finding(check="gpu memory", verdict="warn", value=f"in use already: {value}", advice=advice))
+    return findings
+
+
+def check_processor() -> Finding:
+    """The processor, its cores and memory, and whether it multiplies bfloat16 itself."""
+    products = "bfloat16 products in float32 (no native ones)"
+    if has_native_bfloat16():
+        products = "native bfloat16 products"
+    memory = psutil.virtual_memory().total / 2**30
+    # Those that a container or a batch system gives to this process, not all of the machine.
+    cores = plural(len(os.sched_getaffinity(0)), "core")
+    return Finding(check="processor", verdict="ok", value=f"{processor_name()}, {cores}, {memory:.0f} GiB, {products}")
+
+
+def check_kernel(device_type: str) -> Finding:
+    """The attention kernel that ``parallel.kernel=auto`` takes for a usual decoder, and what a faster one needs."""
+    request = KernelRequest(device_type, torch.bfloat16, 128, 32, 8, products=fastest_products())
+    return describe_choice(explain_choice("auto", request), request)
+
+
+def describe_choice(choice: KernelChoice, request: KernelRequest) -> Finding:
+    """The finding of a choice: a warning where a faster kernel could be installed."""
+    value = f"{choice.name} ({request})"
+    _, _, passed_over = choice.reason.partition("; ")
+    # On a CPU there is only one to speak of, and every reason is that it is no GPU.
+    if request.device_type == "cuda" and passed_over:
+        value += f"; {passed_over}"
+    if choice.advice is None:
+        return Finding(check="attention", verdict="ok", value=value)
+    return Finding(check="attention", verdict="warn", value=value, advice=choice.advice)
+
+
+def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
+    """Number, name, memory, driver and CUDA of the GPUs."""
+    cuda = f"CUDA {torch.version.cuda}"
+    if not gpus:
+        return f"{plural(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"
+    # One name where all are alike.
+    names = sorted({f"{gpu.name} {gpu.total_mib / 1024:.0f} GiB" for gpu in gpus})
+    return f"{num_usable} × {', '.join(names)}, driver {gpus[0].driver}, {cuda}"

@@ -1,0 +1,76 @@
+"""The variables that deepspeed's pdsh sets on every host before it starts ranks there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.doctor.finding import Finding, Verdict
+
+_PREFIX = "PYTHON"
+"""Of what deepspeed hands over by itself, all that a check depends on."""
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
+
+
+def environment_files() -> list[Path]:
+    """The files of `KEY=VALUE` lines that deepspeed reads, in its order: later ones win."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    found: list[Path] = []
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / name
+        if path.is_file() and path not in found:
+            found.append(path)
+    return found
+
+
+def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
+    """A finding for each line that is no assignment.
+
+    Without a ``=``, also in an empty line, deepspeed ends with a traceback; after a ``#`` its shell ignores the rest of
+    the command. Other lines set another variable than their writer meant.
+    """
+    findings = []
+    for path in paths:
+        for number, line in enumerate(_lines(path), 1):
+            if not _ASSIGNMENT.fullmatch(line.strip()):
+                findings.append(_no_assignment(line, f"{path}:{number}"))
+    return findings
+
+
+def _no_assignment(line: str, where: str) -> Finding:
+    """The finding of a line that is not ``KEY=VALUE``."""
+    verdict: Verdict = "warn"
+    if "=" not in line or line.lstrip().startswith("#"):
+        verdict = "fail"
+    advice = "deepspeed takes every line for an assignment: remove empty lines, comments and `export`"
+    return Finding(check="environment", verdict=verdict, value=f"{where} is not KEY=VALUE", advice=advice)
+
+
+def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:
+    """Assignments for a shell, each ending in ``;``. Values may refer to variables there (`$PATH`), and run nothing."""
+    assigned = {name: _literal(value) for name, value in sorted(environment.items()) if name.startswith(_PREFIX)}
+    for path in paths:
+        for line in _lines(path):
+            if match := _ASSIGNMENT.fullmatch(line.strip()):
+                assigned[match[1]] = _expanding(match[2])
+    return "".join(f"export {name}={value}; " for name, value in assigned.items() if name.isidentifier())
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _literal(value: str) -> str:
+    """A word that a shell reads as it is."""
+    return '"' + re.sub(r'([\\"`$])', r"\\\1", value) + '"'
+
+
+def _expanding(value: str) -> str:
+    """The same with references to variables left to the shell, as deepspeed leaves them."""
+    parts = _REFERENCE.split(value)
+    # Every second part is a reference.
+    parts[::2] = [_literal(part)[1:-1] for part in parts[::2]]
+    return '"' + "".join(parts) + '"'

@@ -1,0 +1,97 @@
+"""Limits of the operating system, the compiler, and the port that ranks meet at."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import shutil
+import socket
+from pathlib import Path
+
+from launcher.doctor.finding import Finding
+
+_FEWEST_FILES = 1024
+_CONNECTIONS_PER_RANK = 8
+"""Groups that a rank may be in: gloo opens a connection to every rank of each."""
+_OWN_FILES = 256
+_USUAL_MAP_COUNT = 65530
+_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+def check_open_files(world_size: int, soft: int | None = None) -> Finding:
+    """``ulimit -n`` against the connections that a rank of ``world_size`` may open."""
+    current, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft is None:
+        soft = current
+    needed = max(_FEWEST_FILES, _CONNECTIONS_PER_RANK * world_size + _OWN_FILES)
+    value = f"{human_limit(soft)} (ulimit -n)"
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return Finding(check="open files", verdict="ok", value=value)
+    # A user may raise the soft limit, and only root the hard one.
+    advice = f"ulimit -n {needed}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
+    return Finding(check="open files", verdict="warn", value=value, advice=advice)
+
+
+def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> Finding:
+    """``ulimit -l``: RDMA registers memory under this limit, so only machines with such adapters are warned."""
+    if soft is None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = f"{human_limit(soft, kib=True)} (ulimit -l)"
+    has_adapter = infiniband.is_dir() and any(infiniband.iterdir())
+    if soft == resource.RLIM_INFINITY or not has_adapter:
+        return Finding(check="locked memory", verdict="ok", value=value)
+    advice = (
+        "InfiniBand registers memory: set memlock unlimited in /etc/security/limits.conf (docker --ulimit memlock=-1)"
+    )
+    return Finding(check="locked memory", verdict="warn", value=value, advice=advice)
+
+
+def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
+    """``vm.max_map_count``; None where the system has no such limit."""
+    try:
+        count = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if count >= _USUAL_MAP_COUNT:
+        return Finding(check="memory maps", verdict="ok", value=f"{count} (vm.max_map_count)")
+    advice = f"Below Linux' own default: sysctl -w vm.max_map_count={_USUAL_MAP_COUNT}"
+    return Finding(check="memory maps", verdict="warn", value=f"{count} (vm.max_map_count)", advice=advice)
+
+
+def check_compiler() -> Finding:
+    """g++ and ninja, with which zero.offload compiles DeepSpeed's AdamW."""
+    # The variable may hold options too, such as "ccache g++".
+    compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
+    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    if not missing:
+        return Finding(check="compiler", verdict="ok", value=f"{compiler} and ninja")
+    value = f"no {' and no '.join(missing)} in PATH"
+    advice = "Only zero.offload and train.compile need them: apt-get install g++ ninja-build; put .venv/bin in PATH"
+    return Finding(check="compiler", verdict="warn", value=value, advice=advice)
+
+
+def check_port(port: int) -> Finding:
+    """Whether the port that rank 0 listens at is free on this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # As PyTorch's store does: a connection of an ended run that lingers is no obstacle.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            value = f"{port} is taken: {error.strerror}"
+            advice = f"Another run may be on: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
+            return Finding(check="master port", verdict="fail", value=value, advice=advice)
+    return Finding(check="master port", verdict="ok", value=f"{port} is free")
+
+
+def human_limit(count: int, *, kib: bool = False) -> str:
+    """A limit of the system as `ulimit` shows it; ``kib`` is for those that it counts in KiB."""
+    if count == resource.RLIM_INFINITY:
+        return "unlimited"
+    if kib:
+        return f"{count // 1024} KiB"
+    return str(count)

@@ -1,0 +1,156 @@
+"""Versions of Python and of the packages that a run stands on."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from launcher.doctor.finding import Finding
+
+DISTRIBUTION = "longctx-train"
+PACKAGES = ("torch", "deepspeed", "flash-attn", "flash-attn-4", "transformers", "pyarrow", "numpy", "triton")
+"""What versions are told of, and compared between machines."""
+_REQUIRED = ("torch", "deepspeed", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadPair:
+    """Versions of two packages that are known not to work together."""
+
+    package: str
+    versions: str
+    other: str
+    other_versions: str
+    symptom: str
+    advice: str
+    unless: Callable[[], bool] | None = None
+    """Says that this machine's copy works nevertheless, such as one that was compiled here."""
+
+    def holds(self, installed: Mapping[str, str | None]) -> bool:
+        """Whether both versions are installed and nothing says that they work."""
+        for name, versions in ((self.package, self.versions), (self.other, self.other_versions)):
+            found = installed.get(name)
+            if found is None or not _lies_in(found, versions):
+                return False
+        return self.unless is None or not self.unless()
+
+
+def _flash2_works() -> bool:
+    from longctx.kernels.attention.flash.libraries import FLASH2
+
+    return not isinstance(FLASH2.load(), str)
+
+
+BAD_PAIRS = (
+    # github.com/deepspeedai/DeepSpeed/issues/5337: torch 2.4 renamed a name that elastic_agent.py imports. Reported
+    # as mended with 0.14.4 in github.com/huggingface/alignment-handbook/issues/180.
+    BadPair(
+        package="deepspeed",
+        versions="<0.14.4",
+        other="torch",
+        other_versions=">=2.4",
+        symptom="importing deepspeed fails: cannot import name 'log'",
+        advice="pip install deepspeed==0.19.8",
+    ),
+    # github.com/alibaba-damo-academy/Lumos/issues/8: transformers 5 disables PyTorch below 2.4.
+    BadPair(
+        package="transformers",
+        versions=">=5",
+        other="torch",
+        other_versions="<2.4",
+        symptom="transformers works without PyTorch and says so only in its log",
+        advice="pip install 'torch>=2.11'",
+    ),
+    # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
+    # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
+    BadPair(
+        package="flash-attn",
+        versions="<=2.8.3",
+        other="torch",
+        other_versions=">=2.10",
+        symptom="flash-attn's own wheels are for older PyTorch, and this copy cannot be imported",
+        advice="compile it here: pip install flash-attn==2.8.3 --no-build-isolation --no-binary flash-attn",
+        unless=_flash2_works,
+    ),
+)
+"""Only pairs that somebody met and described: the comment above each names where."""
+
+
+def installed_versions() -> dict[str, str | None]:
+    """The version of each of ``PACKAGES``; None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
+    """A line with all versions, and one for each that is missing, outside of what longctx asks for, or a bad pair.
+
+    ``requirements`` are those of ``requirements_of_longctx()`` unless given.
+    """
+    if requirements is None:
+        requirements = requirements_of_longctx()
+    shown = [f"{name} {found}" for name, found in installed.items() if found is not None]
+    findings = [
+        Finding(check="python", verdict="ok", value=platform.python_version()),
+        Finding(check="packages", verdict="ok", value=", ".join(shown)),
+    ]
+    for name in _REQUIRED:
+        if installed.get(name) is None:
+            findings.append(_failure(f"{name} is not installed", "Run `make setup`, and start with .venv/bin/python."))
+    for name, specifier in _wanted(requirements).items():
+        found = installed.get(name)
+        if found is not None and not _lies_in(found, specifier):
+            findings.append(_failure(f"{name} {found}; longctx needs {specifier}", f"pip install '{name}{specifier}'"))
+    for pair in BAD_PAIRS:
+        if pair.holds(installed):
+            names = " with ".join(f"{name} {installed[name]}" for name in (pair.package, pair.other))
+            findings.append(_failure(f"{names}: {pair.symptom}", pair.advice))
+    return findings
+
+
+def requirements_of_longctx() -> list[str]:
+    """What the installed distribution asks for, extras included; empty where it runs from a folder alone."""
+    try:
+        return requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        # A copy on PYTHONPATH that nobody installed: only missing packages and bad pairs can be told.
+        return []
+
+
+def _wanted(requirements: list[str]) -> dict[str, str]:
+    """The versions asked for, by name: what an extra asks for counts too, since it is checked only where installed."""
+    wanted: dict[str, str] = {}
+    for line in requirements:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            # A URL, say, in the place of a version: there is nothing to compare.
+            continue
+        # Others are libraries of which any version that pip took will do.
+        if requirement.name in PACKAGES and requirement.specifier:
+            wanted[requirement.name] = str(requirement.specifier)
+    return wanted
+
+
+def _lies_in(found: str, versions: str) -> bool:
+    """Whether a version is one of ``versions``; a beta counts as what it is a beta of."""
+    try:
+        return SpecifierSet(versions).contains(found, prereleases=True)
+    except InvalidVersion:
+        # A version in no known form says nothing.
+        return True
+
+
+def _failure(value: str, advice: str) -> Finding:
+    return Finding(check="packages", verdict="fail", value=value, advice=advice)

@@ -1,0 +1,42 @@
+"""A machine that was examined, and a stand-in for the ssh program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.doctor.finding import Finding
+from launcher.doctor.machine import Facts, Machine
+
+FACTS = Facts(
+    name="node-01",
+    time=1000.0,
+    python="3.12.1",
+    executable="/venv/bin/python",
+    code="0123456789abcdef",
+    packages={"torch": "2.13.0", "deepspeed": "0.19.8", "flash-attn": None},
+    cuda="13.0",
+    driver="580.10",
+    gpus=["H100"] * 8,
+    folder="/shared/runs",
+)
+
+
+def machine(*findings: Finding, **facts: Any) -> Machine:
+    """``FACTS``, some of them changed."""
+    return Machine(facts=replace(FACTS, **facts), findings=list(findings))
+
+
+def put_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A program of this name that does ``script`` instead; returns the file to which it writes its arguments.
+
+    Hosts that time out, refuse or talk nonsense are not to be had from a real server.
+    """
+    program, arguments = folder / "ssh", folder / "arguments"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {arguments}\nfor last; do :; done\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return arguments

@@ -1,0 +1,75 @@
+"""Variables that deepspeed's pdsh would set, read from its files and given to a real shell."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.doctor.environment import check_environment_files, environment_files, exports
+from launcher.doctor.remote import remote_command
+from tests.launcher.doctor.test_remote import OPTIONS
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    """The name of deepspeed's file in the working folder; the home folder has none."""
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".deepspeed_env"
+
+
+def printed(line: str, name: str, cwd: Path) -> str:
+    """The value that a shell gives a variable after ``line``."""
+    command = f"{line} printf '%s' \"${name}\""
+    return subprocess.run(
+        ["sh", "-c", command], env={"PATH": "/usr/bin:/bin"}, cwd=cwd, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1", "1"),
+        ("/venv/bin:$PATH", "/venv/bin:/usr/bin:/bin"),
+        ("/venv/bin:${PATH}", "/venv/bin:/usr/bin:/bin"),
+        ("a b; touch pwned", "a b; touch pwned"),
+        ("$(touch pwned)`touch pwned`", "$(touch pwned)`touch pwned`"),
+        ('"; touch pwned; "', '"; touch pwned; "'),
+        ("a\\\\$b=c", "a\\\\=c"),
+        ("", ""),
+    ],
+)
+def test_a_shell_reads_values_and_runs_nothing(file, value, expected):
+    file.write_text(f"OTHER=1\nVALUE={value}\n")
+    assert environment_files() == [file]
+    assert printed(exports({}, [file]), "VALUE", file.parent) == expected
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_file_goes_before_what_this_process_has(file):
+    file.write_text("PYTHONPATH=/there\n")
+    line = exports({"PYTHONPATH": "/here $PATH", "SECRET": "s"}, [file])
+    assert "SECRET" not in line
+    assert printed(line, "PYTHONPATH", file.parent) == "/there"
+    assert printed(exports({"PYTHONPATH": "/here $PATH"}, []), "PYTHONPATH", file.parent) == "/here $PATH"
+    assert remote_command(OPTIONS, {}).startswith('export PYTHONPATH="/there"; cd ')
+
+
+def test_a_file_of_another_name(file, monkeypatch, tmp_path):
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "mine"))
+    assert environment_files() == []
+    (tmp_path / "mine").write_text("A=1\n")
+    assert environment_files() == [tmp_path / "mine"]
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [("", "fail"), ("# comment", "fail"), ("# A=1", "fail"), ("A", "fail"), ("export A=1", "warn"), ("A B=1", "warn")],
+)
+def test_a_line_that_deepspeed_cannot_read(file, line, verdict):
+    file.write_text(f"A=1\n{line}\nB=2\n")
+    (finding,) = check_environment_files(environment_files())
+    assert (finding.verdict, finding.value) == (verdict, f"{file}:2 is not KEY=VALUE")

@@ -1,0 +1,77 @@
+"""What a machine tells of itself, and what is taken from another one's answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launcher.doctor.finding import Finding, worst
+from launcher.doctor.machine import Options, examine, machine_from_json
+from longctx.errors import ClusterError
+from tests.launcher.doctor.samples import machine
+
+LITTLE = Finding(check="folder", verdict="warn", value="1 GiB", advice="more")
+
+
+def answer(**facts: Any) -> dict[str, Any]:
+    """A machine's JSON with some facts replaced by anything."""
+    told = machine(LITTLE).to_json()
+    told["facts"].update(facts)
+    return json.loads(json.dumps(told))
+
+
+def test_a_machine_survives_the_way():
+    told = machine(LITTLE)
+    assert machine_from_json(json.loads(json.dumps(told.to_json()))) == told
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {},
+        {"facts": {}},
+        {"facts": {}, "findings": []},
+        answer(time="1"),
+        answer(time=True),
+        answer(python=3.12),
+        answer(packages=["torch"]),
+        answer(packages={"torch": 2}),
+        answer(gpus=8),
+        answer(probe=1),
+        {**answer(), "findings": [{}]},
+        {**answer(), "findings": [{**LITTLE.to_json(), "verdict": "splendid"}]},
+    ],
+    ids=repr,
+)
+def test_anything_else_is_refused(value):
+    with pytest.raises(ClusterError):
+        machine_from_json(value)
+
+
+def test_no_control_character_reaches_the_terminal():
+    evil = "\x1b]0;title\x07red\nsecond line\u202e"
+    told = {**answer(python=evil, gpus=[evil]), "findings": [{**LITTLE.to_json(), "value": evil * 100}]}
+    taken = machine_from_json(told)
+    shown = [taken.facts.python, *taken.facts.gpus, taken.findings[0].value]
+    assert all(text.isprintable() for text in shown)
+    assert len(taken.findings[0].value) < 500
+
+
+def test_examining_leaves_nothing_and_reads_no_probe_unasked(tmp_path):
+    found = examine(Options(folder=tmp_path / "runs", port=0))
+    assert found.facts.probe is None
+    assert found.facts.folder == str(tmp_path)
+    checks = [finding.check for finding in found.findings]
+    assert len(checks) == len(set(checks)), "a machine without trouble has one line a check"
+    assert "master port" not in checks
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_worst_verdict():
+    assert worst([]) == "ok"
+    findings = [Finding(check="c", verdict=verdict, value="") for verdict in ("warn", "fail", "ok")]
+    assert worst(findings) == "fail"

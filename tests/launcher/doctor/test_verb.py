@@ -1,0 +1,97 @@
+"""``longctx doctor``: exit codes, lines and JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+import torch
+
+from tests.launcher.cli.calls import call
+from tests.launcher.doctor.samples import put_ssh
+
+
+def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
+    code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0)
+    lines = out.splitlines()
+    verdicts = {line[:6].strip() for line in lines[:-1]}
+    assert verdicts <= {"ok", "warn", "fail"}
+    # A machine may have GPUs that this PyTorch cannot use.
+    assert code == int("fail" in verdicts), out
+    assert len(lines) < 25, "one screen"
+    assert lines[-1].endswith(("well.", "warning.", "warnings."))
+    assert ("failed," in lines[-1]) == (code == 1)
+
+
+def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", port, "--json")
+    told = json.loads(out)
+    assert (code, told["verdict"]) == (1, "fail")
+    assert "master port" in [finding["check"] for finding in told["findings"] if finding["verdict"] == "fail"]
+    assert told["facts"]["folder"] == str(tmp_path)
+    assert told["hosts"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--local", "--hostfile", "h"), 2, "Leave one of them out"),
+        (("--master-port", "65536"), 2, "65536 is no port"),
+        (("--world-size", "-1"), 2, "must be at least 1"),
+        (("--probe", "/etc/passwd", "--local"), 2, "not a file that doctor writes"),
+        (("--hostfile", "missing"), 1, "hostfile missing does not exist"),
+    ],
+)
+def test_wrong_options_say_why(capsys, options, code, said):
+    ended, out, complaint = call(capsys, "doctor", *options)
+    assert (ended, out) == (code, "")
+    assert said in complaint
+
+
+@pytest.mark.parametrize("line", ["-oProxyCommand=x slots=1", "a;b slots=1", "node-01 slots=0", "node-01"])
+def test_a_hostfile_that_breaks_the_rules_reaches_no_ssh(capsys, tmp_path, monkeypatch, line):
+    arguments = put_ssh(tmp_path, monkeypatch, "exit 255")
+    (tmp_path / "hostfile").write_text(f"node-00 slots=1\n{line}\n")
+    code, out, complaint = call(capsys, "doctor", "--hostfile", tmp_path / "hostfile")
+    assert (code, out) == (1, "")
+    assert "hostfile:2" in complaint
+    assert not arguments.exists()
+
+
+def test_hosts_that_do_not_answer_fail_on_one_line(capsys, tmp_path, monkeypatch):
+    put_ssh(tmp_path, monkeypatch, "echo 'Connection refused' >&2; exit 255")
+    (tmp_path / "hostfile").write_text("node-00 slots=1\nnode-01 slots=1\n")
+    code, out, _ = call(capsys, "doctor", "--hostfile", tmp_path / "hostfile", "--folder", tmp_path)
+    assert code == 1
+    assert out.splitlines()[-1].startswith(("2 checks failed", "3 checks failed")), "the third is a missing pdsh"
+    (line,) = [line for line in out.splitlines() if "ssh failed: Connection refused" in line]
+    assert line.startswith("fail  ssh on node-00, node-01")
+
+
+def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
+    """A program in ssh's place gives the line to a shell of this machine, as a server would on another one."""
+    put_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
+    (tmp_path / "hostfile").write_text(f"localhost slots={max(1, torch.cuda.device_count())}\n")
+    (tmp_path / "runs").mkdir()
+    code, out, _ = call(
+        capsys,
+        "doctor",
+        "--hostfile",
+        tmp_path / "hostfile",
+        "--folder",
+        tmp_path / "runs",
+        "--master-port",
+        0,
+        "--json",
+    )
+    assert code == int(json.loads(out)["verdict"] == "fail")
+    found = {finding["check"]: finding for finding in json.loads(out)["hosts"]["localhost"]["findings"]}
+    checks = ("ssh", "code", "versions", "clock", "slots", "shared folder")
+    assert {found[check]["verdict"] for check in checks} == {"ok"}
+    assert all(finding["host"] == "localhost" for finding in found.values())
+    assert not list((tmp_path / "runs").iterdir())
