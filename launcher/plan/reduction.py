@@ -65,6 +65,6 @@ def _buckets(bucket: int, values: int, width: int, overlap: bool) -> int:
     # A gradient waits for its bucket to go. Pieces of a bucket for one rank are laid end to end, and sent in float32.
     message = 2 * values * width
     if width != FLOAT32:
-        # The copy in float32; two more gradients may wait for it.
+        # The copy in float32. Two more gradients have been seen alive beside it; why, DeepSpeed's source does not say.
         message += (2 * width + FLOAT32) * values
     return buckets * bucket * width + message
