@@ -16,6 +16,8 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCache, PassCore, Plan
 from longctx.model.attention.projections import build_attention
+from longctx.model.chunks.layer import chunked_layer
+from longctx.model.chunks.stream import ChunkedPass
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
@@ -42,6 +44,8 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
+    chunked: ChunkedPass | None = None
+    """How the layer goes through its tokens by chunks; None takes them all at once."""
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
@@ -78,7 +82,10 @@ class Block(nn.Module):
         their ids, and their output where a norm follows it. Backward computes the rest anew: that sends nothing and
         computes no softmax attention (linear attention's own rows it does); the experts' own backward sends their
         tokens again. With "inputs" x and the ids survive alone, and the core computes and sends a second time.
+        With ``call.chunked`` x and the output are handles of a residual stream that lies in a store.
         """
+        if call.chunked is not None:
+            return chunked_layer(self, x_BtM, table, call)
         # A cache grows with every run, so a layer that fills one runs once.
         if call.cache is not None or not torch.is_grad_enabled():
             return self._run(x_BtM, table, call, None)
@@ -104,7 +111,6 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         sinks_H, cache, cached = None, None, call.cache is not None
-        draws = self._draws(call.dropout)
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if self.self_attn.sinks is not None:
             sinks_H = self.self_attn.sinks()
@@ -121,6 +127,13 @@ class Block(nn.Module):
             sinks_H=sinks_H,
             recompute_cache=recompute_cache,
         )
+        return self.finish(x_BtM, heads_BtHV, self.draws(call.dropout), call, recompute_cache)
+
+    def finish(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
+        """The layer's results, from its input and the core's."""
+        cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
             return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached),)
         # Experts stay outside: how many tokens each of them gets is data.
@@ -160,7 +173,7 @@ class Block(nn.Module):
             x_BtM = self.post_feedforward_layernorm(x_BtM)
         return x_BtM
 
-    def _draws(self, dropout: Dropout | None) -> Draws:
+    def draws(self, dropout: Dropout | None) -> Draws:
         """What the layer's two residual sums drop."""
         if dropout is None:
             return None, None

@@ -24,6 +24,8 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
 from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
+from longctx.model.chunks.store import ChunkStore, DeviceStore, HostMemory
+from longctx.model.chunks.stream import ChunkedPass, split_tokens
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
@@ -90,8 +92,11 @@ class Backbone(nn.Module):
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
-        host = None
-        if execution.store == "host" and cache is None and torch.is_grad_enabled():
+        host, chunked = None, None
+        if execution.chunk_tokens and cache is None:
+            chunked = _chunked_pass(execution, tokens_Bt)
+            x_BtM = chunked.enter(x_BtM)
+        elif execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
         calls: dict[str, Call] = {}
         for kind, plan in plans.items():
@@ -104,6 +109,7 @@ class Backbone(nn.Module):
                 experts=experts,
                 keep=execution.keep,
                 store=host,
+                chunked=chunked,
                 run=run,
             )
         stats: list[tuple[Tensor, ...]] = []
@@ -112,6 +118,8 @@ class Backbone(nn.Module):
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
+        if chunked is not None:
+            x_BtM = chunked.leave(x_BtM)
         # A post-norm block ends in a norm of its own, so the stream needs no last one.
         if config.norm_order != "post":
             x_BtM = self.norm(x_BtM)
@@ -261,8 +269,11 @@ class Decoder(nn.Module):
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
+        groups = 1
+        if self.execution.chunk_tokens and cache is None:
+            groups = self.execution.head_groups
         documents, plans = plan_layers(
-            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens
+            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
         length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
         _check_pass(self.config, training_pass, positions_Bt, length)
@@ -321,6 +332,16 @@ class Decoder(nn.Module):
             return []
         table: Any = self.model.embed_tokens.weight
         return [(self.lm_head, table)]
+
+
+def _chunked_pass(execution: Execution, tokens_Bt: Tensor) -> ChunkedPass:
+    """How the layers go through these tokens by chunks."""
+    num_tokens = tokens_Bt.shape[1]
+    store: ChunkStore = DeviceStore()
+    if execution.store == "host":
+        store = HostMemory(tokens_Bt.device)
+    chunks = split_tokens(num_tokens, execution.chunk_tokens)
+    return ChunkedPass(store, chunks, num_tokens, execution.head_groups)
 
 
 def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:

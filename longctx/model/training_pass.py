@@ -33,6 +33,10 @@ class Execution:
     or its input and the experts' ids alone. Backward computes the rest again (activation checkpointing)."""
     store: Store = "device"
     """Where that lives until backward: on the device, or in the host's memory, the last block's excepted."""
+    chunk_tokens: int = 0
+    """Tokens that go through a layer at a time (``longctx/model/chunks``); 0 for all at once."""
+    head_groups: int = 1
+    """With chunks, key heads go through attention in so many groups, one after another."""
     recompute_experts: str = "activation"
     """What experts compute again in backward where a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0

@@ -6,17 +6,18 @@ micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.kernels.dtypes import as_dtype
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.experts import Experts
-from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.replay import RoutingOfTokens, RoutingReplay
 from longctx.model.experts.router import Router, Routing, route, router_stats
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
@@ -34,7 +35,20 @@ class MoECall:
     num_documents: int = 0
     jitter: Jitter | None = None
     capacity: Capacity | None = None
-    replay: RoutingReplay | None = None
+    replay: RoutingReplay | RoutingOfTokens | None = None
+
+    def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
+        """The call for some of the tokens [B, t]. ConfigError with a capacity, which is one of all of a row's."""
+        if self.capacity is not None:
+            raise ConfigError("chunks of tokens and a capacity of experts do not go together.")
+        documents_Bt, jitter, replay = self.documents_Bt, self.jitter, self.replay
+        if documents_Bt is not None:
+            documents_Bt = documents_Bt[:, tokens]
+        if jitter is not None:
+            jitter = jitter.of_tokens(tokens)
+        if isinstance(replay, RoutingReplay):
+            replay = RoutingOfTokens(replay, tokens, num_tokens)
+        return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay)
 
 
 class MixtureOfExperts(nn.Module):
