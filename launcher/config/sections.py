@@ -127,6 +127,14 @@ class TrainSection:
     store: Literal["device", "host"] = "device"
     """Where what is kept lives until backward: on the device, or in the machine's memory, pinned for GPUs, copied while
     neighbouring blocks compute. The last block's stays on the device, which wants it at once."""
+    chunk_tokens: int = 0
+    """Tokens of a rank that go through a layer at a time; 0 is all at once. What passes between the layer's parts then
+    lies in train.store, and the device holds one chunk of it: bounds the memory that a layer takes. Backward computes
+    each chunk's projections and FFN again; train.keep=all keeps queries, keys and values besides, inputs no attention.
+    """
+    head_groups: int = 1
+    """With train.chunk_tokens, key heads go through attention in so many groups, one after another: so much less of
+    queries, keys and values is on the device at once. Divides the key heads."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
     """What backward recomputes of the experts: nothing, the activation between their two products, or all but their
     input tokens (which are then dispatched once more where experts are on other ranks). With train.keep other than

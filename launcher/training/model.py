@@ -43,6 +43,8 @@ def build_causal_lm(
         execution=Execution(
             keep=train.keep,
             store=train.store,
+            chunk_tokens=train.chunk_tokens,
+            head_groups=train.head_groups,
             recompute_experts=train.recompute_experts,
             expert_tile_tokens=config.expert_tile_tokens,
             products=products,

@@ -63,6 +63,7 @@ class Backbone(nn.Module):
         if config.position == "t5":
             self.relative_bias = Weight(config.relative_buckets, config.num_heads)
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
+        self.norm: nn.Module | None = None
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
         # Layers of one rope share their table; None stands for layers without rotary channels.
@@ -83,18 +84,18 @@ class Backbone(nn.Module):
         experts: MoECall,
         execution: Execution,
         run: Run = call_function,
+        chunked: ChunkedPass | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
-        ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
+        With ``chunked`` the handle of its residual stream, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
         """
         config = self.config
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
-        host, chunked = None, None
-        if execution.chunk_tokens and cache is None:
-            chunked = _chunked_pass(execution, tokens_Bt)
+        host = None
+        if chunked is not None:
             x_BtM = chunked.enter(x_BtM)
         elif execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
@@ -118,12 +119,16 @@ class Backbone(nn.Module):
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
-        if chunked is not None:
-            x_BtM = chunked.leave(x_BtM)
-        # A post-norm block ends in a norm of its own, so the stream needs no last one.
-        if config.norm_order != "post":
-            x_BtM = self.norm(x_BtM)
+        if chunked is None:
+            x_BtM = self.last_norm(x_BtM)
         return x_BtM, stats
+
+    def last_norm(self, x_BtM: Tensor) -> Tensor:
+        """Hidden states of the residual stream behind the last layer."""
+        # A post-norm block ends in a norm of its own, so the stream needs no last one.
+        if self.norm is None:
+            return x_BtM
+        return self.norm(x_BtM)
 
     def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
         config = self.config
@@ -251,6 +256,7 @@ class Decoder(nn.Module):
         return_stats: bool = False,
         cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
+        chunked: ChunkedPass | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -259,7 +265,8 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole.
+        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole. With
+        a ``chunked`` pass (``chunked_pass``) the hidden states are its handle, for ``loss_sums``.
         """
         if training_pass is None:
             training_pass = EVALUATION
@@ -269,9 +276,12 @@ class Decoder(nn.Module):
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
+        given = chunked
+        if chunked is None and cache is None:
+            chunked = self.chunked_pass(tokens_Bt)
         groups = 1
-        if self.execution.chunk_tokens and cache is None:
-            groups = self.execution.head_groups
+        if chunked is not None:
+            groups = chunked.head_groups
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
@@ -293,12 +303,21 @@ class Decoder(nn.Module):
             ),
             execution=self.execution,
             run=_run_of(self, cache),
+            chunked=chunked,
         )
+        if chunked is not None and given is None:
+            hidden_BtM = self.model.last_norm(chunked.leave(hidden_BtM))
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         if not return_stats:
             return hidden_BtM
         return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+
+    def chunked_pass(self, tokens_Bt: Tensor) -> ChunkedPass | None:
+        """How layers go through these tokens by chunks (``Execution.chunk_tokens``); None where they take them whole."""
+        if not self.execution.chunk_tokens:
+            return None
+        return _chunked_pass(self.execution, tokens_Bt)
 
     def new_cache(self) -> KVCache:
         """An empty cache, on this process or on those that share its sequences."""
@@ -313,14 +332,28 @@ class Decoder(nn.Module):
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
 
     def loss_sums(
-        self, hidden_BtM: Tensor, targets_Bt: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+        self,
+        hidden_BtM: Tensor,
+        targets_Bt: Tensor,
+        *,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        chunked: ChunkedPass | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
 
+        With a ``chunked`` pass hidden states are never whole either: what stands for them is what ``forward`` gave.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
-        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
+        return self.lm_head(
+            hidden_BtM,
+            table=self.model.embed_tokens,
+            targets_Bt=targets_Bt,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            chunked=chunked,
+            norm=self.model.norm,
+        )
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
@@ -328,10 +361,14 @@ class Decoder(nn.Module):
 
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
-        if not self.config.tie_embeddings:
-            return []
-        table: Any = self.model.embed_tokens.weight
-        return [(self.lm_head, table)]
+        external: list[tuple[nn.Module, nn.Parameter]] = []
+        if self.config.tie_embeddings:
+            table: Any = self.model.embed_tokens.weight
+            external.append((self.lm_head, table))
+        # By chunks the head applies the last norm.
+        if self.execution.chunk_tokens and self.model.norm is not None:
+            external.extend((self.lm_head, p) for p in self.model.norm.parameters())
+        return external
 
 
 def _chunked_pass(execution: Execution, tokens_Bt: Tensor) -> ChunkedPass:

@@ -5,14 +5,18 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
+from longctx.kernels.cross_entropy import LossOptions, loss_sums, sums_and_gradients, token_nll
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
+from longctx.model.chunks.head import chunked_loss_sums
+from longctx.model.chunks.stream import ChunkedPass
 
 
 class LMHead(nn.Module):
@@ -44,17 +48,27 @@ class LMHead(nn.Module):
         per_token: bool = False,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        chunked: ChunkedPass | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t]."""
+        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t].
+
+        With ``chunked`` the hidden states are the handle of its residual stream, which goes through ``norm`` first.
+        """
         weight_VM: Tensor = table.weight
         if self.weight is not None:
             weight_VM = self.weight
         if targets_Bt is None:
             return self._logits(hidden_BtM, weight_VM)
-        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         options = LossOptions(
             logit_scale=self.scale, softcap=self.softcap, z_loss=z_loss, label_smoothing=label_smoothing
         )
+        if chunked is not None:
+            compute = partial(
+                sums_and_gradients, weight_VM=weight_VM, options=options, products=self.products, run=self.run
+            )
+            return chunked_loss_sums(hidden_BtM, chunked, norm, weight_VM, targets_Bt, compute)
+        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
             return nll_N.view_as(targets_Bt)

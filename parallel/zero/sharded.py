@@ -27,8 +27,10 @@ class Sharded:
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
         for module, parameter in wrapping.model.decoder.external_parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
-        # A compiled graph spans modules, and no hook runs inside of it: a block's weights are gathered before it.
-        if wrapping.model.decoder.execution.compiler is not None:
+        # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
+        # block's weights are gathered before all of it.
+        execution = wrapping.model.decoder.execution
+        if execution.compiler is not None or execution.chunk_tokens:
             set_z3_leaf_modules(wrapping.model, [Block])
         self._offloads = wrapping.zero.offload != "none"
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)

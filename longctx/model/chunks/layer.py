@@ -181,6 +181,7 @@ class ChunkedLayer:
             arriving = [values.whole() for values in places]
             out = self._run_core(group, [values.wait() for values in arriving], self.call.scores, cache)
             attended.append(Attended(store.put(out), cache))
+            store.forget()
         return attended
 
     def _finish(self, x: Stored, attended: list[Attended]) -> tuple[Stored, list[Tensor]]:

@@ -81,6 +81,10 @@ class PutOnce:
         self._put.append((x, stored))
         return stored
 
+    def forget(self) -> None:
+        """Hold nothing more: what was put may go."""
+        self._put.clear()
+
 
 def _are_one(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same memory, seen alike."""
