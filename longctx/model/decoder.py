@@ -24,6 +24,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
 from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
+from longctx.model.chunks.disk import DiskStore, disk_in
 from longctx.model.chunks.store import ChunkStore, DeviceStore, HostMemory
 from longctx.model.chunks.stream import ChunkedPass, split_tokens
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
@@ -375,9 +376,11 @@ def _chunked_pass(execution: Execution, tokens_Bt: Tensor) -> ChunkedPass:
     """How the layers go through these tokens by chunks."""
     num_tokens = tokens_Bt.shape[1]
     store: ChunkStore = DeviceStore()
+    chunks = split_tokens(num_tokens, execution.chunk_tokens)
     if execution.store == "host":
         store = HostMemory(tokens_Bt.device)
-    chunks = split_tokens(num_tokens, execution.chunk_tokens)
+    if execution.store == "disk":
+        store = DiskStore(disk_in(execution.store_path), tokens_Bt.device, chunks)
     return ChunkedPass(store, chunks, num_tokens, execution.head_groups)
 
 

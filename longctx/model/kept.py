@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 Keep = Literal["all", "attention", "inputs"]
 """What survives: everything that backward reads; layers' inputs and the results of attention; inputs alone. Of a layer
 of experts the last two keep their ids as well, and the second its output where a norm reads it."""
-Store = Literal["device", "host"]
-"""Where that lives until backward."""
+Store = Literal["device", "host", "disk"]
+"""Where that lives until backward; a disk with chunks of tokens alone."""
 
 
 class HostStore:

@@ -22,7 +22,7 @@ from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper
 from torch import Tensor
 
 from parallel.zero.options import ZeroOptions
-from parallel.zero.swap_file import SwapFile
+from longctx.swap_file import SwapFile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,9 +147,9 @@ class HostMemory:
         return InHostMemory(self, self.copies.host_memory(shape, like.dtype))
 
     def put(self, x: Tensor) -> InHostMemory:
-        stored = self.empty(x.shape[1], x)
-        stored.write(slice(0, x.shape[1]), x)
-        return stored
+        host = self.copies.host_memory(x.shape, x.dtype)
+        self.send(x.contiguous(), host)
+        return InHostMemory(self, host)
 
     def send(self, x: Tensor, host: Tensor) -> None:
         """Start to copy x to the host."""

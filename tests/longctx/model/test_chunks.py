@@ -15,7 +15,7 @@ from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
 KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
-STORES: tuple[Store, ...] = ("device", "host")
+STORES: tuple[Store, ...] = ("device", "host", "disk")
 RANDOM = {"num_layers": 3, "residual_dropout": 0.2}
 CONFIGS = {
     "dense": dense_config(**RANDOM),
@@ -41,10 +41,10 @@ def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_chunks_give_the_gradients_of_whole_layers(name):
+def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
     wanted = train(CONFIGS[name], Execution(), torch.float64)
     for keep, store, chunk_tokens, head_groups in itertools.product(KEEPS, STORES, (1, 7, 100), (2,)):
-        execution = Execution(keep, store, chunk_tokens=chunk_tokens, head_groups=head_groups)
+        execution = Execution(keep, store, chunk_tokens=chunk_tokens, head_groups=head_groups, store_path=str(tmp_path))
         got = train(CONFIGS[name], execution, torch.float64)
         for key, value in wanted.items():
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
