@@ -130,25 +130,39 @@ class Block(nn.Module):
         return self.finish(x_BtM, heads_BtHV, self.draws(call.dropout), call, recompute_cache)
 
     def finish(
-        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
+        self,
+        x_BtM: Tensor,
+        heads_BtHV: Tensor,
+        draws: Draws,
+        call: Call,
+        recompute_cache: RecomputeCache | None,
+        *,
+        only_graph: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The layer's results, from its input and the core's."""
+        """The layer's results, from its input and the core's; with ``only_graph`` no backward reads them."""
         cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
-            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached),)
+            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, only_graph),)
         # Experts stay outside: how many tokens each of them gets is data.
         x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
         return self.join_ffn(x_BtM, out_BtM, draws), *stats
 
-    def before_core(self, x_BtM: Tensor, table: RotaryTable | None, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def before_core(
+        self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the layer's input, as ``project`` gives them."""
-        return self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)
+        normed_BtM = self._before(x_BtM, "input_layernorm")
+        return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
-    def after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> Tensor:
+    def after_core(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool, only_graph: bool = False
+    ) -> Tensor:
         """The output of a dense layer, from its input and the core's result."""
         x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
-        return self.join_ffn(x_BtM, self.mlp(normed_BtM), draws)
+        # A norm reads what it is given.
+        only_graph = only_graph and self.order == "pre"
+        return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
         """The residual stream with attention added, and what the FFN or the experts read of it."""

@@ -177,7 +177,7 @@ class ChunkedLayer:
         for group, places in enumerate(projected):
             store, cache = PutOnce(self.chunked.store), None
             if self.trains:
-                cache = RecomputeCache("attention", store)
+                cache = RecomputeCache("attention", store, by_chunks=True)
             arriving = [values.whole() for values in places]
             out = self._run_core(group, [values.wait() for values in arriving], self.call.scores, cache)
             attended.append(Attended(store.put(out), cache))
@@ -191,7 +191,7 @@ class ChunkedLayer:
         for tokens, (x_BcM, *outs) in in_turn(self.chunked.chunks, x, *(group.out for group in attended)):
             cache = None
             if self.trains:
-                cache = RecomputeCache(self._keeps_beside, self.chunked.store)
+                cache = RecomputeCache(self._keeps_beside, self.chunked.store, by_chunks=True)
                 self.routing.append(cache)
             y_BcM, *of_chunk = self._run_rest(x_BcM, torch.cat(outs, dim=2), tokens, cache)
             y = y or self.chunked.store.empty(self.chunked.num_tokens, y_BcM)
@@ -263,16 +263,20 @@ class ChunkedLayer:
             gradients = [torch.cat(parts[n : n + groups], dim=2) for n in range(0, len(parts), groups)]
             with torch.enable_grad():
                 inputs = _leaves(x_BcM)
-                (through_attention,) = differentiate(self._run_projections(inputs[0], tokens), inputs, gradients)
+                (through_attention,) = differentiate(
+                    self._run_projections(inputs[0], tokens, only_graph=True), inputs, gradients
+                )
             dx.write(tokens, dx_BcM + through_attention)
 
-    def _run_projections(self, x_BcM: Tensor, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a chunk, of all heads."""
+    def _run_projections(
+        self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward alone."""
         table = self.table
         if table is not None:
             table = table.of_tokens(tokens)
         block = self.block
-        return self.call.run(type(block).before_core, block, x_BcM, table, False)
+        return self.call.run(type(block).before_core, block, x_BcM, table, False, only_graph)
 
     def _run_core(
         self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None
@@ -300,7 +304,8 @@ class ChunkedLayer:
         attention, ffn = self.draws
         if attention is not None and ffn is not None:
             attention, ffn = attention.of_tokens(tokens), ffn.of_tokens(tokens)
-        return self.block.finish(x_BcM, heads_BcHV, (attention, ffn), call, cache)
+        only_graph = cache is not None and cache.recomputing
+        return self.block.finish(x_BcM, heads_BcHV, (attention, ffn), call, cache, only_graph=only_graph)
 
     @property
     def _keeps_beside(self) -> Keep:

@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
             values_again=self.output_is_read and not _keeps_output(recompute_cache),
         )
         if self.has_shared_expert:
-            out_NM = out_NM + self._shared(x_NM)
+            out_NM = out_NM + self._shared(x_NM, recompute_cache)
 
         out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
         if self.output_is_read and recompute_cache is not None and _keeps_output(recompute_cache):
@@ -151,9 +151,12 @@ class MixtureOfExperts(nn.Module):
         """The routing of these logits, with new choices or those of ``replay_Nk``."""
         return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
 
-    def _shared(self, x_NM: Tensor) -> Tensor:
+    def _shared(self, x_NM: Tensor, recompute_cache: RecomputeCache | None) -> Tensor:
         """The output of the expert that all tokens share."""
-        shared_NM = self.shared_expert(x_NM)
+        again = recompute_cache is not None and recompute_cache.by_chunks and recompute_cache.recomputing
+        # A norm reads it, and a gate is multiplied by it.
+        only_graph = again and not self.output_is_read and not self.has_shared_gate
+        shared_NM = self.shared_expert(x_NM, only_graph=only_graph)
         if self.has_shared_gate:
             shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
         return shared_NM
