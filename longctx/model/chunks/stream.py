@@ -6,8 +6,10 @@ layer to layer goes a *handle*, a tensor without values, which puts the layers' 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,9 +56,11 @@ class ChunkedPass:
 
 
 def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """Chunks of ``chunk_tokens``, the last one of what is left; one without tokens where there are none."""
-    starts = range(0, max(num_tokens, 1), chunk_tokens)
-    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in starts]
+    """Chunks of at most ``chunk_tokens`` tokens, equally many but for one; one chunk where there are no tokens."""
+    count = max(1, math.ceil(num_tokens / chunk_tokens))
+    # A short last chunk would take a device as long as a full one, and a chunk of one token a compiled graph of its own.
+    starts = [number * num_tokens // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 class _Enter(torch.autograd.Function):
