@@ -29,6 +29,7 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.chunks.store import PutOnce, Stored, in_turn
 from longctx.model.chunks.weight_sums import WeightSums
+from longctx.model.experts.router import RouterStats
 from longctx.model.kept import Keep
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
@@ -75,7 +76,10 @@ class _Layer(torch.autograd.Function):
         # Saved although the layer knows them: autograd notices that one was written to in between.
         ctx.save_for_backward(table_NH, *weights)
         stats = layer.forward()
-        ctx.mark_non_differentiable(*(x for x in stats if not x.is_floating_point()))
+        if stats:
+            # In a custom function's place all outputs would have a gradient.
+            counted = RouterStats.from_tensors(stats)
+            ctx.mark_non_differentiable(counted.counts_SE, *counted.diagnostics)
         return handle.new_empty(0), *stats
 
     @staticmethod
