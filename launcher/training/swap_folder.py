@@ -1,4 +1,4 @@
-"""The folders that a run swaps to: made, written to, and compared with what will lie there, before anything is built."""
+"""The folders that a run swaps to: made, written to, compared with what will lie there, before anything is built."""
 
 from __future__ import annotations
 

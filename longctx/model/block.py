@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V valu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,6 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCache, PassCore, Plan
 from longctx.model.attention.projections import build_attention
-from longctx.model.chunks.layer import chunked_layer
-from longctx.model.chunks.stream import ChunkedPass
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
@@ -28,6 +27,14 @@ from longctx.model.rotary import RotaryTable
 
 Draws = tuple[Draw | None, Draw | None]
 """What the two residual sums of a layer drop."""
+
+
+class LayerByChunks(Protocol):
+    """Runs a layer on a residual stream that it knows."""
+
+    def __call__(self, block: Block, handle: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
+        """What ``Block.forward`` returns, with handles in place of the stream's values."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +51,10 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
-    chunked: ChunkedPass | None = None
-    """How the layer goes through its tokens by chunks; None takes them all at once."""
+    by_chunks: LayerByChunks | None = None
+    """Runs the layer a chunk of its tokens at a time; None takes them all at once."""
+    only_graph: bool = False
+    """Whether this is a second run, of which no backward reads the layer's output."""
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
@@ -82,10 +91,10 @@ class Block(nn.Module):
         their ids, and their output where a norm follows it. Backward computes the rest anew: that sends nothing and
         computes no softmax attention (linear attention's own rows it does); the experts' own backward sends their
         tokens again. With "inputs" x and the ids survive alone, and the core computes and sends a second time.
-        With ``call.chunked`` x and the output are handles of a residual stream that lies in a store.
+        With ``call.by_chunks`` x and the output are handles of a residual stream that lies in a store.
         """
-        if call.chunked is not None:
-            return chunked_layer(self, x_BtM, table, call)
+        if call.by_chunks is not None:
+            return call.by_chunks(self, x_BtM, table, call)
         # A cache grows with every run, so a layer that fills one runs once.
         if call.cache is not None or not torch.is_grad_enabled():
             return self._run(x_BtM, table, call, None)
@@ -130,19 +139,12 @@ class Block(nn.Module):
         return self.finish(x_BtM, heads_BtHV, self.draws(call.dropout), call, recompute_cache)
 
     def finish(
-        self,
-        x_BtM: Tensor,
-        heads_BtHV: Tensor,
-        draws: Draws,
-        call: Call,
-        recompute_cache: RecomputeCache | None,
-        *,
-        only_graph: bool = False,
+        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        """The layer's results, from its input and the core's; with ``only_graph`` no backward reads them."""
+        """The layer's results, from its input and the core's."""
         cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
-            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, only_graph),)
+            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, call.only_graph),)
         # Experts stay outside: how many tokens each of them gets is data.
         x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
 from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
-from longctx.model.chunks.disk import DiskStore, disk_in
-from longctx.model.chunks.store import ChunkStore, DeviceStore, HostMemory
-from longctx.model.chunks.stream import ChunkedPass, split_tokens
+from longctx.model.chunks.head import chunked_loss_sums
+from longctx.model.chunks.layer import chunked_layer
+from longctx.model.chunks.start import new_stream
+from longctx.model.chunks.stream import ResidualStream
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
@@ -85,19 +87,20 @@ class Backbone(nn.Module):
         experts: MoECall,
         execution: Execution,
         run: Run = call_function,
-        chunked: ChunkedPass | None = None,
+        stream: ResidualStream | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
-        With ``chunked`` the handle of its residual stream, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
+        With ``stream`` its handle, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one
+        entry for each kind of layer; ``length`` is the longest document's.
         """
         config = self.config
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
-        host = None
-        if chunked is not None:
-            x_BtM = chunked.enter(x_BtM)
+        host, by_chunks = None, None
+        if stream is not None:
+            x_BtM, by_chunks = stream.enter(x_BtM), partial(chunked_layer, stream)
         elif execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
         calls: dict[str, Call] = {}
@@ -111,7 +114,7 @@ class Backbone(nn.Module):
                 experts=experts,
                 keep=execution.keep,
                 store=host,
-                chunked=chunked,
+                by_chunks=by_chunks,
                 run=run,
             )
         stats: list[tuple[Tensor, ...]] = []
@@ -120,7 +123,7 @@ class Backbone(nn.Module):
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
-        if chunked is None:
+        if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM, stats
 
@@ -222,21 +225,9 @@ class Decoder(nn.Module):
         if seed is not None:
             self.initialize(seed)
 
-    @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Set every weight to its initial value, which depends on ``seed`` and the tensor's name alone."""
-        for name, parameter in self.named_parameters():
-            if parameter.is_meta:
-                continue
-            # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
-            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
-            initial, first = InitialTensor(name, whole, self.config, seed), 0
-            if whole != parameter.numel():
-                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
-            initial.copy_to(parameter.view(-1), first)
-        # The only buffers are the routers' selection biases, which start even.
-        for buffer in self.buffers():
-            buffer.zero_()
+        _initialize(self, seed)
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
@@ -257,7 +248,7 @@ class Decoder(nn.Module):
         return_stats: bool = False,
         cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
-        chunked: ChunkedPass | None = None,
+        stream: ResidualStream | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -267,7 +258,7 @@ class Decoder(nn.Module):
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
         tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole. With
-        a ``chunked`` pass (``chunked_pass``) the hidden states are its handle, for ``loss_sums``.
+        a ``stream`` (``new_stream``) what stands for the hidden states is its handle, for ``loss_sums``.
         """
         if training_pass is None:
             training_pass = EVALUATION
@@ -277,12 +268,10 @@ class Decoder(nn.Module):
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
-        given = chunked
-        if chunked is None and cache is None:
-            chunked = self.chunked_pass(tokens_Bt)
-        groups = 1
-        if chunked is not None:
-            groups = chunked.head_groups
+        given = stream
+        if stream is None and cache is None:
+            stream = new_stream(self.execution, tokens_Bt)
+        groups = _groups_of(stream)
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
@@ -304,21 +293,15 @@ class Decoder(nn.Module):
             ),
             execution=self.execution,
             run=_run_of(self, cache),
-            chunked=chunked,
+            stream=stream,
         )
-        if chunked is not None and given is None:
-            hidden_BtM = self.model.last_norm(chunked.leave(hidden_BtM))
+        if stream is not None and given is None:
+            hidden_BtM = self.model.last_norm(stream.leave(hidden_BtM))
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         if not return_stats:
             return hidden_BtM
         return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
-
-    def chunked_pass(self, tokens_Bt: Tensor) -> ChunkedPass | None:
-        """How layers go through these tokens by chunks (``Execution.chunk_tokens``); None where they take them whole."""
-        if not self.execution.chunk_tokens:
-            return None
-        return _chunked_pass(self.execution, tokens_Bt)
 
     def new_cache(self) -> KVCache:
         """An empty cache, on this process or on those that share its sequences."""
@@ -339,49 +322,29 @@ class Decoder(nn.Module):
         *,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-        chunked: ChunkedPass | None = None,
+        stream: ResidualStream | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
 
-        With a ``chunked`` pass hidden states are never whole either: what stands for them is what ``forward`` gave.
+        With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        return self.lm_head(
-            hidden_BtM,
-            table=self.model.embed_tokens,
-            targets_Bt=targets_Bt,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            chunked=chunked,
-            norm=self.model.norm,
-        )
+        by_chunks = None
+        if stream is not None:
+            by_chunks = partial(chunked_loss_sums, stream, self.model.norm)
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
+        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
-    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
-        external: list[tuple[nn.Module, nn.Parameter]] = []
-        if self.config.tie_embeddings:
-            table: Any = self.model.embed_tokens.weight
-            external.append((self.lm_head, table))
-        # By chunks the head applies the last norm.
-        if self.execution.chunk_tokens and self.model.norm is not None:
-            external.extend((self.lm_head, p) for p in self.model.norm.parameters())
-        return external
 
-
-def _chunked_pass(execution: Execution, tokens_Bt: Tensor) -> ChunkedPass:
-    """How the layers go through these tokens by chunks."""
-    num_tokens = tokens_Bt.shape[1]
-    store: ChunkStore = DeviceStore()
-    chunks = split_tokens(num_tokens, execution.chunk_tokens)
-    if execution.store == "host":
-        store = HostMemory(tokens_Bt.device)
-    if execution.store == "disk":
-        store = DiskStore(disk_in(execution.store_path), tokens_Bt.device, chunks)
-    return ChunkedPass(store, chunks, num_tokens, execution.head_groups)
+def _groups_of(stream: ResidualStream | None) -> int:
+    """Groups in which key heads go through attention."""
+    if stream is None:
+        return 1
+    return stream.head_groups
 
 
 def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
@@ -489,3 +452,31 @@ def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: 
         check_learned(positions_Bt, length, config.max_positions)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
+
+
+def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]]:
+    """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
+    external: list[tuple[nn.Module, nn.Parameter]] = []
+    if decoder.config.tie_embeddings:
+        table: Any = decoder.model.embed_tokens.weight
+        external.append((decoder.lm_head, table))
+    # By chunks the head applies the last norm.
+    if decoder.execution.chunk_tokens and decoder.model.norm is not None:
+        external.extend((decoder.lm_head, p) for p in decoder.model.norm.parameters())
+    return external
+
+
+@torch.no_grad()
+def _initialize(decoder: Decoder, seed: int) -> None:
+    for name, parameter in decoder.named_parameters():
+        if parameter.is_meta:
+            continue
+        # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
+        whole = torch.Size(decoder.logical_shape(name, parameter.shape)).numel()
+        initial, first = InitialTensor(name, whole, decoder.config, seed), 0
+        if whole != parameter.numel():
+            first = (decoder.dispatcher.local_experts.start or 0) * parameter[0].numel()
+        initial.copy_to(parameter.view(-1), first)
+    # The only buffers are the routers' selection biases, which start even.
+    for buffer in decoder.buffers():
+        buffer.zero_()

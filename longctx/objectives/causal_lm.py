@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.batch import Batch
-from longctx.model.chunks.stream import ChunkedPass
+from longctx.model.chunks.start import new_stream
+from longctx.model.chunks.stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
@@ -46,15 +47,15 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
-        chunked = self.decoder.chunked_pass(batch.tokens)
-        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, chunked=chunked)
+        stream = new_stream(self.decoder.execution, batch.tokens)
+        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
         # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
         objective_sum, nll_sum = self.decoder.loss_sums(
             hidden_BtM,
             batch.targets,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
-            chunked=chunked,
+            stream=stream,
         )
         if not stats:
             # A dense model: every rank still returns tensors of one structure.
@@ -87,7 +88,7 @@ class CausalLM(nn.Module):
         training_pass: TrainingPass | None,
         *,
         return_stats: bool,
-        chunked: ChunkedPass | None = None,
+        stream: ResidualStream | None = None,
     ) -> Any:
         """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
         return self.decoder(
@@ -99,5 +100,5 @@ class CausalLM(nn.Module):
             placement=batch.placement,
             training_pass=training_pass,
             return_stats=return_stats,
-            chunked=chunked,
+            stream=stream,
         )

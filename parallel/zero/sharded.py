@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
+from longctx.model.decoder import external_parameters
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, update_by_deepspeed
 from parallel.zero.weight_swapper import WeightSwapper
@@ -25,7 +26,7 @@ class Sharded:
     def __init__(self, wrapping: Wrapping) -> None:
         self._model, self._tensors = wrapping.model, wrapping.tensors
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
-        for module, parameter in wrapping.model.decoder.external_parameters():
+        for module, parameter in external_parameters(wrapping.model.decoder):
             deepspeed.zero.register_external_parameter(module, parameter)
         # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
         # block's weights are gathered before all of it.

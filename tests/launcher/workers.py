@@ -30,7 +30,7 @@ from longctx.batch import Batch
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from longctx.files import sync_path
-from longctx.model.chunks.layer import ChunkedLayer
+from longctx.model.chunks.parts import LayerParts
 from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
@@ -87,19 +87,21 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
     train(shards, output, changed, KilledStep)
 
 
-def train_until_killed_in_a_chunk(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, count: int) -> None:
-    """``train`` by chunks, but one rank is killed in a backward pass, before the ``count``-th chunk that follows one."""
+def train_until_killed_in_a_chunk(
+    shards: Path, output: Path, changed: Mapping[str, Any], rank: int, count: int
+) -> None:
+    """``train`` by chunks, but one rank is killed in backward, before the ``count``-th chunk that follows one."""
     places: list[slice] = []
-    run_rest = ChunkedLayer._run_rest
+    finish = LayerParts.finish
 
-    def watched(layer: ChunkedLayer, x: torch.Tensor, heads: torch.Tensor, tokens: slice, cache: Any) -> Any:
+    def watched(parts: LayerParts, x: torch.Tensor, heads: torch.Tensor, tokens: slice, cache: Any) -> Any:
         if cache is not None and cache.recomputing and tokens.start:
             places.append(tokens)
             if os.environ["RANK"] == str(rank) and len(places) == count:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return run_rest(layer, x, heads, tokens, cache)
+        return finish(parts, x, heads, tokens, cache)
 
-    ChunkedLayer._run_rest = watched
+    LayerParts.finish = watched
     train(shards, output, changed)
 
 

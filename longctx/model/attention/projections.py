@@ -128,7 +128,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
 
-        With ``only_graph`` what no backward reads is NaN. For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R], and their first C channels as values.
+        With ``only_graph`` what no backward reads is NaN. For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R],
+        and their first C channels as values.
         """
         q_BtHD = self._queries(x_BtM, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
         N, R = q_BtHD.shape[-1] - self.rope_head_dim, self.rope_head_dim

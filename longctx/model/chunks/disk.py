@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.model.chunks.store import of_tokens
 from longctx.model.kept import Copies
 from longctx.swap_file import SwapFile
 
@@ -45,7 +46,7 @@ class Disk:
         self._free[num_bytes].append(place)
 
     def write(self, place: str, host: Tensor, mark: Any) -> None:
-        """Start to write what is in the host's memory once ``mark`` is passed. OSError for an earlier piece's trouble."""
+        """Start to write memory of the host once ``mark`` is passed. OSError for an earlier piece's trouble."""
         written = self._written[place] = self.worker.submit(self._write, place, host, mark)
         self._leaving.append(written)
         while len(self._leaving) > _UNDER_WAY:
@@ -78,13 +79,13 @@ class DiskStore:
         self.disk, self.device, self.copies, self.chunks = disk, device, Copies(device), chunks
 
     def empty(self, num_tokens: int, like: Tensor) -> OnDisk:
-        return OnDisk(self, (like.shape[0], num_tokens, *like.shape[2:]), like.dtype, self.chunks)
+        return OnDisk(self, of_tokens(like.shape, num_tokens), like.dtype, self.chunks)
 
     def put(self, x: Tensor) -> OnDisk:
         pieces: Sequence[slice] = [slice(0, x.shape[1])]
         if x.shape[1] == self.chunks[-1].stop:
             pieces = self.chunks
-        stored = OnDisk(self, tuple(x.shape), x.dtype, pieces)
+        stored = OnDisk(self, x.shape, x.dtype, pieces)
         for piece in pieces:
             stored.write(piece, x[:, piece])
         return stored
@@ -93,7 +94,7 @@ class DiskStore:
 class OnDisk:
     """Values [B, t, …] on a disk, in pieces."""
 
-    def __init__(self, store: DiskStore, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[slice]) -> None:
+    def __init__(self, store: DiskStore, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[slice]) -> None:
         self._store, self._shape, self._dtype, self._pieces = store, shape, dtype, pieces
         self._places: dict[int, tuple[int, str]] = {}
         """First token of a piece -> (bytes, place)."""
@@ -119,8 +120,7 @@ class OnDisk:
 
     def _empty(self, tokens: slice) -> Tensor:
         """Memory of the host for some tokens."""
-        shape = (self._shape[0], tokens.stop - tokens.start, *self._shape[2:])
-        return self._store.copies.host_memory(shape, self._dtype)
+        return self._store.copies.host_memory(of_tokens(self._shape, tokens.stop - tokens.start), self._dtype)
 
     def __del__(self) -> None:
         # What is still to be read of these places is read before another piece is written to them.

@@ -53,16 +53,21 @@ class ChunkStore(Protocol):
         ...
 
 
-def in_turn(chunks: Sequence[slice], *stored: Stored) -> Iterator[tuple[slice, list[Tensor]]]:
+def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Tensor]]]:
     """Each chunk with its values on the device, while the next one's are on their way."""
-    arriving: list[Arriving] = []
+    arriving = [values.fetch(chunks[0]) for values in stored]
     for number, tokens in enumerate(chunks):
-        if number == 0:
-            arriving = [values.fetch(tokens) for values in stored]
         arrived = [values.wait() for values in arriving]
         if number + 1 < len(chunks):
             arriving = [values.fetch(chunks[number + 1]) for values in stored]
         yield tokens, arrived
+
+
+def of_tokens(shape: Sequence[int], num_tokens: int) -> list[int]:
+    """The shape [B, t, …] with another number of tokens."""
+    changed = list(shape)
+    changed[1] = num_tokens
+    return changed
 
 
 class PutOnce:
@@ -97,7 +102,7 @@ class DeviceStore:
     """Values stay on the device."""
 
     def empty(self, num_tokens: int, like: Tensor) -> OnDevice:
-        return OnDevice(like.new_empty((like.shape[0], num_tokens, *like.shape[2:])))
+        return OnDevice(like.new_empty(of_tokens(like.shape, num_tokens)))
 
     def put(self, x: Tensor) -> OnDevice:
         return OnDevice(x)
@@ -143,8 +148,7 @@ class HostMemory:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def empty(self, num_tokens: int, like: Tensor) -> InHostMemory:
-        shape = (like.shape[0], num_tokens, *like.shape[2:])
-        return InHostMemory(self, self.copies.host_memory(shape, like.dtype))
+        return InHostMemory(self, self.copies.host_memory(of_tokens(like.shape, num_tokens), like.dtype))
 
     def put(self, x: Tensor) -> InHostMemory:
         host = self.copies.host_memory(x.shape, x.dtype)

@@ -1,6 +1,6 @@
-"""``ChunkedPass``: what the layers of one forward pass share when each works through its tokens by chunks.
+"""``ResidualStream``: what goes from layer to layer when each works through its tokens by chunks.
 
-The residual stream is then no tensor that autograd sees. Its values, and in backward its gradient, lie in a store; from
+It is then no tensor that autograd sees. Its values, and in backward its gradient, lie in a store; from
 layer to layer goes a *handle*, a tensor without values, which puts the layers' backward passes in order.
 """
 
@@ -20,7 +20,7 @@ from longctx.model.chunks.store import ChunkStore, Stored
 
 
 @dataclass(eq=False)
-class ChunkedPass:
+class ResidualStream:
     """The residual stream of one forward pass, and how layers go through it."""
 
     store: ChunkStore
@@ -58,32 +58,32 @@ class ChunkedPass:
 def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:
     """Chunks of at most ``chunk_tokens`` tokens, equally many but for one; one chunk where there are no tokens."""
     count = max(1, math.ceil(num_tokens / chunk_tokens))
-    # A short last chunk would take a device as long as a full one, and a chunk of one token a compiled graph of its own.
+    # A short last chunk would take a device as long as a full one, and one token a compiled graph of its own.
     starts = [number * num_tokens // count for number in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BtM: Tensor, chunked: ChunkedPass) -> Tensor:
-        ctx.chunked = chunked
-        chunked.values = chunked.store.put(x_BtM)
+    def forward(ctx: Any, x_BtM: Tensor, stream: ResidualStream) -> Tensor:
+        ctx.stream = stream
+        stream.values = stream.store.put(x_BtM)
         return x_BtM.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor):  # type: ignore[override]
-        return ctx.chunked.take_gradient().whole().wait(), None
+        return ctx.stream.take_gradient().whole().wait(), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, chunked: ChunkedPass) -> Tensor:
-        ctx.chunked = chunked
-        return chunked.take_values().whole().wait()
+    def forward(ctx: Any, handle: Tensor, stream: ResidualStream) -> Tensor:
+        ctx.stream = stream
+        return stream.take_values().whole().wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_BtM: Tensor):  # type: ignore[override]
-        ctx.chunked.gradient = ctx.chunked.store.put(dx_BtM)
+        ctx.stream.gradient = ctx.stream.store.put(dx_BtM)
         return dx_BtM.new_empty(0), None

@@ -121,7 +121,7 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
-            # Nothing is saved, and backward agrees on sizes anew, unless it gets the first run's context with its sizes.
+            # Nothing is saved, and backward agrees on sizes anew, unless it gets the first run's context.
             ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
             # NaN: should anyone read it, it will be noticed.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)

@@ -19,9 +19,7 @@ class GatedLinear(Linear):
     def forward(  # type: ignore[override]
         self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
     ) -> Tensor:
-        return gated_linear(
-            kind, gate_NF, up_NF, self.weight, self.bias, products=self.products, only_graph=only_graph
-        )
+        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias, products=self.products, only_graph=only_graph)
 
 
 class FeedForward(nn.Module):

@@ -64,7 +64,10 @@ OF_KEPT = [
     (["--train.store", "disk", "--train.store_path", "x"], ["layers by chunks", "--train.chunk_tokens 8192"]),
     (["--train.chunk_tokens", "-1"], ["train.chunk_tokens=-1 must be at least 0"]),
     (["--train.head_groups", "2"], ["train.head_groups=2 is for layers by chunks"]),
-    ([*CHUNKS, *ONE_A_KEY, "--train.head_groups", "3"], ["must divide the 2 key heads", "Try train.head_groups=2 (any of [1, 2])"]),
+    (
+        [*CHUNKS, *ONE_A_KEY, "--train.head_groups", "3"],
+        ["must divide the 2 key heads", "Try train.head_groups=2 (any of [1, 2])"],
+    ),
     (
         [*CHUNKS, "--train.head_groups", "2", "--parallel.context", "2", "--parallel.ulysses", "2", *ONE_A_KEY],
         ["parallel.ulysses=2 divides", "any of [1]"],

@@ -73,7 +73,9 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float]
 def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device", chunk_tokens: int = 0) -> None:
     """Compiled float32 against eager float32, whose sums are only added in other orders."""
     losses, grads, nothing = train(MODELS[name], Execution(keep), torch.float32)
-    found, found_grads, graphs = train(MODELS[name], Execution(keep, store, chunk_tokens=chunk_tokens, compiler=backend), torch.float32)
+    found, found_grads, graphs = train(
+        MODELS[name], Execution(keep, store, chunk_tokens=chunk_tokens, compiler=backend), torch.float32
+    )
     assert nothing[-1] == 0
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"

@@ -32,7 +32,9 @@ SIZES = {
     "residual_dropout": 0.1,
 }
 MODELS = {
-    "softmax": ModelConfig(**SIZES, layers=("full", "window", "sparse"), window=13, sparse_stride=5, num_layers=3, sinks=True),
+    "softmax": ModelConfig(
+        **SIZES, layers=("full", "window", "sparse"), window=13, sparse_stride=5, num_layers=3, sinks=True
+    ),
     "linear": ModelConfig(**SIZES, layers=("linear", "full"), num_layers=2),
     "bias": ModelConfig(**SIZES, layers=("full",), num_layers=2, position="t5"),
 }
@@ -72,7 +74,7 @@ def check(world_size: int, name: str, layouts: tuple[str, ...]) -> None:
         lm = build_parallel_model(config, mesh, layout=kind, transport=way["transport"], execution=execution).double()
         batch = batch_of_documents()
         layout = SequenceLayout.build(kind, TOKENS, world_size, batch.cu_seqlens, ulysses)
-        shard = batch.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
+        shard = batch.map_tokens(lambda x, layout=layout, mesh=mesh: layout.split(x, mesh.context_rank, 1))
         loss, grads = step(lm, shard)
         total = torch.tensor([loss], dtype=torch.float64)
         dist.all_reduce(total)
