@@ -54,4 +54,4 @@ def test_so_they_do_with_experts_across_ranks(keep):
 @pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
 @pytest.mark.timeout(600)
 def test_so_do_kernels_of_inductor():
-    run_distributed(check_compiled, 2, "moe", 2, (1, 3), True, "inductor", timeout=550)
+    run_distributed(check_compiled, 2, "moe", 2, (1, 3), "attention", "inductor", timeout=550)
