@@ -34,7 +34,6 @@ from longctx.model.kept import Keep
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
-
 _KEPT_OF_EXPERTS: dict[Keep, Keep] = {"all": "attention", "attention": "attention", "inputs": "inputs"}
 """A chunk is computed again in any case."""
 
@@ -117,7 +116,8 @@ class ChunkedLayer:
 
     def __init__(self, stream: ResidualStream, parts: LayerParts, *, trains: bool) -> None:
         self.stream, self.parts, self.trains = stream, parts, trains
-        self.store, self.chunks, self.keep = stream.store, stream.chunks, parts.call.keep
+        self.store, self.chunks = stream.store, stream.chunks
+        self.keep: Keep = parts.call.keep
         self.x: Stored | None = None
         self.projected: Projected | None = None
         self.attended: Attended | None = None

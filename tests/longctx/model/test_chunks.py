@@ -16,6 +16,9 @@ from tests.longctx.samples import dense_config, gradients, packed_batch, randomi
 
 KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
 STORES: tuple[Store, ...] = ("device", "host", "disk")
+EVERY_WAY = list(itertools.product(KEEPS, STORES, (1, 7, 100), (1, 2)))
+WAYS = EVERY_WAY[::7]
+"""Every seventh: each way to keep, store, length of a chunk and number of groups is among them."""
 RANDOM = {"num_layers": 3, "residual_dropout": 0.2}
 CONFIGS = {
     "dense": dense_config(**RANDOM),
@@ -43,7 +46,7 @@ def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.T
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
     wanted = train(CONFIGS[name], Execution(), torch.float64)
-    for keep, store, chunk_tokens, head_groups in itertools.product(KEEPS, STORES, (1, 7, 100), (2,)):
+    for keep, store, chunk_tokens, head_groups in WAYS:
         execution = Execution(keep, store, chunk_tokens=chunk_tokens, head_groups=head_groups, store_path=str(tmp_path))
         got = train(CONFIGS[name], execution, torch.float64)
         for key, value in wanted.items():
