@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launcher.config.kept import check_kept
 from launcher.config.sections import ModelSection, RunConfig
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
@@ -28,7 +29,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     _check_built(config)
     _check_ranges(config)
     _check_routing(config)
-    _check_kept(config)
+    check_kept(config)
     _check_step(config, world_size)
     tokens = config.data.seq_len * config.train.micro_batch_rows
     if config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
@@ -77,28 +78,6 @@ def _check_routing(config: RunConfig) -> None:
         raise ConfigError(
             f"train.record_routing and train.replay_routing are the same folder, {folders['record_routing']!r}: each "
             "step would overwrite what it has read. Name another one for train.record_routing."
-        )
-
-
-def _check_kept(config: RunConfig) -> None:
-    """What is kept for backward can be, and where it is kept makes a difference."""
-    train = config.train
-    if train.keep != "all" and train.recompute_experts == "none":
-        raise ConfigError(
-            f"train.recompute_experts=none means nothing with train.keep={train.keep}: blocks are computed again, and "
-            "their experts with them.\nLeave it out, or set train.keep=all."
-        )
-    if train.store == "device":
-        return
-    if config.model.num_layers < 2:
-        raise ConfigError(
-            f"train.store={train.store} means nothing to a model of one layer: what the last layer keeps stays on the "
-            "device, which wants it at once.\nTry train.store=device."
-        )
-    if not config.zero.pin_memory:
-        raise ConfigError(
-            f"train.store={train.store} copies to page-locked memory, of which zero.pin_memory=False says that this "
-            "machine allows too little.\nTry train.store=device, or zero.pin_memory=true (ulimit -l)."
         )
 
 

@@ -124,9 +124,20 @@ class TrainSection:
     """What survives of each block until backward, which computes the rest again (activation checkpointing): all;
     attention keeps the block's input and attention's result, so that recomputation sends nothing; inputs keeps the
     input alone, and keys, values and attention's work are sent and done once more. Experts are never chosen again."""
-    store: Literal["device", "host"] = "device"
+    store: Literal["device", "host", "disk"] = "device"
     """Where what is kept lives until backward: on the device, or in the machine's memory, pinned for GPUs, copied while
-    neighbouring blocks compute. The last block's stays on the device, which wants it at once."""
+    neighbouring blocks compute. The last block's stays on the device, which wants it at once. With train.chunk_tokens
+    every block's leaves the device, and it may go to a file in train.store_path (disk)."""
+    store_path: str = ""
+    """Folder on a local disk for train.store=disk; its file has no name and is gone with the process."""
+    chunk_tokens: int = 0
+    """Tokens of a rank that go through a layer at a time; 0 is all at once. What passes between the layer's parts then
+    lies in train.store, and the device holds one chunk of it: bounds the memory that a layer takes. Backward computes
+    each chunk's projections and FFN again; train.keep=all keeps queries, keys and values besides, inputs no attention.
+    """
+    head_groups: int = 1
+    """With train.chunk_tokens, key heads go through attention in so many groups, one after another: so much less of
+    queries, keys and values is on the device at once. Divides the key heads."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
     """What backward recomputes of the experts: nothing, the activation between their two products, or all but their
     input tokens (which are then dispatched once more where experts are on other ranks). With train.keep other than

@@ -36,6 +36,8 @@ class Memory:
     """What one micro-batch's forward pass saves for its backward pass."""
     disk: int
     """Those of all these bytes that are swapped to zero.nvme_path."""
+    kept_on_disk: int
+    """Those that lie in train.store_path."""
     buffers: int
     """Of the machine's memory, which they are brought into and updated in."""
     host: int
@@ -56,7 +58,7 @@ class Memory:
     @property
     def training(self) -> int:
         """Bytes of memory that are held at once within a step."""
-        return self.state - self.disk + self.buffers + self.activations
+        return self.state - self.disk + self.buffers + self.activations - self.kept_on_disk
 
     @property
     def on_device(self) -> int:
@@ -114,8 +116,12 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         in_memory += weights
     elif stage == 3 and config.zero.offload_parameters == "nvme":
         on_disk += weights
-    activations = _activation_bytes(config, model)
-    if config.train.store == "host":
+    activations, kept_on_disk = _activation_bytes(config, model), 0
+    if config.train.store == "disk":
+        kept_on_disk = activations
+    elif config.train.store == "host" and config.train.chunk_tokens:
+        in_memory += activations
+    elif config.train.store == "host":
         # The last block's stay on the device.
         in_memory += activations * (model.num_layers - 1) // model.num_layers
     return Memory(
@@ -124,6 +130,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         masters=masters,
         moments=moments,
         disk=on_disk,
+        kept_on_disk=kept_on_disk,
         buffers=buffers,
         host=in_memory + buffers,
         activations=activations,
@@ -140,9 +147,12 @@ def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
     if config.train.keep == "attention":
         # Each block's input, and attention's result: the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
-    queries_and_keys = model.head_dim * (model.num_heads + model.num_kv_heads)
+    projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
+    if config.train.chunk_tokens:
+        # What passes between a block's parts; the rest is computed again.
+        return tokens * model.num_layers * (model.hidden_size + projected + heads) * config.dtype.itemsize
     # Inputs of both norms and of both parts; queries, keys, values and attention's result.
-    values = 4 * model.hidden_size + queries_and_keys + model.num_kv_heads * model.value_dim + heads
+    values = 4 * model.hidden_size + projected + heads
     ffn = sum(_ffn_values(config, model, layer) for layer in range(model.num_layers))
     return tokens * (model.num_layers * values + ffn) * config.dtype.itemsize
 
@@ -223,6 +233,8 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
         "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
+    if need.kept_on_disk:
+        lines.append(f"  {'stored':<12}{'-' + gib(need.kept_on_disk):>12}  of these, in train.store_path")
     lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})")
     if need.disk:
         lines.insert(-1, f"  {'buffers':<12}{gib(need.buffers):>12}  for what is swapped: zero.sub_group_size decides")

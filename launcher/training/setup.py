@@ -31,7 +31,7 @@ from launcher.training.model import build_causal_lm, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
-from launcher.training.swap_folder import check_swap_folder
+from launcher.training.swap_folder import check_swap_folders
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -128,7 +128,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
-    on_every_rank(lambda: check_swap_folder(config, model, mesh.world_size, mesh.ranks_per_node))
+    on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_every_rank(check_tensorboard)
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)

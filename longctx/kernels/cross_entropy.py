@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ def loss_sums(
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
         return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens, run)
-    return _sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)[0]
+    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)
+    return as_scalars(computed.sums, hidden_NM.dtype)
 
 
 @torch.no_grad()
@@ -142,11 +143,12 @@ class _LossSums(torch.autograd.Function):
         chunk_tokens: int | None,
         run: Run,
     ) -> tuple[Tensor, Tensor]:
-        sums, dhidden, dweight = _sums_and_gradients(
+        computed = sums_and_gradients(
             hidden, weight, targets, options, products, chunk_tokens, wanted=ctx.needs_input_grad[:2], run=run
         )
-        ctx.save_for_backward(dhidden, dweight)
+        ctx.save_for_backward(computed.dhidden_NM, computed.dweight_VM)
         ctx.weight_dtype = weight.dtype
+        sums = as_scalars(computed.sums, hidden.dtype)
         ctx.mark_non_differentiable(sums[1])
         return sums
 
@@ -158,11 +160,11 @@ class _LossSums(torch.autograd.Function):
         if dhidden is not None:
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
-            dweight = _scaled(dweight, dobjective, ctx.weight_dtype)
+            dweight = scaled(dweight, dobjective, ctx.weight_dtype)
         return dhidden, dweight, None, None, None, None, None
 
 
-def _scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """total · factor in ``dtype``, without a copy of the total in its own."""
     out_VM = torch.empty_like(total_VM, dtype=dtype)
     for tile in _slices(len(total_VM), max(1, _TILE_ELEMENTS // total_VM.shape[1])):
@@ -170,24 +172,38 @@ def _scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out_VM
 
 
-def _sums_and_gradients(
+class SumsAndGradients(NamedTuple):
+    """What a head computes at once, for its loss is linear in the gradient that comes back to it."""
+
+    sums: Tensor
+    """Σ objective and Σ negative log-likelihood, [2] in float64."""
+    dhidden_NM: Tensor | None
+    """The objective's gradient, in the dtype of the hidden states."""
+    dweight_VM: Tensor | None
+    """Likewise, a partial sum in ``accumulate_dtype``."""
+
+
+def sums_and_gradients(
     hidden_NM: Tensor,
     weight_VM: Tensor,
     targets_N: Tensor,
     options: LossOptions,
     products: Products,
-    chunk_tokens: int | None,
+    chunk_tokens: int | None = None,
     wanted: tuple[bool, ...] = (False, False),
     run: Run = call_function,
-) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
-    """Both sums and, where ``wanted``, the objective's gradients: hidden's in its dtype, the weight's a partial sum."""
+    dweight_VM: Tensor | None = None,
+) -> SumsAndGradients:
+    """``loss_sums`` and, where ``wanted``, the objective's gradients, before the factor that backward brings.
+
+    ``dweight_VM`` is what earlier tokens gave: it is added to, in place.
+    """
     partial = accumulate_dtype(hidden_NM.dtype)
     # float64: a million tokens' losses add up without rounding that depends on the chunks
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM: Tensor | None = None
     if wanted[0]:
         dhidden_NM = torch.empty_like(hidden_NM)
-    dweight_VM: Tensor | None = None
     product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
         losses_2n = _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
@@ -204,9 +220,14 @@ def _sums_and_gradients(
             dweight_VM = _plus(dweight_VM, product_VM, partial)
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
-    objective, nll = sums.to(partial).unbind()
+    return SumsAndGradients(sums, dhidden_NM, dweight_VM)
+
+
+def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both sums of hidden states of a dtype."""
+    objective, nll = sums.to(accumulate_dtype(dtype)).unbind()
     # views of one tensor may not be an autograd function's two outputs
-    return (objective.clone(), nll.clone()), dhidden_NM, dweight_VM
+    return objective.clone(), nll.clone()
 
 
 def _chunks(

@@ -38,6 +38,19 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, pro
     return nn.functional.linear(x_NI, weight_OI, bias_O)
 
 
+def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
+    """``linear`` for its backward pass alone: nothing is multiplied, and every value is NaN.
+
+    For what is computed a second time, where no backward reads the product.
+    """
+    return _LinearGraph.apply(x_NI, weight_OI, bias_O, products)
+
+
+def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """NaN in the shape of x · weightᵀ, without memory: should anyone read it, it will be noticed."""
+    return x_NI.new_full((), torch.nan).expand(*x_NI.shape[:-1], len(weight_OI))
+
+
 def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
     """``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
     if x_NI.dtype == torch.float32:
@@ -131,6 +144,28 @@ def sum_rows(dy_NO: Tensor) -> Tensor:
     """The gradient of a bias."""
     # as many terms as tokens: in bfloat16 a sum stops growing at 256 times its terms
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
+
+
+class _LinearGraph(torch.autograd.Function):
+    """Backward of ``linear``, whose forward nobody needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, products: Products) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.products = products
+        return no_values(x_NI, weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        products = ctx.products
+        dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products=products)
+        dbias: Tensor | None = None
+        if needs_bias:
+            dbias = sum_rows(dy)
+        return dx, dweight, dbias, None
 
 
 class _Float32Linear(torch.autograd.Function):

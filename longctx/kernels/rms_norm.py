@@ -29,7 +29,10 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 
     Computed in float32 (float64 for float64), where 1 + weight keeps what is learned, and rounded once to x's dtype.
     """
-    if not torch.is_grad_enabled():
+    if _has_fused_kernel(x_NM, weight_M, offset):
+        return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
+    # A graph would be one of a number of tokens.
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         is_plain = x_NM.dtype == weight_M.dtype == torch.float32 and not offset
         # In generation alone: likelihoods and validations, which are compared by their digits, stay as they are.
         if is_plain and torch.is_inference_mode_enabled() and x_NM.numel() <= _FEW_ROWS * x_NM.shape[-1]:
@@ -37,8 +40,6 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
         if is_plain and x_NM.numel() <= _FEW_VALUES:
             return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
         return _normalize(x_NM, weight_M, eps, offset)[0]
-    if _has_fused_kernel(x_NM, weight_M, offset):
-        return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
     return _RMSNorm.apply(x_NM, weight_M, eps, offset)
 
 

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V valu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,14 @@ Draws = tuple[Draw | None, Draw | None]
 """What the two residual sums of a layer drop."""
 
 
+class LayerByChunks(Protocol):
+    """Runs a layer on a residual stream that it knows."""
+
+    def __call__(self, block: Block, handle: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
+        """What ``Block.forward`` returns, with handles in place of the stream's values."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a forward pass tells all layers of one kind."""
@@ -42,6 +51,10 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
+    by_chunks: LayerByChunks | None = None
+    """Runs the layer a chunk of its tokens at a time; None takes them all at once."""
+    only_graph: bool = False
+    """Whether this is a second run, of which no backward reads the layer's output."""
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
@@ -78,7 +91,10 @@ class Block(nn.Module):
         their ids, and their output where a norm follows it. Backward computes the rest anew: that sends nothing and
         computes no softmax attention (linear attention's own rows it does); the experts' own backward sends their
         tokens again. With "inputs" x and the ids survive alone, and the core computes and sends a second time.
+        With ``call.by_chunks`` x and the output are handles of a residual stream that lies in a store.
         """
+        if call.by_chunks is not None:
+            return call.by_chunks(self, x_BtM, table, call)
         # A cache grows with every run, so a layer that fills one runs once.
         if call.cache is not None or not torch.is_grad_enabled():
             return self._run(x_BtM, table, call, None)
@@ -104,7 +120,6 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         sinks_H, cache, cached = None, None, call.cache is not None
-        draws = self._draws(call.dropout)
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if self.self_attn.sinks is not None:
             sinks_H = self.self_attn.sinks()
@@ -121,21 +136,35 @@ class Block(nn.Module):
             sinks_H=sinks_H,
             recompute_cache=recompute_cache,
         )
+        return self.finish(x_BtM, heads_BtHV, self.draws(call.dropout), call, recompute_cache)
+
+    def finish(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
+        """The layer's results, from its input and the core's."""
+        cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
-            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached),)
+            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, call.only_graph),)
         # Experts stay outside: how many tokens each of them gets is data.
         x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
         return self.join_ffn(x_BtM, out_BtM, draws), *stats
 
-    def before_core(self, x_BtM: Tensor, table: RotaryTable | None, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def before_core(
+        self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the layer's input, as ``project`` gives them."""
-        return self.self_attn.project(self._before(x_BtM, "input_layernorm"), table, cached=cached)
+        normed_BtM = self._before(x_BtM, "input_layernorm")
+        return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
-    def after_core(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> Tensor:
+    def after_core(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool, only_graph: bool = False
+    ) -> Tensor:
         """The output of a dense layer, from its input and the core's result."""
         x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
-        return self.join_ffn(x_BtM, self.mlp(normed_BtM), draws)
+        # A norm reads what it is given.
+        only_graph = only_graph and self.order == "pre"
+        return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
         """The residual stream with attention added, and what the FFN or the experts read of it."""
@@ -160,7 +189,7 @@ class Block(nn.Module):
             x_BtM = self.post_feedforward_layernorm(x_BtM)
         return x_BtM
 
-    def _draws(self, dropout: Dropout | None) -> Draws:
+    def draws(self, dropout: Dropout | None) -> Draws:
         """What the layer's two residual sums drop."""
         if dropout is None:
             return None, None

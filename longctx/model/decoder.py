@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.plans import plan_layers
 from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
+from longctx.model.chunks.head import chunked_loss_sums
+from longctx.model.chunks.layer import chunked_layer
+from longctx.model.chunks.start import new_stream
+from longctx.model.chunks.stream import ResidualStream
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
@@ -61,6 +66,7 @@ class Backbone(nn.Module):
         if config.position == "t5":
             self.relative_bias = Weight(config.relative_buckets, config.num_heads)
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
+        self.norm: nn.Module | None = None
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
         # Layers of one rope share their table; None stands for layers without rotary channels.
@@ -81,17 +87,21 @@ class Backbone(nn.Module):
         experts: MoECall,
         execution: Execution,
         run: Run = call_function,
+        stream: ResidualStream | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
-        ``cores`` and ``plans`` have one entry for each kind of layer; ``length`` is the longest document's.
+        With ``stream`` its handle, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one
+        entry for each kind of layer; ``length`` is the longest document's.
         """
         config = self.config
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
-        host = None
-        if execution.store == "host" and cache is None and torch.is_grad_enabled():
+        host, by_chunks = None, None
+        if stream is not None:
+            x_BtM, by_chunks = stream.enter(x_BtM), partial(chunked_layer, stream)
+        elif execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
         calls: dict[str, Call] = {}
         for kind, plan in plans.items():
@@ -104,6 +114,7 @@ class Backbone(nn.Module):
                 experts=experts,
                 keep=execution.keep,
                 store=host,
+                by_chunks=by_chunks,
                 run=run,
             )
         stats: list[tuple[Tensor, ...]] = []
@@ -112,10 +123,16 @@ class Backbone(nn.Module):
             x_BtM = results[0]
             if config.has_experts(layer):
                 stats.append(results[1:])
-        # A post-norm block ends in a norm of its own, so the stream needs no last one.
-        if config.norm_order != "post":
-            x_BtM = self.norm(x_BtM)
+        if stream is None:
+            x_BtM = self.last_norm(x_BtM)
         return x_BtM, stats
+
+    def last_norm(self, x_BtM: Tensor) -> Tensor:
+        """Hidden states of the residual stream behind the last layer."""
+        # A post-norm block ends in a norm of its own, so the stream needs no last one.
+        if self.norm is None:
+            return x_BtM
+        return self.norm(x_BtM)
 
     def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
         config = self.config
@@ -208,21 +225,9 @@ class Decoder(nn.Module):
         if seed is not None:
             self.initialize(seed)
 
-    @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Set every weight to its initial value, which depends on ``seed`` and the tensor's name alone."""
-        for name, parameter in self.named_parameters():
-            if parameter.is_meta:
-                continue
-            # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
-            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
-            initial, first = InitialTensor(name, whole, self.config, seed), 0
-            if whole != parameter.numel():
-                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
-            initial.copy_to(parameter.view(-1), first)
-        # The only buffers are the routers' selection biases, which start even.
-        for buffer in self.buffers():
-            buffer.zero_()
+        _initialize(self, seed)
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
@@ -243,6 +248,7 @@ class Decoder(nn.Module):
         return_stats: bool = False,
         cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
+        stream: ResidualStream | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -251,7 +257,8 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
         expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
         (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole.
+        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole. With
+        a ``stream`` (``new_stream``) what stands for the hidden states is its handle, for ``loss_sums``.
         """
         if training_pass is None:
             training_pass = EVALUATION
@@ -261,8 +268,12 @@ class Decoder(nn.Module):
             placement = new_tokens.placement
         # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
         dtype = self.model.embed_tokens.weight.dtype
+        given = stream
+        if stream is None and cache is None:
+            stream = new_stream(self.execution, tokens_Bt)
+        groups = _groups_of(stream)
         documents, plans = plan_layers(
-            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens
+            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
         length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
         _check_pass(self.config, training_pass, positions_Bt, length)
@@ -282,7 +293,10 @@ class Decoder(nn.Module):
             ),
             execution=self.execution,
             run=_run_of(self, cache),
+            stream=stream,
         )
+        if stream is not None and given is None:
+            hidden_BtM = self.model.last_norm(stream.leave(hidden_BtM))
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         if not return_stats:
@@ -302,25 +316,35 @@ class Decoder(nn.Module):
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
 
     def loss_sums(
-        self, hidden_BtM: Tensor, targets_Bt: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+        self,
+        hidden_BtM: Tensor,
+        targets_Bt: Tensor,
+        *,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        stream: ResidualStream | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
 
+        With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        by_chunks = None
+        if stream is not None:
+            by_chunks = partial(chunked_loss_sums, stream, self.model.norm)
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
-    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
-        if not self.config.tie_embeddings:
-            return []
-        table: Any = self.model.embed_tokens.weight
-        return [(self.lm_head, table)]
+
+def _groups_of(stream: ResidualStream | None) -> int:
+    """Groups in which key heads go through attention."""
+    if stream is None:
+        return 1
+    return stream.head_groups
 
 
 def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
@@ -428,3 +452,31 @@ def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: 
         check_learned(positions_Bt, length, config.max_positions)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
+
+
+def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]]:
+    """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
+    external: list[tuple[nn.Module, nn.Parameter]] = []
+    if decoder.config.tie_embeddings:
+        table: Any = decoder.model.embed_tokens.weight
+        external.append((decoder.lm_head, table))
+    # By chunks the head applies the last norm.
+    if decoder.execution.chunk_tokens and decoder.model.norm is not None:
+        external.extend((decoder.lm_head, p) for p in decoder.model.norm.parameters())
+    return external
+
+
+@torch.no_grad()
+def _initialize(decoder: Decoder, seed: int) -> None:
+    for name, parameter in decoder.named_parameters():
+        if parameter.is_meta:
+            continue
+        # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
+        whole = torch.Size(decoder.logical_shape(name, parameter.shape)).numel()
+        initial, first = InitialTensor(name, whole, decoder.config, seed), 0
+        if whole != parameter.numel():
+            first = (decoder.dispatcher.local_experts.start or 0) * parameter[0].numel()
+        initial.copy_to(parameter.view(-1), first)
+    # The only buffers are the routers' selection biases, which start even.
+    for buffer in decoder.buffers():
+        buffer.zero_()

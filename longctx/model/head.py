@@ -5,21 +5,27 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
+from longctx.kernels.cross_entropy import LossOptions, SumsAndGradients, loss_sums, sums_and_gradients, token_nll
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
+
+LossByChunks = Callable[[Tensor, Tensor, Tensor, Callable[..., SumsAndGradients]], tuple[Tensor, Tensor]]
+"""``loss_sums`` from a handle, the output matrix, the targets and ``sums_and_gradients`` of this matrix."""
 
 
 class LMHead(nn.Module):
     """Everything that reads the output matrix happens in this forward: ZeRO-3 gathers a weight for its reader alone.
 
     A tied head owns no weight. It is handed the embedding *module* and reads the table inside its forward, after
-    ZeRO-3 has gathered what ``Decoder.external_parameters`` registered.
+    ZeRO-3 has gathered what ``external_parameters`` registered.
     """
 
     def __init__(self, config: ModelConfig, products: Products, run: Run = call_function) -> None:
@@ -44,17 +50,26 @@ class LMHead(nn.Module):
         per_token: bool = False,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        by_chunks: LossByChunks | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t]."""
+        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t].
+
+        With ``by_chunks`` what stands for the hidden states is the handle that it knows.
+        """
         weight_VM: Tensor = table.weight
         if self.weight is not None:
             weight_VM = self.weight
         if targets_Bt is None:
             return self._logits(hidden_BtM, weight_VM)
-        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         options = LossOptions(
             logit_scale=self.scale, softcap=self.softcap, z_loss=z_loss, label_smoothing=label_smoothing
         )
+        if by_chunks is not None:
+            compute = partial(
+                sums_and_gradients, weight_VM=weight_VM, options=options, products=self.products, run=self.run
+            )
+            return by_chunks(hidden_BtM, weight_VM, targets_Bt, compute)
+        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
             return nll_N.view_as(targets_Bt)

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 Keep = Literal["all", "attention", "inputs"]
 """What survives: everything that backward reads; layers' inputs and the results of attention; inputs alone. Of a layer
 of experts the last two keep their ids as well, and the second its output where a norm reads it."""
-Store = Literal["device", "host"]
-"""Where that lives until backward."""
+Store = Literal["device", "host", "disk"]
+"""Where that lives until backward; a disk with chunks of tokens alone."""
 
 
 class HostStore:
@@ -38,7 +38,7 @@ class HostStore:
         """Storages of fewer than ``least_bytes`` stay, and those of the ``shared`` tensors."""
         self._device, self._last, self._least_bytes = device, num_layers - 1, least_bytes
         self._shared = {x.untyped_storage()._cdata for x in shared}
-        self._copies = _Copies(device)
+        self._copies = Copies(device)
         self._layer: _Layer | None = None
         """The one whose forward pass is under way."""
         self._newest: _Layer | None = None
@@ -86,15 +86,15 @@ class HostStore:
 
 def on_device(x: Any) -> Tensor:
     """The tensor that ``HostStore.put`` was given, or that autograd saved."""
-    if isinstance(x, _Moved | _Stayed):
-        return x.on_device()
-    return x
+    if isinstance(x, Tensor):
+        return x
+    return x.on_device()
 
 
 class _Layer:
     """What one layer has moved to the host."""
 
-    def __init__(self, copies: _Copies, earlier: _Layer | None, *, stays: bool) -> None:
+    def __init__(self, copies: Copies, earlier: _Layer | None, *, stays: bool) -> None:
         self.copies, self.earlier, self._stays = copies, earlier, stays
         self.copied: Any = None
         """Marks that all of it has left the device."""
@@ -202,7 +202,7 @@ class _Stayed:
         return self.tensor
 
 
-class _Copies:
+class Copies:
     """Copies between a device and the host's memory, in the order in which they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -212,10 +212,19 @@ class _Copies:
         if device.type == "cuda" and torch.cuda.is_available():
             self._stream = _stream_of(device)
 
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that a GPU can copy to and from, page-locked."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
+
     def to_host(self, x: Tensor) -> Tensor:
-        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=self._device.type == "cuda")
+        host = self.host_memory(x.shape, x.dtype)
+        self.copy(x, host)
+        return host
+
+    def copy(self, x: Tensor, host: Tensor) -> None:
+        """Start to copy x to the host; its memory must stay until that is done."""
         with self._beside():
-            return host.copy_(x, non_blocking=True)
+            host.copy_(x, non_blocking=True)
 
     def to_device(self, host: Tensor) -> Tensor:
         # Memory of the computation's stream, which waits for the copy before it reads or frees it.

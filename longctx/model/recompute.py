@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ _PARTS = {"attention": ("attention", "routing", "experts"), "inputs": ("routing"
 both runs, however their scores are rounded."""
 
 
+class PutsTensors(Protocol):
+    """Keeps tensors wherever it is, for ``on_device``."""
+
+    def put(self, x: Tensor) -> Any:
+        """What ``on_device`` makes x of."""
+        ...
+
+
 class RecomputeCache:
     """What one layer computed or received, from its first run to its second.
 
@@ -28,10 +36,14 @@ class RecomputeCache:
     returns what the first run saved, and neither kernel nor communication is needed again.
     """
 
-    def __init__(self, keep: Keep = "attention", store: HostStore | None = None) -> None:
-        """``keep`` says which parts are saved, one of those that recompute; ``store`` where, None on the device."""
+    def __init__(self, keep: Keep = "attention", store: PutsTensors | None = None, *, by_chunks: bool = False) -> None:
+        """``keep`` says which parts are saved, one of those that recompute; ``store`` where, None on the device.
+
+        ``by_chunks``: the second run is a graph of its own, and not the first one's that is filled again.
+        """
         self._parts = _PARTS[keep]
         self._store = store
+        self.by_chunks = by_chunks
         self._saved: dict[str, tuple[Any, ...]] = {}
         self.recomputing = False
         """Whether the layer is being recomputed."""

@@ -32,6 +32,10 @@ class RotaryTable(NamedTuple):
     twice: tuple[Tensor, Tensor] | None = None
     """For few tokens and whole heads: the cosines twice, and −sines before sines, [B, t, 1, 2C]."""
 
+    def of_tokens(self, tokens: slice) -> RotaryTable:
+        """The table of some of the tokens."""
+        return RotaryTable(self.cos[:, tokens], self.sin[:, tokens])
+
     @classmethod
     def build(
         cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, head_dim: int

@@ -32,7 +32,14 @@ class Execution:
     """What survives of each block until backward: all; its input, the attention core's result and its tokens' experts;
     or its input and the experts' ids alone. Backward computes the rest again (activation checkpointing)."""
     store: Store = "device"
-    """Where that lives until backward: on the device, or in the host's memory, the last block's excepted."""
+    """Where that lives until backward: on the device, or in the host's memory, the last block's excepted. With chunks
+    also what passes between a layer's parts, and every block's; and it may be on a disk."""
+    store_path: str = ""
+    """Folder for a file on that disk."""
+    chunk_tokens: int = 0
+    """Tokens that go through a layer at a time (``longctx/model/chunks``); 0 for all at once."""
+    head_groups: int = 1
+    """With chunks, key heads go through attention in so many groups, one after another."""
     recompute_experts: str = "activation"
     """What experts compute again in backward where a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0

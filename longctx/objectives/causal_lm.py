@@ -6,11 +6,14 @@ Axes: B rows, t tokens of this rank, L layers of experts, S documents of the mic
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longctx.batch import Batch
+from longctx.model.chunks.start import new_stream
+from longctx.model.chunks.stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
@@ -44,10 +47,15 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
-        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True)
+        stream = new_stream(self.decoder.execution, batch.tokens)
+        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
         # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
         objective_sum, nll_sum = self.decoder.loss_sums(
-            hidden_BtM, batch.targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
+            hidden_BtM,
+            batch.targets,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            stream=stream,
         )
         if not stats:
             # A dense model: every rank still returns tensors of one structure.
@@ -74,7 +82,14 @@ class CausalLM(nn.Module):
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.decoder.token_nll(self._run(batch, None, return_stats=False), batch.targets)
 
-    def _run(self, batch: Batch, training_pass: TrainingPass | None, *, return_stats: bool):
+    def _run(
+        self,
+        batch: Batch,
+        training_pass: TrainingPass | None,
+        *,
+        return_stats: bool,
+        stream: ResidualStream | None = None,
+    ) -> Any:
         """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
         return self.decoder(
             batch.tokens,
@@ -85,4 +100,5 @@ class CausalLM(nn.Module):
             placement=batch.placement,
             training_pass=training_pass,
             return_stats=return_stats,
+            stream=stream,
         )

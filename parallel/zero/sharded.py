@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
+from longctx.model.decoder import external_parameters
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, update_by_deepspeed
 from parallel.zero.weight_swapper import WeightSwapper
@@ -25,10 +26,12 @@ class Sharded:
     def __init__(self, wrapping: Wrapping) -> None:
         self._model, self._tensors = wrapping.model, wrapping.tensors
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
-        for module, parameter in wrapping.model.decoder.external_parameters():
+        for module, parameter in external_parameters(wrapping.model.decoder):
             deepspeed.zero.register_external_parameter(module, parameter)
-        # A compiled graph spans modules, and no hook runs inside of it: a block's weights are gathered before it.
-        if wrapping.model.decoder.execution.compiler is not None:
+        # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
+        # block's weights are gathered before all of it.
+        execution = wrapping.model.decoder.execution
+        if execution.compiler is not None or execution.chunk_tokens:
             set_z3_leaf_modules(wrapping.model, [Block])
         self._offloads = wrapping.zero.offload != "none"
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)

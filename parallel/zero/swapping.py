@@ -21,8 +21,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper
 from torch import Tensor
 
+from longctx.swap_file import SwapFile
 from parallel.zero.options import ZeroOptions
-from parallel.zero.swap_file import SwapFile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from longctx.batch import Batch
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from longctx.files import sync_path
+from longctx.model.chunks.parts import LayerParts
 from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
@@ -84,6 +85,24 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
             return sums
 
     train(shards, output, changed, KilledStep)
+
+
+def train_until_killed_in_a_chunk(
+    shards: Path, output: Path, changed: Mapping[str, Any], rank: int, count: int
+) -> None:
+    """``train`` by chunks, but one rank is killed in backward, before the ``count``-th chunk that follows one."""
+    places: list[slice] = []
+    finish = LayerParts.finish
+
+    def watched(parts: LayerParts, x: torch.Tensor, heads: torch.Tensor, tokens: slice, cache: Any) -> Any:
+        if cache is not None and cache.recomputing and tokens.start:
+            places.append(tokens)
+            if os.environ["RANK"] == str(rank) and len(places) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return finish(parts, x, heads, tokens, cache)
+
+    LayerParts.finish = watched
+    train(shards, output, changed)
 
 
 def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, file: str) -> None:

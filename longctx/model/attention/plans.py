@@ -26,17 +26,22 @@ def plan_layers(
     *,
     placement: Any = None,
     chunk: TokenChunk | None = None,
+    head_groups: int = 1,
 ) -> tuple[PackedDocuments, dict[str, Plan]]:
     """The batch's documents, and a plan for each kind of layer, by the kind's core.
 
     ``cu_seqlens`` None makes every row one document; ``dtype`` is that of queries and keys. Kinds are planned in the
-    order of the layers, so ranks that agree on their plans do so in one order.
+    order of the layers, so ranks that agree on their plans do so in one order. With several ``head_groups`` a plan is
+    that of one of them: they are alike.
     """
     if cu_seqlens is None:
         documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
     else:
         documents = PackedDocuments.of(cu_seqlens)
     shapes = layer_shapes(config, tokens_Bt, dtype, chunk)
+    if head_groups > 1:
+        heads, kv_heads = shapes.num_heads // head_groups, shapes.num_kv_heads // head_groups
+        shapes = replace(shapes, num_heads=heads, num_kv_heads=kv_heads)
     # Once a kind and not once a layer: a plan is work on the CPU, and collective where ranks have to agree on it.
     plans = {}
     for kind in dict.fromkeys(config.layers):

@@ -59,12 +59,17 @@ class GroupedQueryAttention(nn.Module):
         if config.sinks and config.layer_kind(layer) != "linear":
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], positions in the first two.
 
-        With relative positions queries and keys are wider than D.
+        With relative positions queries and keys are wider than D. With ``only_graph`` what no backward reads is NaN.
         """
-        q, k, v = self.q_proj(x_BtM), self.k_proj(x_BtM), self.v_proj(x_BtM)
+        # Norms read both, and relative positions are a product with the queries.
+        skips = only_graph and self.qk_norm == "none" and self.relative is None
+        q, k = self.q_proj(x_BtM, only_graph=skips), self.k_proj(x_BtM, only_graph=skips)
+        v = self.v_proj(x_BtM, only_graph=only_graph)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         B, t, H, K, D = x_BtM.shape[0], x_BtM.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
@@ -118,12 +123,15 @@ class LatentAttention(nn.Module):
         if config.sinks:
             self.sinks = Weight(H)
 
-    def project(self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
 
-        For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R], and their first C channels as values.
+        With ``only_graph`` what no backward reads is NaN. For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R],
+        and their first C channels as values.
         """
-        q_BtHD = self._queries(x_BtM).unflatten(-1, (self.num_heads, -1))
+        q_BtHD = self._queries(x_BtM, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
         N, R = q_BtHD.shape[-1] - self.rope_head_dim, self.rope_head_dim
         latent, k_BtR = self.kv_a_proj_with_mqa(x_BtM).split((self.kv_lora_rank, R), dim=-1)
         latent_BtC = self.kv_a_layernorm(latent)
@@ -137,7 +145,7 @@ class LatentAttention(nn.Module):
             q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])
             k = torch.cat((latent_BtC.unsqueeze(-2), k_Bt1R), dim=-1)
             return torch.cat((q_BtHC, q_BtHR), dim=-1), k, k[..., : self.kv_lora_rank]
-        unfolded = self.kv_b_proj(latent_BtC).unflatten(-1, (self.num_heads, -1))
+        unfolded = self.kv_b_proj(latent_BtC, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
         k_BtHN, v_BtHV = unfolded.split((N, self.value_dim), dim=-1)
         q = torch.cat((q_BtHN, q_BtHR), dim=-1)
         k = torch.cat((k_BtHN, k_Bt1R.expand_as(q_BtHR)), dim=-1)
@@ -153,10 +161,10 @@ class LatentAttention(nn.Module):
         """What unfolds a latent to each head's key and value, [H, N + V, C]."""
         return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
 
-    def _queries(self, x_BtM: Tensor) -> Tensor:
+    def _queries(self, x_BtM: Tensor, *, only_graph: bool) -> Tensor:
         if not self.q_lora_rank:
-            return self.q_proj(x_BtM)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BtM)))
+            return self.q_proj(x_BtM, only_graph=only_graph)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BtM)), only_graph=only_graph)
 
 
 class RelativePositions(nn.Module):

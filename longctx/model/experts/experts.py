@@ -19,7 +19,7 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import forward_few
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, tiles_of
 from longctx.model.experts.operators import backward_in_graph, forward_in_graph
 from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
@@ -121,7 +121,9 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
-            # Backward gets the first run's context, with its sizes. NaN: should anyone read it, it will be noticed.
+            # Nothing is saved, and backward agrees on sizes anew, unless it gets the first run's context.
+            ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
+            # NaN: should anyone read it, it will be noticed.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)
         elif torch.compiler.is_compiling():
             out_NM, saved = forward_in_graph(routed, weights, call)

@@ -6,17 +6,18 @@ micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.kernels.dtypes import as_dtype
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
 from longctx.model.experts.experts import Experts
-from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.replay import RoutingOfTokens, RoutingReplay
 from longctx.model.experts.router import Router, Routing, route, router_stats
 from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
@@ -34,7 +35,20 @@ class MoECall:
     num_documents: int = 0
     jitter: Jitter | None = None
     capacity: Capacity | None = None
-    replay: RoutingReplay | None = None
+    replay: RoutingReplay | RoutingOfTokens | None = None
+
+    def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
+        """The call for some of the tokens [B, t]. ConfigError with a capacity, which is one of all of a row's."""
+        if self.capacity is not None:
+            raise ConfigError("chunks of tokens and a capacity of experts do not go together.")
+        documents_Bt, jitter, replay = self.documents_Bt, self.jitter, self.replay
+        if documents_Bt is not None:
+            documents_Bt = documents_Bt[:, tokens]
+        if jitter is not None:
+            jitter = jitter.of_tokens(tokens)
+        if isinstance(replay, RoutingReplay):
+            replay = RoutingOfTokens(replay, tokens, num_tokens)
+        return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay)
 
 
 class MixtureOfExperts(nn.Module):
@@ -83,7 +97,7 @@ class MixtureOfExperts(nn.Module):
             values_again=self.output_is_read and not _keeps_output(recompute_cache),
         )
         if self.has_shared_expert:
-            out_NM = out_NM + self._shared(x_NM)
+            out_NM = out_NM + self._shared(x_NM, recompute_cache)
 
         out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
         if self.output_is_read and recompute_cache is not None and _keeps_output(recompute_cache):
@@ -137,9 +151,12 @@ class MixtureOfExperts(nn.Module):
         """The routing of these logits, with new choices or those of ``replay_Nk``."""
         return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
 
-    def _shared(self, x_NM: Tensor) -> Tensor:
+    def _shared(self, x_NM: Tensor, recompute_cache: RecomputeCache | None) -> Tensor:
         """The output of the expert that all tokens share."""
-        shared_NM = self.shared_expert(x_NM)
+        again = recompute_cache is not None and recompute_cache.by_chunks and recompute_cache.recomputing
+        # A norm reads it, and a gate is multiplied by it.
+        only_graph = again and not self.output_is_read and not self.has_shared_gate
+        shared_NM = self.shared_expert(x_NM, only_graph=only_graph)
         if self.has_shared_gate:
             shared_NM = torch.sigmoid(self.shared_expert_gate(x_NM)) * shared_NM
         return shared_NM

@@ -56,6 +56,16 @@ class RoutingReplay:
         if self._given is None:
             self._chosen[layer] = experts_Nk
 
+    def record_tokens(self, layer: int, experts_nk: Tensor, tokens: slice, num_tokens: int) -> None:
+        """Record the choices of some ``tokens`` of rows of ``num_tokens``, unless choices were given."""
+        if self._given is not None:
+            return
+        of_rows = experts_nk.unflatten(0, (-1, len(range(num_tokens)[tokens])))
+        rows, k = len(of_rows), experts_nk.shape[1]
+        if layer not in self._chosen:
+            self._chosen[layer] = experts_nk.new_empty(rows * num_tokens, k)
+        self._chosen[layer].view(rows, num_tokens, k)[:, tokens] = of_rows
+
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """ConfigError unless what is given fits the model and the tokens. Waits for the device."""
         if self._given is None:
@@ -77,3 +87,22 @@ class RoutingReplay:
                     f"the replayed routing of expert layer {layer} has ids from {low} to {high}; experts are 0 to "
                     f"{config.num_experts - 1}, and -1 is none."
                 )
+
+
+class RoutingOfTokens:
+    """The replay of some tokens of each row, for a layer that goes through them by chunks."""
+
+    def __init__(self, replay: RoutingReplay, tokens: slice, num_tokens: int) -> None:
+        """``tokens`` of rows of ``num_tokens``."""
+        self._replay, self._tokens, self._num_tokens = replay, tokens, num_tokens
+
+    def given(self, layer: int, device: torch.device) -> Tensor | None:
+        """As ``RoutingReplay.given``, of these tokens."""
+        given_Nk = self._replay.given(layer, device)
+        if given_Nk is None:
+            return None
+        return given_Nk.unflatten(0, (-1, self._num_tokens))[:, self._tokens].flatten(0, 1)
+
+    def record(self, layer: int, experts_Nk: Tensor) -> None:
+        """As ``RoutingReplay.record``, of these tokens."""
+        self._replay.record_tokens(layer, experts_Nk, self._tokens, self._num_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import linear, multiply, multiply_backward, sum_rows
+from longctx.kernels.matmul import linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
 from longctx.kernels.processor import Products
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
@@ -67,15 +67,28 @@ def gated_backward(
 
 
 def gated_linear(
-    kind: str, gate_NF: Tensor, up_NF: Tensor, weight_MF: Tensor, bias_M: Tensor | None = None, *, products: Products
+    kind: str,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    weight_MF: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    products: Products,
+    only_graph: bool = False,
 ) -> Tensor:
-    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it."""
+    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it.
+
+    With ``only_graph`` nothing is computed, and the result is NaN (``linear_graph``).
+    """
     if not torch.is_grad_enabled():
         return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
     # Its gradient asks autograd, which a graph cannot hold; what a graph keeps, its partitioner decides as well.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
-        return linear(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
-    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products)
+        multiplied = linear
+        if only_graph:
+            multiplied = linear_graph
+        return multiplied(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products, only_graph)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -83,10 +96,19 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str, products: Products
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: str,
+        products: Products,
+        only_graph: bool,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.kind, ctx.products = kind, products
+        if only_graph:
+            return no_values(gate, weight)
         return multiply(gated(kind, gate, up), weight, bias, products=products)
 
     @staticmethod
@@ -108,7 +130,7 @@ class _GatedLinear(torch.autograd.Function):
         dbias: Tensor | None = None
         if ctx.needs_input_grad[3]:
             dbias = sum_rows(dout)
-        return dgate, dup, dweight, dbias, None, None
+        return dgate, dup, dweight, dbias, None, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Axes: B rows, t tokens of this rank, N = B·t, M model width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,10 @@ class Draw(NamedTuple):
     """32 bits for each token, int32."""
     rate: float
 
+    def of_tokens(self, tokens: slice) -> Draw:
+        """What is dropped of some of the tokens."""
+        return Draw(self.key_Bt[:, tokens], self.rate)
+
     def drop(self, x_BtM: Tensor) -> Tensor:
         """x with values dropped. Backward forms the same bits again: all it keeps is one number a token."""
         return _Dropped.apply(x_BtM, self.key_Bt, self.rate)
@@ -63,6 +67,10 @@ class Jitter:
     """Of this micro-batch, any 64 bits."""
     token_Bt: Tensor
     """As ``Dropout``'s."""
+
+    def of_tokens(self, tokens: slice) -> Jitter:
+        """The jitter of some of the tokens."""
+        return replace(self, token_Bt=self.token_Bt[:, tokens])
 
     def __call__(self, x_BtM: Tensor, layer: int) -> Tensor:
         """x with a factor for each of its values, in float32 (float64 for float64): bfloat16 could not tell them apart.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.matmul import linear
+from longctx.kernels.matmul import linear, linear_graph
 from longctx.kernels.processor import Products
 
 
@@ -18,10 +18,13 @@ class Linear(nn.Linear):
     products: Products = "native"
     """How a CPU multiplies bfloat16; ``set_products`` chooses it for a whole model."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, only_graph: bool = False) -> Tensor:
+        """The product; with ``only_graph`` its graph alone, and NaN (``linear_graph``)."""
         # A module finds its attributes slowly: the two would take a tenth of the time of a generated token's product.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
+        if only_graph:
+            return linear_graph(input, weight, bias, products=self.products)
         return linear(input, weight, bias, products=self.products)
 
     def reset_parameters(self) -> None:

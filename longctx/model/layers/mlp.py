@@ -16,8 +16,10 @@ from longctx.model.layers.linear import Linear
 class GatedLinear(Linear):
     """The projection after a gated activation, which keeps the activation's two inputs and not its result."""
 
-    def forward(self, gate_NF: Tensor, up_NF: Tensor, kind: str) -> Tensor:  # type: ignore[override]
-        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias, products=self.products)
+    def forward(  # type: ignore[override]
+        self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
+    ) -> Tensor:
+        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias, products=self.products, only_graph=only_graph)
 
 
 class FeedForward(nn.Module):
@@ -36,7 +38,9 @@ class FeedForward(nn.Module):
         else:
             self.down_proj = Linear(ffn_size, M, bias=bias)
 
-    def forward(self, x_NM: Tensor) -> Tensor:
+    def forward(self, x_NM: Tensor, *, only_graph: bool = False) -> Tensor:
+        """The output; with ``only_graph`` NaN, for a second run of which backward reads no output."""
         if self.is_gated:
-            return self.down_proj(self.gate_proj(x_NM), self.up_proj(x_NM), self.activation)
-        return self.down_proj(PLAIN[self.activation](self.up_proj(x_NM)))
+            gate_NF, up_NF = self.gate_proj(x_NM), self.up_proj(x_NM)
+            return self.down_proj(gate_NF, up_NF, self.activation, only_graph=only_graph)
+        return self.down_proj(PLAIN[self.activation](self.up_proj(x_NM)), only_graph=only_graph)

@@ -52,11 +52,28 @@ OF_ZERO = [
         ["parallel.expert=2", "hpZeRO secondary tensor groups"],
     ),
 ]
+CHUNKS = ["--train.chunk_tokens", "8"]
+ONE_A_KEY = ["--model.num_heads", "2", "--model.num_kv_heads", "2"]
 OF_KEPT = [
     (["--train.recompute", "true"], ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
     (["--train.recompute=false"], ["train.recompute is no more", 'keep = "all"']),
     (["--train.keep", "input"], ["input", "'inputs'"]),
-    (["--train.store", "disk"], ["disk", "'host'"]),
+    (["--train.store", "tape"], ["tape", "'host'"]),
+    (["--train.store", "disk"], ["train.store=disk and train.store_path='' do not go together"]),
+    (["--train.store_path", "x"], ["train.store=device and train.store_path='x' do not go together"]),
+    (["--train.store", "disk", "--train.store_path", "x"], ["layers by chunks", "--train.chunk_tokens 8192"]),
+    (["--train.chunk_tokens", "-1"], ["train.chunk_tokens=-1 must be at least 0"]),
+    (["--train.head_groups", "2"], ["train.head_groups=2 is for layers by chunks"]),
+    (
+        [*CHUNKS, *ONE_A_KEY, "--train.head_groups", "3"],
+        ["must divide the 2 key heads", "Try train.head_groups=2 (any of [1, 2])"],
+    ),
+    (
+        [*CHUNKS, "--train.head_groups", "2", "--parallel.context", "2", "--parallel.ulysses", "2", *ONE_A_KEY],
+        ["parallel.ulysses=2 divides", "any of [1]"],
+    ),
+    ([*CHUNKS, "--train.recompute_experts", "none"], ["train.recompute_experts=none means nothing", "chunk_tokens=8"]),
+    ([*CHUNKS, "--model.capacity_factor", "2"], ["model.capacity_factor=2.0 and train.chunk_tokens=8", "together yet"]),
     (
         ["--train.keep", "inputs", "--train.recompute_experts", "none"],
         ["train.recompute_experts=none means nothing with train.keep=inputs", "train.keep=all"],
@@ -157,7 +174,7 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
         ("[parallel]\ndeterministic = 'yes'\n", ["parallel.deterministic='yes'", "boolean"]),
         ("[train]\nrecompute = true\n", ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
         ("[train]\nkeep = true\n", ["train.keep=True", "'inputs'"]),
-        ("[train]\nstore = 'disk'\n", ["train.store='disk'", "'host'"]),
+        ("[train]\nstore = 'tape'\n", ["train.store='tape'", "'host'"]),
         ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),
         ("[train]\ndtype = 'float16'\n", ["train.dtype='float16'", "bfloat16"]),
         ("[data]\ntrain = ['a', 'b']\n", ["data.train=['a', 'b']", "string"]),

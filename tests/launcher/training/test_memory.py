@@ -115,6 +115,17 @@ def test_what_is_kept_on_the_host_is_counted_there_but_for_the_last_layers(keep)
     assert "for what is offloaded" in refusal([*flags, "--train.store", "host"], 8, host=0.1, gpu=200)
 
 
+def test_by_chunks_a_block_keeps_what_passes_between_its_parts_and_all_of_it_leaves_the_device():
+    chunks = [*LLAMA, "--train.chunk_tokens", "512"]
+    found = [need([*chunks, "--train.keep", keep]).activations for keep in ("all", "attention", "inputs")]
+    assert found == [2048 * 32 * n * 4096 * 4 for n in (5, 2, 1)]
+    device, host = need(chunks), need([*chunks, "--train.store", "host"])
+    disk = need([*chunks, "--train.store", "disk", "--train.store_path", "x"])
+    assert (device.host, host.host, disk.host) == (0, device.activations, 0)
+    assert (device.kept_on_disk, host.kept_on_disk, disk.kept_on_disk) == (0, 0, device.activations)
+    assert disk.training == device.training - device.activations
+
+
 @pytest.mark.parametrize("config", [dense_config(), tiny_config(), tiny_config(dense_layers=(1,))], ids=str)
 def test_every_kind_of_layer_has_its_share(config: ModelConfig):
     run = load_run_config(["--data.seq_len", "8", "--train.tokens_per_step", "8", "--parallel.context", "1"])

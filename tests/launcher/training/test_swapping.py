@@ -12,7 +12,7 @@ import torch
 from launcher.config.load import load_run_config
 from launcher.training import swap_folder
 from launcher.training.memory import GIB
-from launcher.training.swap_folder import check_swap_folder
+from launcher.training.swap_folder import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed
@@ -85,7 +85,7 @@ def test_all_state_on_a_disk_does_so_too(shards, tmp_path):
 def check(path: Path | str, *flags: str, ranks: int = 2) -> None:
     config = load_run_config([*(f"--{k}={v}" for k, v in on(Path(path), BOTH).items()), *flags])
     config = config.resolve(native_bfloat16=False)
-    check_swap_folder(config, config.model.config(), ranks, ranks)
+    check_swap_folders(config, config.model.config(), ranks, ranks)
 
 
 def test_a_folder_is_made(tmp_path):

@@ -143,7 +143,7 @@ LINES: list[str] = []
 LEFT: list[StorageWeakRef] = []
 
 
-class Journal(kept._Copies):
+class Journal(kept.Copies):
     """The real copies, with a line for each."""
 
     def to_host(self, x):
@@ -168,7 +168,7 @@ def journal(monkeypatch) -> list[str]:
         LINES.append(f"layer {self.layer}{' again' if again else ''}")
         return run(self, x, table, call, recompute_cache)
 
-    monkeypatch.setattr(kept, "_Copies", Journal)
+    monkeypatch.setattr(kept, "Copies", Journal)
     monkeypatch.setattr(Block, "_run", watched)
     return LINES
 

@@ -70,10 +70,12 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float]
     return losses, found, graphs
 
 
-def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device") -> None:
+def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device", chunk_tokens: int = 0) -> None:
     """Compiled float32 against eager float32, whose sums are only added in other orders."""
     losses, grads, nothing = train(MODELS[name], Execution(keep), torch.float32)
-    found, found_grads, graphs = train(MODELS[name], Execution(keep, store, compiler=backend), torch.float32)
+    found, found_grads, graphs = train(
+        MODELS[name], Execution(keep, store, chunk_tokens=chunk_tokens, compiler=backend), torch.float32
+    )
     assert nothing[-1] == 0
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
@@ -113,6 +115,11 @@ def distance(got: dict, wanted: dict) -> float:
 )
 def test_other_documents_compile_nothing_and_losses_are_eagers(name, keep, store):
     check(name, "aot_eager", keep=keep, store=store)
+
+
+@pytest.mark.parametrize("name", ["experts", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)])
+def test_chunks_of_other_lengths_compile_nothing(name):
+    check(name, "aot_eager", keep="attention", store="host", chunk_tokens=24)
 
 
 def test_products_in_float32_are_operators_of_the_graph():

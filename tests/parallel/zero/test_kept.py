@@ -72,11 +72,12 @@ def alone(config: ModelConfig) -> tuple[float, float, dict[str, Tensor]]:
 
 
 def together(
-    config: ModelConfig, way: tuple[Keep, Store], stage: int, dtype: torch.dtype
+    config: ModelConfig, execution: Execution, stage: int, dtype: torch.dtype
 ) -> tuple[float, float, dict[str, Tensor]]:
     """The same over two ranks that share each row, and the experts; gradients are read off AdamW's first moments."""
+    execution = replace(execution, products="native")
     mesh = Mesh.build(context=2, expert=2 if config.num_experts else 1)
-    model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution(*way, products="native"))
+    model = build_parallel_model(config, mesh, layout="zigzag", execution=execution)
     options = OptimizerOptions(betas=(BETA, 0.95), clip_norm=CLIP)
     engine = ZeroEngine(model, stage=stage, dtype=dtype, accumulation=ROWS, options=options)
     mine = []
@@ -99,10 +100,10 @@ def check(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -
     wanted = alone(config)
     assert wanted[1] > CLIP, "clipping must be active"
     for stage, dtype in itertools.product(stages, dtypes):
-        first = together(config, WAYS[0], stage, dtype)
+        first = together(config, Execution(*WAYS[0]), stage, dtype)
         compare(first, wanted, dtype, f"{kind}, ZeRO {stage}, {dtype}")
         for way in WAYS[1:]:
-            loss, norm, grads = together(config, way, stage, dtype)
+            loss, norm, grads = together(config, Execution(*way), stage, dtype)
             where = f"{kind}, ZeRO {stage}, {dtype}, {way}"
             assert (loss, norm) == first[:2], where
             for name, grad in grads.items():

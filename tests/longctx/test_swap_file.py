@@ -9,8 +9,8 @@ import resource
 import pytest
 import torch
 
-from parallel.zero import swap_file
-from parallel.zero.swap_file import ALIGNMENT, SwapFile
+from longctx import swap_file
+from longctx.swap_file import ALIGNMENT, SwapFile
 
 
 def move(futures) -> None:

@@ -1,0 +1,196 @@
+"""Layers by chunks beside whole layers: CPU seconds, resident memory, and rows of a million tokens in one process.
+
+    python -m benchmarks.chunks [--quick] [--long]
+
+A model of 4 layers and width 512 in float32, one process with one thread: forward, backward and AdamW's step. The table
+has a row of 16,384 tokens, three windowed layers and a linear one, in the ways to keep and store: whole layers that
+are recomputed, then chunks with everything on the device, in other memory, and on a disk. They take turns, and of each
+the least CPU seconds count. Memory is the resident peak over what was resident with the model, its gradients and
+AdamW's moments loaded. ``--long`` adds 1,048,576 tokens of that model, and 131,072 of one whose layers all see
+everything, both stored on a disk: many minutes each.
+
+Layers by chunks may take 5 % more CPU seconds than whole ones. The bound on memory is 35 KiB a token of width 4,096 in
+bfloat16 (x, q, k, v, o and their gradients where attention takes a group of heads at a time), for this width and
+float32, times 1.5, and 200 MB. Saved in ``benchmarks/results/KIND/chunks.json``; exit code 1 when a figure is outside
+its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.ranks import return_freed_memory, run_ranks, with_resident_rise
+from longctx.config import ModelConfig
+
+ROUNDS = 3
+CPU_BOUND = 1.05
+WIDTH, CHUNK_TOKENS, HEAD_GROUPS = 512, 2048, 4
+KIB_A_TOKEN = 35 * WIDTH / 4096 * 2
+"""The same values as 35 KiB of width 4,096 in bfloat16."""
+LAYERS = {"windows": ("window", "window", "window", "linear"), "full": ("full",)}
+WAYS = {
+    "whole": {"keep": "attention"},
+    "chunks": {"keep": "attention", "chunk_tokens": CHUNK_TOKENS},
+    "chunks, host": {
+        "keep": "attention",
+        "chunk_tokens": CHUNK_TOKENS,
+        "head_groups": HEAD_GROUPS,
+        "store": "host",
+    },
+    "chunks, disk": {
+        "keep": "attention",
+        "chunk_tokens": CHUNK_TOKENS,
+        "head_groups": HEAD_GROUPS,
+        "store": "disk",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, the model's layers and the way they are computed."""
+
+    way: str
+    num_tokens: int
+    layers: str = "windows"
+
+    @property
+    def bound_mib(self) -> float:
+        """Most MiB above the model."""
+        return 1.5 * KIB_A_TOKEN * self.num_tokens / 1024 + 200e6 / 2**20
+
+    def config(self) -> ModelConfig:
+        """The model."""
+        return ModelConfig(
+            layers=LAYERS[self.layers],
+            window=512,
+            vocab_size=1024,
+            hidden_size=WIDTH,
+            num_layers=4,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=64,
+            ffn_size=1408,
+            max_positions=1 << 20,
+        )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One step: its loss, CPU and wall seconds, and MiB by which memory peaked."""
+    from longctx.batch import Batch, PackedDocuments
+    from longctx.model.decoder import Decoder
+    from longctx.model.training_pass import Execution
+    from longctx.objectives.causal_lm import CausalLM
+    from longctx.objectives.loss_sum import LossSum
+
+    return_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        way = dict(WAYS[case.way])
+        if way.get("store") == "disk":
+            way["store_path"] = folder
+        lm = CausalLM(Decoder(case.config(), execution=Execution(**way)))
+        optimizer = torch.optim.AdamW(lm.parameters())
+
+        def step(num_tokens: int) -> float:
+            generator = torch.Generator().manual_seed(num_tokens)
+            tokens = torch.randint(1024, (1, num_tokens), generator=generator)
+            batch = Batch(
+                tokens=tokens,
+                targets=tokens.roll(-1, 1),
+                positions=torch.arange(num_tokens)[None],
+                document_ids=torch.zeros_like(tokens),
+                documents=PackedDocuments.of([0, num_tokens]),
+            )
+            loss = LossSum.from_tensors(lm(batch))
+            (loss.objective_sum / num_tokens).backward()
+            optimizer.step()
+            for p in lm.parameters():
+                assert p.grad is not None
+                p.grad.zero_()
+            return float(loss.nll_sum) / num_tokens
+
+        # The first use of anything is not counted; gradients and moments are there from now on.
+        step(256)
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss, rise = with_resident_rise(lambda: step(case.num_tokens))
+        seconds = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+    return {"loss": loss, **seconds, "rise_mib": rise}
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """The figures of a case."""
+    (found,) = run_ranks(measure, 1, case, timeout=4 * 3600, preload=("longctx.objectives.causal_lm",))
+    figures = {name: round(value, 6) for name, value in found.items()}
+    each = 1024 * found["rise_mib"] / case.num_tokens
+    return {
+        **{"layers": case.layers, "tokens": case.num_tokens, "way": case.way, **figures},
+        "kib_a_token": round(each, 2),
+    }
+
+
+def best_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The least seconds, the most memory."""
+    best = dict(rows[0])
+    for row in rows[1:]:
+        assert row["loss"] == best["loss"], "one case gave two losses"
+        for name in ("seconds", "cpu_seconds"):
+            best[name] = min(best[name], row[name])
+        for name in ("rise_mib", "kib_a_token"):
+            best[name] = max(best[name], row[name])
+    return best
+
+
+def bounds(table: list[dict[str, Any]], longest: list[dict[str, Any]]) -> Iterator[Bound]:
+    """What the rows may be."""
+    of_way = {row["way"]: row for row in table}
+    whole = of_way["whole"]
+    ratio = of_way["chunks"]["cpu_seconds"] / whole["cpu_seconds"]
+    yield Bound("CPU seconds by chunks over whole layers", ratio, CPU_BOUND, again=())
+    for row in table[1:]:
+        yield Bound("loss beside that of whole layers", abs(row["loss"] / whole["loss"] - 1), 1e-6, case=row["way"])
+    for row in [of_way["chunks, disk"], *longest]:
+        limit = Case(row["way"], row["tokens"], row["layers"]).bound_mib
+        yield Bound("MiB above the model", row["rise_mib"], limit, case=f"{row['layers']}, {row['tokens']:,} tokens")
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """A row, for people."""
+    print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+
+
+def main() -> int:
+    """Print the table, save it, and fail when a figure is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="rows of a million tokens besides, for an hour or two")
+    options = parse(parser, quick="a row of 8,192 tokens, once")
+    length, rounds = 16_384, ROUNDS
+    if options.quick:
+        length, rounds = 8192, 1
+    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, rows in measured.items():
+            rows.append(row_of(Case(way, length)))
+            print_row(rows[-1])
+    table, longest = [best_of(rows) for rows in measured.values()], []
+    if options.long:
+        for case in (Case("chunks, disk", 1 << 20), Case("chunks, disk", 1 << 17, "full")):
+            longest.append(row_of(case))
+            print_row(longest[-1])
+    content = {
+        **{"chunk_tokens": CHUNK_TOKENS, "head_groups": HEAD_GROUPS, "rounds": rounds},
+        **{"table": table, "longest": longest},
+    }
+    return conclude("chunks", content, list(bounds(table, longest)), options, whole=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

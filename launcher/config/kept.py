@@ -1,0 +1,70 @@
+"""Rules of what layers keep for backward, where, and of layers by chunks."""
+
+from __future__ import annotations
+
+from launcher.config.sections import RunConfig
+from longctx.errors import ConfigError
+from parallel.mesh import nearest
+
+
+def check_kept(config: RunConfig) -> None:
+    """What is kept for backward can be, and where it is kept makes a difference."""
+    train = config.train
+    if (train.keep != "all" or train.chunk_tokens) and train.recompute_experts == "none":
+        key, value = "keep", train.keep
+        if train.chunk_tokens:
+            key, value = "chunk_tokens", str(train.chunk_tokens)
+        raise ConfigError(
+            f"train.recompute_experts=none means nothing with train.{key}={value}: blocks are computed again, and "
+            "their experts with them.\nLeave it out, or set train.keep=all and train.chunk_tokens=0."
+        )
+    _check_chunks(config)
+    if train.store == "device":
+        return
+    if config.model.num_layers < 2 and not train.chunk_tokens:
+        raise ConfigError(
+            f"train.store={train.store} means nothing to a model of one layer: what the last layer keeps stays on the "
+            "device, which wants it at once.\nTry train.store=device."
+        )
+    if not config.zero.pin_memory:
+        raise ConfigError(
+            f"train.store={train.store} copies to page-locked memory, of which zero.pin_memory=False says that this "
+            "machine allows too little.\nTry train.store=device, or zero.pin_memory=true (ulimit -l)."
+        )
+
+
+def _check_chunks(config: RunConfig) -> None:
+    """Chunks of tokens and groups of heads go with the rest."""
+    train, model = config.train, config.model
+    if train.chunk_tokens < 0:
+        raise ConfigError(f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, or 0 for whole rows.")
+    if bool(train.store_path) != (train.store == "disk"):
+        raise ConfigError(
+            f"train.store={train.store} and train.store_path={train.store_path!r} do not go together: the folder is "
+            "that of train.store=disk.\nTry --train.store disk --train.store_path /local/disk, or leave both out."
+        )
+    if not train.chunk_tokens:
+        if train.store == "disk":
+            raise ConfigError("train.store=disk is for layers by chunks.\nTry --train.chunk_tokens 8192.")
+        if train.head_groups != 1:
+            raise ConfigError(
+                f"train.head_groups={train.head_groups} is for layers by chunks.\nTry --train.chunk_tokens 8192."
+            )
+        return
+    key_heads = model.num_kv_heads
+    if model.is_latent:
+        key_heads = model.num_heads
+    ulysses = config.parallel.ulysses
+    fits = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and (model.num_heads // n) % ulysses == 0]
+    if train.head_groups not in fits:
+        raise ConfigError(
+            f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, and leave query heads of a "
+            f"group that parallel.ulysses={ulysses} divides.\n"
+            f"Try train.head_groups={nearest(train.head_groups, fits)} (any of {fits})."
+        )
+    if model.capacity_factor:
+        raise ConfigError(
+            f"model.capacity_factor={model.capacity_factor} and train.chunk_tokens={train.chunk_tokens} do not go "
+            "together yet: which choices an expert drops depends on all tokens of a row.\n"
+            "Set train.chunk_tokens=0, or model.capacity_factor=0."
+        )

@@ -1,0 +1,264 @@
+"""One decoder layer, a chunk of its tokens at a time.
+
+    forward     chunks: norm, projections        ->  queries, keys, values
+                head groups: attention           ->  heads' outputs
+                chunks: projection, FFN          ->  the layer's output
+    backward    chunks: FFN again, its backward  ->  gradients of the heads' outputs
+                chunks: projections again        ->  queries, keys, values
+                head groups: attention's backward
+                chunks: projections' backward    ->  the gradient of the layer's input
+
+What passes between these lines are values of all tokens: they lie in a store. On the device are those of one chunk, or
+of one group of heads. Attention is the same core with the same schedule as for a whole layer, with fewer heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.graphs import outside_graphs
+from longctx.model.block import Block, Call
+from longctx.model.chunks.heads import ByGroups
+from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
+from longctx.model.chunks.store import PutOnce, Stored, in_turn
+from longctx.model.chunks.stream import ResidualStream
+from longctx.model.experts.router import RouterStats
+from longctx.model.kept import Keep
+from longctx.model.recompute import RecomputeCache
+from longctx.model.rotary import RotaryTable
+
+_KEPT_OF_EXPERTS: dict[Keep, Keep] = {"all": "attention", "attention": "attention", "inputs": "inputs"}
+"""A chunk is computed again in any case."""
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of all tokens, or their gradients."""
+
+    q: ByGroups
+    k: ByGroups
+    v: ByGroups
+
+    def free(self, group: int) -> None:
+        """Give back the places of one group of heads."""
+        for values in self:
+            values.free(group)
+
+
+class Attended(NamedTuple):
+    """Attention of all tokens."""
+
+    out: ByGroups
+    caches: list[RecomputeCache]
+    """What backward needs besides, one a group of heads; none where there is no backward."""
+
+
+@outside_graphs  # values move, and weights' gradients are summed
+def chunked_layer(
+    stream: ResidualStream, block: Block, handle: Tensor, table: RotaryTable | None, call: Call
+) -> tuple[Tensor, ...]:
+    """Run the stream through a layer: the next handle, and the statistics of its router (a dense layer has none)."""
+    parts = LayerParts(block, table, call, stream.num_tokens)
+    layer = ChunkedLayer(stream, parts, trains=torch.is_grad_enabled())
+    bias, table_NH = call.scores.relative_bias, None
+    if bias is not None:
+        table_NH = bias.table_NH
+    return _Layer.apply(handle, layer, table_NH, *block.parameters())
+
+
+class _Layer(torch.autograd.Function):
+    """The layer's weights are arguments: each gets its gradient once, when the last chunk is through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, handle: Tensor, layer: ChunkedLayer, table_NH: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        # Saved although the layer knows them: autograd notices when one was written to in between.
+        ctx.save_for_backward(table_NH, *weights)
+        stats = layer.forward()
+        if stats:
+            # Of a custom function all outputs would have a gradient.
+            counted = RouterStats.from_tensors(stats)
+            ctx.mark_non_differentiable(counted.counts_SE, *counted.diagnostics)
+        return handle.new_empty(0), *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhandle: Tensor, *dstats: Tensor | None):  # type: ignore[override]
+        inputs = list(ctx.saved_tensors)
+        if inputs[0] is not None:
+            inputs[0] = inputs[0].detach().requires_grad_()
+        trained = [x for x in inputs if x is not None and x.requires_grad]
+        differentiate = Differentiate(trained)
+        scores = _with_table(ctx.layer.parts.call.scores, inputs[0])
+        ctx.layer.backward(dstats, differentiate, scores)
+        gradients = dict(zip(map(id, trained), differentiate.sums.results(), strict=True))
+        return dhandle, None, *(gradients.get(id(x)) for x in inputs)
+
+
+def _with_table(scores: Scores, table_NH: Tensor | None) -> Scores:
+    """The scores with this table of a learned bias, where they have one."""
+    if scores.relative_bias is None or table_NH is None:
+        return scores
+    return replace(scores, relative_bias=replace(scores.relative_bias, table_NH=table_NH))
+
+
+class ChunkedLayer:
+    """One layer in one forward pass and its backward."""
+
+    def __init__(self, stream: ResidualStream, parts: LayerParts, *, trains: bool) -> None:
+        self.stream, self.parts, self.trains = stream, parts, trains
+        self.store, self.chunks = stream.store, stream.chunks
+        self.keep: Keep = parts.call.keep
+        self.x: Stored | None = None
+        self.projected: Projected | None = None
+        self.attended: Attended | None = None
+        self.routing: list[RecomputeCache] = []
+        """Of each chunk: its tokens go to the same experts in both runs."""
+
+    def forward(self) -> list[Tensor]:
+        """Run the residual stream through the layer. Returns the router's statistics."""
+        x = self.stream.take_values()
+        projected = self._project(x)
+        attended = self._attend(projected)
+        self.stream.values, stats = self._finish(x, attended)
+        if self.trains:
+            self.x = x
+        if self.trains and self.keep == "all":
+            self.projected = projected
+        if self.trains and self.keep != "inputs":
+            self.attended = attended
+        return stats
+
+    def backward(self, dstats: Sequence[Tensor | None], differentiate: Differentiate, scores: Scores) -> None:
+        """Run the gradient of the residual stream back through the layer."""
+        x, projected, attended = self.x, self.projected, self.attended
+        # What is used up makes room for what comes.
+        self.x = self.projected = self.attended = None
+        assert x is not None, "a second backward pass through one graph"
+        # The only way to keep in which the ring runs a second time.
+        if attended is None:
+            projected = projected or self._project(x)
+            attended = self._attend(projected)
+        dx, dout = self._finish_backward(x, attended.out, dstats, differentiate)
+        # After the FFN's backward, so that its memory and theirs do not add up.
+        projected = projected or self._project(x)
+        dprojected = self._attend_backward(projected, attended, dout, differentiate, scores)
+        self._project_backward(x, dprojected, dx, differentiate)
+        self.stream.gradient = dx
+
+    def _project(self, x: Stored) -> Projected:
+        places: Projected | None = None
+        for tokens, (x_BcM,) in in_turn(self.chunks, [x]):
+            values = self.parts.project(x_BcM, tokens)
+            places = places or Projected._make(map(self._empty_by_groups, values))
+            for place, of_chunk in zip(places, values, strict=True):
+                place.write(tokens, of_chunk)
+        assert places is not None
+        return places
+
+    def _attend(self, projected: Projected) -> Attended:
+        outs: list[Stored] = []
+        caches: list[RecomputeCache] = []
+        for group in range(self.stream.head_groups):
+            store, cache = PutOnce(self.store), None
+            if self.trains:
+                cache = RecomputeCache("attention", store, by_chunks=True)
+                caches.append(cache)
+            # All three set out before the first is waited for.
+            arriving = [values.group(group) for values in projected]
+            qkv = [values.wait() for values in arriving]
+            outs.append(store.put(self.parts.attend(group, qkv, self.parts.call.scores, cache)))
+            store.forget()
+        return Attended(ByGroups(outs), caches)
+
+    def _finish(self, x: Stored, attended: Attended) -> tuple[Stored, list[Tensor]]:
+        """The layer's output, and the router's statistics."""
+        y: Stored | None = None
+        stats: list[Tensor] = []
+        for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
+            y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, self._new_routing())
+            y = y or self.store.empty(self.stream.num_tokens, y_BcM)
+            y.write(tokens, y_BcM)
+            # Statistics are sums over tokens.
+            if stats:
+                of_chunk = [total + part for total, part in zip(stats, of_chunk, strict=True)]
+            stats = of_chunk
+        assert y is not None
+        return y, stats
+
+    def _finish_backward(
+        self, x: Stored, out: ByGroups, dstats: Sequence[Tensor | None], differentiate: Differentiate
+    ) -> tuple[Stored, ByGroups]:
+        """The gradients of the layer's input, but for what goes through attention, and of attention's output."""
+        dx: Stored | None = None
+        dout: ByGroups | None = None
+        arriving = in_turn(self.chunks, [self.stream.take_gradient(), x, out])
+        for cache, (tokens, (dy_BcM, x_BcM, heads_BcHV)) in zip(self.routing, arriving, strict=True):
+            with torch.enable_grad(), cache.contexts()[1]:
+                inputs = leaves([x_BcM, heads_BcHV])
+                outputs = self.parts.finish(inputs[0], inputs[1], tokens, cache)
+                dx_BcM, dheads_BcHV = differentiate(outputs, inputs, [dy_BcM, *dstats])
+            dx = dx or self.store.empty(self.stream.num_tokens, dx_BcM)
+            dx.write(tokens, dx_BcM)
+            dout = dout or self._empty_by_groups(dheads_BcHV)
+            dout.write(tokens, dheads_BcHV)
+        self.routing.clear()
+        assert dx is not None
+        assert dout is not None
+        return dx, dout
+
+    def _attend_backward(
+        self,
+        projected: Projected,
+        attended: Attended,
+        dout: ByGroups,
+        differentiate: Differentiate,
+        scores: Scores,
+    ) -> Projected:
+        """The gradients of queries, keys and values."""
+        gradients: list[list[Stored]] = [[], [], []]
+        for group, cache in enumerate(attended.caches):
+            arriving = [values.group(group) for values in projected]
+            arriving_dout = dout.group(group)
+            with torch.enable_grad(), cache.contexts()[1]:
+                inputs = leaves([values.wait() for values in arriving])
+                out_BtHV = self.parts.attend(group, inputs, scores, cache)
+                found = differentiate([out_BtHV], inputs, [arriving_dout.wait()])
+            del arriving, arriving_dout, inputs, out_BtHV
+            for of_kind, gradient in zip(gradients, found, strict=True):
+                of_kind.append(self.store.put(gradient))
+            # In the next group's turn nothing is left of this one's but its gradients.
+            projected.free(group)
+            for values in (dout, attended.out):
+                values.free(group)
+        return Projected._make(map(ByGroups, gradients))
+
+    def _project_backward(self, x: Stored, dprojected: Projected, dx: Stored, differentiate: Differentiate) -> None:
+        """Add to ``dx`` what goes through queries, keys and values."""
+        for tokens, (dx_BcM, x_BcM, dq, dk, dv) in in_turn(
+            self.chunks, [dx, x, dprojected.q, dprojected.k, dprojected.v]
+        ):
+            with torch.enable_grad():
+                inputs = leaves([x_BcM])
+                outputs = self.parts.project(inputs[0], tokens, only_graph=True)
+                (through_attention,) = differentiate(outputs, inputs, [dq, dk, dv])
+            dx.write(tokens, dx_BcM + through_attention)
+
+    def _empty_by_groups(self, like: Tensor) -> ByGroups:
+        return ByGroups.empty(self.store, self.stream.num_tokens, like, self.stream.head_groups)
+
+    def _new_routing(self) -> RecomputeCache | None:
+        """What the next chunk keeps of its experts."""
+        if self.trains:
+            self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store, by_chunks=True))
+            return self.routing[-1]
+        return None

@@ -1,0 +1,87 @@
+"""``LayerParts``: what a layer computes for a chunk of its tokens, or for a group of its heads.
+
+Axes: B rows, c tokens of a chunk, M model width, H query heads, D head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.attention.contract import Scores
+from longctx.model.block import Block, Call
+from longctx.model.chunks.weight_sums import WeightSums
+from longctx.model.recompute import RecomputeCache
+from longctx.model.rotary import RotaryTable
+
+
+class LayerParts:
+    """The parts of one layer in one forward pass."""
+
+    def __init__(self, block: Block, table: RotaryTable | None, call: Call, num_tokens: int) -> None:
+        """``num_tokens`` of each row are this rank's."""
+        self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
+        self.draws = block.draws(call.dropout)
+
+    def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward alone."""
+        table = self.table
+        if table is not None:
+            table = table.of_tokens(tokens)
+        return self.call.run(Block.before_core, self.block, x_BcM, table, False, only_graph)
+
+    def attend(self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None) -> Tensor:
+        """Attention of the heads of one group, for all tokens."""
+        q, k, v = qkv
+        heads, sinks_H = slice(group * q.shape[2], (group + 1) * q.shape[2]), None
+        if self.block.self_attn.sinks is not None:
+            sinks_H = self.block.self_attn.sinks()[heads]
+        return self.call.core(
+            q,
+            k,
+            v,
+            plan=self.call.plan,
+            scores=scores.of_heads(heads.start, heads.stop),
+            sinks_H=sinks_H,
+            recompute_cache=cache,
+        )
+
+    def finish(
+        self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice, cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
+        """The layer's output for a chunk, and the router's statistics."""
+        experts = self.call.experts.of_tokens(tokens, self.num_tokens)
+        again = cache is not None and cache.recomputing
+        call = replace(self.call, experts=experts, only_graph=again)
+        attention, ffn = self.draws
+        if attention is not None and ffn is not None:
+            attention, ffn = attention.of_tokens(tokens), ffn.of_tokens(tokens)
+        return self.block.finish(x_BcM, heads_BcHV, (attention, ffn), call, cache)
+
+
+class Differentiate:
+    """Differentiates parts of a layer, and sums over all calls what they give to its weights."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights, self.sums = list(weights), WeightSums(weights)
+
+    def __call__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """The gradients of ``inputs``, each of which has a share in the outputs; None is no gradient."""
+        differentiable, known = [], []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                differentiable.append(output)
+                known.append(gradient)
+        found = torch.autograd.grad(differentiable, list(inputs) + self._weights, known, allow_unused=True)
+        self.sums.add(found[len(inputs) :])
+        return found[: len(inputs)]
+
+
+def leaves(values: Sequence[Tensor]) -> list[Tensor]:
+    """The same values as inputs of a graph of their own."""
+    return [x.detach().requires_grad_() for x in values]

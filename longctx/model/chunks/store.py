@@ -1,0 +1,198 @@
+"""Where a layer by chunks has the values of all its tokens: on the device, or in the host's memory.
+
+A layer computes with one chunk of its tokens at a time, and between its parts all chunks' values lie in a store. While
+a chunk is computed, the next one's values are on their way to the device and those of the one before on their way
+back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longctx.model.kept import Copies
+
+
+class Arriving(Protocol):
+    """Values on their way to the device."""
+
+    def wait(self) -> Tensor:
+        """The values [B, c, …], on the device; they are read and not written to."""
+        ...
+
+
+class Stored(Protocol):
+    """The values of all tokens of this rank, [B, t, …]."""
+
+    def write(self, tokens: slice, x: Tensor) -> None:
+        """Set the values of some tokens [B, c, …]."""
+        ...
+
+    def fetch(self, tokens: slice) -> Arriving:
+        """Start to bring the values of some tokens to the device."""
+        ...
+
+    def whole(self) -> Arriving:
+        """Start to bring the values of all tokens to the device."""
+        ...
+
+
+class ChunkStore(Protocol):
+    """Makes places for the values of all tokens."""
+
+    def empty(self, num_tokens: int, like: Tensor) -> Stored:
+        """A place for values of so many tokens; ``like`` [B, c, …] are those of a few."""
+        ...
+
+    def put(self, x: Tensor) -> Stored:
+        """The values x [B, t, …] of all tokens, which are on the device."""
+        ...
+
+
+def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Each chunk with its values on the device, while the next one's are on their way."""
+    arriving = [values.fetch(chunks[0]) for values in stored]
+    for number, tokens in enumerate(chunks):
+        arrived = [values.wait() for values in arriving]
+        if number + 1 < len(chunks):
+            arriving = [values.fetch(chunks[number + 1]) for values in stored]
+        yield tokens, arrived
+
+
+def of_tokens(shape: Sequence[int], num_tokens: int) -> list[int]:
+    """The shape [B, t, …] with another number of tokens."""
+    changed = list(shape)
+    changed[1] = num_tokens
+    return changed
+
+
+class PutOnce:
+    """A store that is handed a tensor by several, and puts it once."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._put: list[tuple[Tensor, Stored]] = []
+
+    def put(self, x: Tensor) -> Stored:
+        """The values x of all tokens."""
+        for earlier, stored in self._put:
+            if _are_one(earlier, x):
+                return stored
+        stored = self._store.put(x)
+        self._put.append((x, stored))
+        return stored
+
+    def forget(self) -> None:
+        """Hold nothing more: what was put may go."""
+        self._put.clear()
+
+
+def _are_one(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same memory, seen alike."""
+    if (x.dtype, x.shape, x.stride(), x.storage_offset()) != (y.dtype, y.shape, y.stride(), y.storage_offset()):
+        return False
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+class DeviceStore:
+    """Values stay on the device."""
+
+    def empty(self, num_tokens: int, like: Tensor) -> OnDevice:
+        return OnDevice(like.new_empty(of_tokens(like.shape, num_tokens)))
+
+    def put(self, x: Tensor) -> OnDevice:
+        return OnDevice(x)
+
+
+class OnDevice:
+    """Values of all tokens on the device; there is nothing to wait for."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def write(self, tokens: slice, x: Tensor) -> None:
+        self._values[:, tokens] = x
+
+    def fetch(self, tokens: slice) -> Here:
+        return Here(self._values[:, tokens])
+
+    def whole(self) -> Here:
+        return Here(self._values)
+
+    def on_device(self) -> Tensor:
+        return self._values
+
+
+class Here:
+    """Values that have arrived."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def wait(self) -> Tensor:
+        return self._values
+
+
+class HostMemory:
+    """Values lie in the host's memory, page-locked where the device is a GPU, and are copied beside its computation."""
+
+    _UNDER_WAY = 2
+    """Chunks that may be on their way to the host: computation waits for older ones, which frees their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies = Copies(device)
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    def empty(self, num_tokens: int, like: Tensor) -> InHostMemory:
+        return InHostMemory(self, self.copies.host_memory(of_tokens(like.shape, num_tokens), like.dtype))
+
+    def put(self, x: Tensor) -> InHostMemory:
+        host = self.copies.host_memory(x.shape, x.dtype)
+        self.send(x.contiguous(), host)
+        return InHostMemory(self, host)
+
+    def send(self, x: Tensor, host: Tensor) -> None:
+        """Start to copy x to the host."""
+        self.copies.copy(x, host)
+        self._leaving.append((x, self.copies.mark()))
+        # In the order of the computation, so that the memory is free when the computation comes to use it again.
+        while len(self._leaving) > self._UNDER_WAY:
+            _, mark = self._leaving.popleft()
+            self.copies.wait(mark)
+
+
+class InHostMemory:
+    """Values of all tokens in the host's memory."""
+
+    def __init__(self, store: HostMemory, host: Tensor) -> None:
+        self._store, self._host = store, host
+
+    def write(self, tokens: slice, x: Tensor) -> None:
+        # Contiguous here: the copy would otherwise make it so on its own stream.
+        self._store.send(x.contiguous(), self._host[:, tokens])
+
+    def fetch(self, tokens: slice) -> FromHost:
+        return FromHost(self._store.copies, self._host[:, tokens])
+
+    def whole(self) -> FromHost:
+        return FromHost(self._store.copies, self._host)
+
+    def on_device(self) -> Tensor:
+        return self.whole().wait()
+
+
+class FromHost:
+    """Values on their way from the host's memory."""
+
+    def __init__(self, copies: Copies, host: Tensor) -> None:
+        self._copies = copies
+        self._values = copies.to_device(host)
+        self._mark = copies.mark()
+
+    def wait(self) -> Tensor:
+        self._copies.wait(self._mark)
+        return self._values

@@ -1,0 +1,89 @@
+"""``ResidualStream``: what goes from layer to layer when each works through its tokens by chunks.
+
+It is then no tensor that autograd sees. Its values, and in backward its gradient, lie in a store; from
+layer to layer goes a *handle*, a tensor without values, which puts the layers' backward passes in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx.model.chunks.store import ChunkStore, Stored
+
+
+@dataclass(eq=False)
+class ResidualStream:
+    """The residual stream of one forward pass, and how layers go through it."""
+
+    store: ChunkStore
+    chunks: Sequence[slice]
+    """Of this rank's tokens, in order."""
+    num_tokens: int
+    head_groups: int = 1
+    """Key heads go through attention in so many groups, one after another."""
+    values: Stored | None = None
+    """The residual stream behind the last layer that has run forward."""
+    gradient: Stored | None = None
+    """Its gradient before the last layer that has run backward."""
+
+    def take_values(self) -> Stored:
+        """The residual stream that a layer reads."""
+        assert self.values is not None, "no residual stream has entered"
+        values, self.values = self.values, None
+        return values
+
+    def take_gradient(self) -> Stored:
+        """The gradient of what a layer gave, which is then the caller's alone."""
+        assert self.gradient is not None, "no gradient has come back"
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+    def enter(self, x_BtM: Tensor) -> Tensor:
+        """Begin with these values; returns the handle for the first layer."""
+        return _Enter.apply(x_BtM, self)
+
+    def leave(self, handle: Tensor) -> Tensor:
+        """The residual stream [B, t, M] behind the last layer."""
+        return _Leave.apply(handle, self)
+
+
+def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    """Chunks of at most ``chunk_tokens`` tokens, equally many but for one; one chunk where there are no tokens."""
+    count = max(1, math.ceil(num_tokens / chunk_tokens))
+    # A short last chunk would take a device as long as a full one, and one token a compiled graph of its own.
+    starts = [number * num_tokens // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtM: Tensor, stream: ResidualStream) -> Tensor:
+        ctx.stream = stream
+        stream.values = stream.store.put(x_BtM)
+        return x_BtM.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor):  # type: ignore[override]
+        return ctx.stream.take_gradient().whole().wait(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, stream: ResidualStream) -> Tensor:
+        ctx.stream = stream
+        return stream.take_values().whole().wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_BtM: Tensor):  # type: ignore[override]
+        ctx.stream.gradient = ctx.stream.store.put(dx_BtM)
+        return dx_BtM.new_empty(0), None

@@ -1,0 +1,53 @@
+"""Layers by chunks: the values and gradients of whole layers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from longctx.model.decoder import Decoder
+from longctx.model.kept import Keep, Store
+from longctx.model.training_pass import Execution, TrainingPass
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
+
+KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
+STORES: tuple[Store, ...] = ("device", "host", "disk")
+EVERY_WAY = list(itertools.product(KEEPS, STORES, (1, 7, 100), (1, 2)))
+WAYS = EVERY_WAY[::7]
+"""Every seventh: each way to keep, store, length of a chunk and number of groups is among them."""
+RANDOM = {"num_layers": 3, "residual_dropout": 0.2}
+CONFIGS = {
+    "dense": dense_config(**RANDOM),
+    "experts": tiny_config(**RANDOM, router_jitter=0.1),
+    "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich"),
+    "experts, post": tiny_config(**RANDOM, norm_order="post", shared_ffn_size=0),
+    "linear": dense_config(**RANDOM, layers=("linear", "window", "full"), window=7),
+    "t5, sinks": dense_config(**RANDOM, position="t5"),
+    "sinks": dense_config(**RANDOM, sinks=True),
+    "alibi": dense_config(**RANDOM, position="alibi"),
+}
+BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
+
+
+def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Loss sums and gradients of one step."""
+    lm = CausalLM(Decoder(config, execution=execution))
+    randomize(lm)
+    lm.to(dtype)
+    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3)))
+    step_loss(loss, 0.1).backward()
+    return {**loss._asdict(), **gradients(lm)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
+    wanted = train(CONFIGS[name], Execution(), torch.float64)
+    for keep, store, chunk_tokens, head_groups in WAYS:
+        execution = Execution(keep, store, chunk_tokens=chunk_tokens, head_groups=head_groups, store_path=str(tmp_path))
+        got = train(CONFIGS[name], execution, torch.float64)
+        for key, value in wanted.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
