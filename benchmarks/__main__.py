@@ -31,6 +31,7 @@ NAMES = (
     "loss",
     "decoder",
     "compiled",
+    "chunks",
     "moe",
     "generation",
     "generation_batch",

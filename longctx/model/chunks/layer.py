@@ -132,10 +132,10 @@ class ChunkedLayer:
         self.stream.values, stats = self._finish(x, attended)
         if self.trains:
             self.x = x
-        if self.trains and self.keep == "all":
-            self.projected = projected
-        if self.trains and self.keep != "inputs":
-            self.attended = attended
+            if self.keep == "all":
+                self.projected = projected
+            if self.keep != "inputs":
+                self.attended = attended
         return stats
 
     def backward(self, dstats: Sequence[Tensor | None], differentiate: Differentiate, scores: Scores) -> None:
@@ -212,8 +212,7 @@ class ChunkedLayer:
             dout = dout or self._empty_by_groups(dheads_BcHV)
             dout.write(tokens, dheads_BcHV)
         self.routing.clear()
-        assert dx is not None
-        assert dout is not None
+        assert dx is not None and dout is not None  # noqa: PT018 (one fact: there is a chunk)
         return dx, dout
 
     def _attend_backward(
@@ -258,7 +257,7 @@ class ChunkedLayer:
 
     def _new_routing(self) -> RecomputeCache | None:
         """What the next chunk keeps of its experts."""
-        if self.trains:
-            self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store, by_chunks=True))
-            return self.routing[-1]
-        return None
+        if not self.trains:
+            return None
+        self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store, by_chunks=True))
+        return self.routing[-1]
