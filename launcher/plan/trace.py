@@ -98,6 +98,11 @@ def _check_offload(config: RunConfig) -> None:
                 f"plan --trace does not know zero.{name}={value} yet: it counts all state on the device.\n"
                 f"Try --zero.{name} none; docs/zero.md says what offload takes off it."
             )
+    if config.train.store == "disk":
+        raise ConfigError(
+            "plan --trace has no values that train.store=disk could write.\n"
+            "Try --train.store host: the device holds as much, and what it counts on the host is on the disk."
+        )
 
 
 def trace_run(

@@ -52,6 +52,17 @@ def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh, device: str
     )
 
 
+def _block_sizes(parameters: dict[str, torch.Size]) -> dict[str, int]:
+    """Values of each block's weights, by the block's name."""
+    sizes: dict[str, int] = {}
+    for name, shape in parameters.items():
+        before, layers, behind = name.partition(".layers.")
+        if layers:
+            block = before + layers + behind.partition(".")[0]
+            sizes[block] = sizes.get(block, 0) + shape.numel()
+    return sizes
+
+
 def _gathered(config: RunConfig, parameters: dict[str, torch.Size], experts: set[str], mesh: Mesh) -> int:
     """Bytes of whole weights in ZeRO 3, at most. A rank's own part of them stays where it is."""
     if mesh.expert == mesh.world_size:
@@ -61,4 +72,8 @@ def _gathered(config: RunConfig, parameters: dict[str, torch.Size], experts: set
     live = min(sum(sizes), config.zero.max_live_parameters)
     # What arrives at once lies by ranks, and is copied into parameters.
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
+    if config.train.chunk_tokens:
+        # By chunks the weights of a block are gathered together.
+        largest = max(_block_sizes(parameters).values())
+        live, arriving = max(live, largest), max(arriving, largest)
     return (live + arriving) * config.dtype.itemsize

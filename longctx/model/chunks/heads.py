@@ -5,7 +5,7 @@ Chunks are read and written with all their heads, groups with all their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class ByGroups:
         """Start to bring the values [B, t, h, …] of one group to the device."""
         return _there(self._groups[number]).whole()
 
+    @property
+    def num_groups(self) -> int:
+        """Groups that there are, or were."""
+        return len(self._groups)
+
     def free(self, number: int) -> None:
         """Give back the place of one group, which nobody reads any more."""
         self._groups[number] = None
@@ -58,6 +63,24 @@ class _AllHeads:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim=2)
+
+
+def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[Tensor]]:
+    """The values [B, t, h, …] of each group on the device, while the next group's are on their way.
+
+    ``frees`` gives back the place of a group whose values are here: nobody reads it a second time.
+    """
+    arriving = [of_all.group(0) for of_all in values]
+    for number in range(values[0].num_groups):
+        arrived = [group.wait() for group in arriving]
+        # What has arrived is held here alone.
+        arriving.clear()
+        for of_all in values:
+            if frees:
+                of_all.free(number)
+        if number + 1 < values[0].num_groups:
+            arriving = [of_all.group(number + 1) for of_all in values]
+        yield arrived
 
 
 def _there(group: Stored | None) -> Stored:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.block import Block, Call
-from longctx.model.chunks.heads import ByGroups
+from longctx.model.chunks.heads import ByGroups, groups_in_turn
 from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
 from longctx.model.chunks.store import PutOnce, Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
@@ -44,11 +44,6 @@ class Projected(NamedTuple):
     q: ByGroups
     k: ByGroups
     v: ByGroups
-
-    def free(self, group: int) -> None:
-        """Give back the places of one group of heads."""
-        for values in self:
-            values.free(group)
 
 
 class Attended(NamedTuple):
@@ -128,7 +123,7 @@ class ChunkedLayer:
         """Run the residual stream through the layer. Returns the router's statistics."""
         x = self.stream.take_values()
         projected = self._project(x)
-        attended = self._attend(projected)
+        attended = self._attend(projected, frees=self.keep != "all")
         self.stream.values, stats = self._finish(x, attended)
         if self.trains:
             self.x = x
@@ -147,7 +142,7 @@ class ChunkedLayer:
         # The only way to keep in which the ring runs a second time.
         if attended is None:
             projected = projected or self._project(x)
-            attended = self._attend(projected)
+            attended = self._attend(projected, frees=False)
         dx, dout = self._finish_backward(x, attended.out, dstats, differentiate)
         # After the FFN's backward, so that its memory and theirs do not add up.
         projected = projected or self._project(x)
@@ -165,17 +160,15 @@ class ChunkedLayer:
         assert places is not None
         return places
 
-    def _attend(self, projected: Projected) -> Attended:
+    def _attend(self, projected: Projected, *, frees: bool) -> Attended:
+        """Attention; ``frees`` what it reads."""
         outs: list[Stored] = []
         caches: list[RecomputeCache] = []
-        for group in range(self.stream.head_groups):
+        for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
             store, cache = PutOnce(self.store), None
             if self.trains:
                 cache = RecomputeCache("attention", store, by_chunks=True)
                 caches.append(cache)
-            # All three set out before the first is waited for.
-            arriving = [values.group(group) for values in projected]
-            qkv = [values.wait() for values in arriving]
             outs.append(store.put(self.parts.attend(group, qkv, self.parts.call.scores, cache)))
             store.forget()
         return Attended(ByGroups(outs), caches)
@@ -225,27 +218,26 @@ class ChunkedLayer:
     ) -> Projected:
         """The gradients of queries, keys and values."""
         gradients: list[list[Stored]] = [[], [], []]
-        for group, cache in enumerate(attended.caches):
-            arriving = [values.group(group) for values in projected]
-            arriving_dout = dout.group(group)
+        arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
+        for group, (cache, values) in enumerate(zip(attended.caches, arriving, strict=True)):
+            dout_BtHV = values.pop()
+            # The cache has it.
+            attended.out.free(group)
             with torch.enable_grad(), cache.contexts()[1]:
-                inputs = leaves([values.wait() for values in arriving])
+                inputs = leaves(values)
                 out_BtHV = self.parts.attend(group, inputs, scores, cache)
-                found = differentiate([out_BtHV], inputs, [arriving_dout.wait()])
-            del arriving, arriving_dout, inputs, out_BtHV
+                found = differentiate([out_BtHV], inputs, [dout_BtHV])
+            # In the next group's turn nothing is left of this one's but its gradients.
+            values.clear()
+            del inputs, out_BtHV, dout_BtHV
             for of_kind, gradient in zip(gradients, found, strict=True):
                 of_kind.append(self.store.put(gradient))
-            # In the next group's turn nothing is left of this one's but its gradients.
-            projected.free(group)
-            for values in (dout, attended.out):
-                values.free(group)
         return Projected._make(map(ByGroups, gradients))
 
     def _project_backward(self, x: Stored, dprojected: Projected, dx: Stored, differentiate: Differentiate) -> None:
         """Add to ``dx`` what goes through queries, keys and values."""
-        for tokens, (dx_BcM, x_BcM, dq, dk, dv) in in_turn(
-            self.chunks, [dx, x, dprojected.q, dprojected.k, dprojected.v]
-        ):
+        stored = [dx, x, dprojected.q, dprojected.k, dprojected.v]
+        for tokens, (dx_BcM, x_BcM, dq, dk, dv) in in_turn(self.chunks, stored):
             with torch.enable_grad():
                 inputs = leaves([x_BcM])
                 outputs = self.parts.project(inputs[0], tokens, only_graph=True)
