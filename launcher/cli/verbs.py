@@ -108,7 +108,10 @@ VERBS = {
 
 UNBUILT = {
     "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
-    "verify": "For files use `data verify DIR` and `checkpoint verify DIR`.",
+    "verify": (
+        "Over ranks it is `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`; for files use "
+        "`data verify DIR` and `checkpoint verify DIR`."
+    ),
     "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
     "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
     "checkpoint prune": "Set checkpoint.keep_last in the run's config, or delete a step_NNNNNN folder whole.",

@@ -21,7 +21,7 @@ from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags
 
-SCRIPT, LM_EVAL = "launcher/pretrain.py", "launcher/lm_eval.py"
+SCRIPT, LM_EVAL, VERIFY = "launcher/pretrain.py", "launcher/lm_eval.py", "launcher/verify.py"
 VERBS = {"launcher/evaluate.py": "evaluate", "launcher/generate.py": "generate"}
 """Scripts with the options of a verb."""
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
@@ -61,7 +61,8 @@ def check_model_args(text: str) -> None:
 
 def check_start(words: Sequence[str]) -> None:
     """Read the flags of a pretraining command, and check the run on as many ranks as share a row."""
-    flags = list(words[words.index(SCRIPT) + 1 :])
+    script = next(word for word in words if word in (SCRIPT, VERIFY))
+    flags = list(words[words.index(script) + 1 :])
     if "--help" in flags:
         with pytest.raises(SystemExit) as ending:
             load_run_config(flags)

@@ -148,6 +148,7 @@ class Launch:
         hostfile: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
         master_address: str = "127.0.0.1",
+        script: str = "launcher/pretrain.py",
     ) -> None:
         """``hostfile`` starts the ranks that it names, on any machine; without one there are two ranks here."""
         self.arguments = list(arguments)
@@ -158,7 +159,7 @@ class Launch:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            [*command, "launcher/pretrain.py", *self.arguments],
+            [*command, script, *self.arguments],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path, **(environment or {})},
             stdout=subprocess.PIPE,

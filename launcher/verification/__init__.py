@@ -1,0 +1,1 @@
+"""A run's own configuration, small, beside one plain process: is every part computed as one process would?"""

@@ -1,0 +1,137 @@
+"""The same steps in one process, by PyTorch's own parts: nothing is cut, sent, chunked, stored or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from launcher.config.sections import RunConfig
+from launcher.verification.rows import micro_batch
+from launcher.verification.state import STEPS, StepState
+from longctx.batch import PADDING_DOCUMENT, Batch
+from longctx.model.decoder import Decoder
+from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.training_pass import Execution, TrainingPass
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from parallel.loss import StepCounts
+
+
+class Alone:
+    """The model of one process, its float32 masters, and AdamW on them."""
+
+    def __init__(self, config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Weights begin where the run's do: rounded to its dtype, whatever ``dtype`` is here."""
+        self.config, self.model = config, config.model.config()
+        products = config.train.products
+        if products == "auto":
+            products = "native"
+        self.lm = CausalLM(
+            Decoder(self.model, seed=config.run.seed, execution=Execution(products=products)),
+            z_loss=config.train.z_loss,
+            label_smoothing=config.train.label_smoothing,
+        ).to(device)
+        self.device, self.masters = device, {}
+        for name, p in self.lm.decoder.named_parameters():
+            self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
+        self.lm.to(dtype)
+        self.optimizer = _adamw(config, self.masters)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Masters and buffers as they are now, flat."""
+        found = {name: master.detach().clone().flatten() for name, master in self.masters.items()}
+        found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.decoder.named_buffers())
+        return found
+
+    def steps(self) -> Iterator[StepState]:
+        """Every step's state."""
+        model, load_LE = self.model, None
+        for step in range(STEPS):
+            with torch.no_grad():
+                for name, p in self.lm.decoder.named_parameters():
+                    p.copy_(self.masters[name])
+            batches = [batch.to(self.device) for batch in _step(self.config, step)]
+            nll, counts_LE, counts = _gradients(self.lm, self.masters, batches, self.config, step, load_LE)
+            norm = _clip(self.masters, self.config.train.clip_norm)
+            gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if model.num_experts:
+                load_LE = load_share(counts_LE)
+            if model.selection_bias_rate:
+                move_selection_bias_(self.lm.decoder.selection_biases(), counts_LE, model.selection_bias_rate)
+            loss = nll / counts.targets
+            yield StepState(loss=loss, grad_norm=norm, gradients=gradients, weights=self.weights())
+
+
+def _step(config: RunConfig, step: int) -> list[Batch]:
+    """The micro-batches of all data ranks."""
+    count = config.rows_per_step // config.train.micro_batch_rows
+    return [micro_batch(config, step, number) for number in range(count)]
+
+
+def _gradients(
+    lm: CausalLM,
+    masters: dict[str, Tensor],
+    batches: list[Batch],
+    config: RunConfig,
+    step: int,
+    load_LE: Tensor | None,
+) -> tuple[float, Tensor, StepCounts]:
+    """Add up the step's gradients in float32. Returns Σ nll, the experts' counts and the step's."""
+    targets = sum(batch.num_targets for batch in batches)
+    tokens = sum(int((batch.document_ids != PADDING_DOCUMENT).sum()) for batch in batches)
+    counts, nll, counts_LE = StepCounts(targets, tokens), 0.0, torch.zeros(0, 0)
+    for number, batch in enumerate(batches):
+        training_pass = TrainingPass(
+            seed=config.run.seed * 0x9E3779B1 + step,
+            first_token=number * config.train.micro_batch_rows * config.data.seq_len,
+            expert_load_LE=load_LE,
+        )
+        # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
+        loss = LossSum.from_tensors(lm(batch, training_pass))
+        counts.loss(loss, config.model).backward()
+        nll += float(loss.nll_sum)
+        if number == 0:
+            counts_LE = loss.counts_LE
+        else:
+            counts_LE = counts_LE + loss.counts_LE
+        for name, p in lm.decoder.named_parameters():
+            if p.grad is None:
+                continue
+            master = masters[name]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            master.grad += p.grad
+            p.grad = None
+    return nll, counts_LE, counts
+
+
+def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
+    """Scale the gradients down to this norm (0: never); returns the one that they had."""
+    # In float64: the sum of millions of squares in float32 is off in the fifth digit.
+    squares = [_gradient(master).double().square().sum() for master in masters.values()]
+    norm = float(torch.stack(squares).sum().sqrt())
+    factor = clip_norm / (norm + 1e-6)
+    if clip_norm and factor < 1:
+        for master in masters.values():
+            if master.grad is not None:
+                master.grad *= factor
+    return norm
+
+
+def _adamw(config: RunConfig, masters: dict[str, Tensor]) -> torch.optim.AdamW:
+    train = config.train
+    matrices = [p for p in masters.values() if p.ndim >= 2]
+    vectors = [p for p in masters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False)
+
+
+def _gradient(master: Tensor) -> Tensor:
+    if master.grad is None:
+        return torch.zeros_like(master)
+    return master.grad

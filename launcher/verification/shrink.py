@@ -1,0 +1,105 @@
+"""A run's configuration made small: fewer layers, narrower ones, shorter rows; how it is spread stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config.sections import RunConfig
+from longctx.config import ModelConfig
+
+TOKENS_A_RANK = 256
+"""Most tokens of a row that a rank holds: several kernels' blocks, few enough for one process to hold all."""
+WIDTH, FFN_WIDTH, EXPERT_WIDTH, VOCABULARY = 256, 512, 64, 4096
+MICRO_BATCHES = 2
+"""Enough to see that gradients of several are added up."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small configuration, and what was changed to make it."""
+
+    config: RunConfig
+    changes: tuple[str, ...]
+    """A line each: key, value before, value after."""
+
+
+def shrink(config: RunConfig, world_size: int) -> Shrunk:
+    """The configuration with a small model and short rows.
+
+    Degrees, layout, transport, kernel, heads, ZeRO, dtype, the number of chunks and all that the loss is made of stay.
+    Nothing is made larger.
+    """
+    context = config.parallel.context
+    seq_len = min(config.data.seq_len, TOKENS_A_RANK * context)
+    data_degree = world_size // context
+    micro_batches = min(MICRO_BATCHES, config.accumulation(world_size))
+    rows = config.train.micro_batch_rows * data_degree * micro_batches
+    share = seq_len / config.data.seq_len
+    train: dict[str, Any] = {"tokens_per_step": rows * seq_len}
+    if config.train.chunk_tokens:
+        train["chunk_tokens"] = max(1, math.ceil(config.train.chunk_tokens * share))
+    parallel: dict[str, Any] = {}
+    if config.expert_tile_tokens:
+        parallel["expert_tile_tokens"] = max(1, math.ceil(config.expert_tile_tokens * share))
+    sections = {
+        "model": _model(config.model, share, config.parallel.expert),
+        "data": {"seq_len": seq_len},
+        "train": train,
+        "parallel": parallel,
+    }
+    changes = []
+    for section, values in sections.items():
+        before = getattr(config, section)
+        for key, value in values.items():
+            if getattr(before, key) != value:
+                changes.append(f"{section}.{key}: {getattr(before, key)} → {value}")
+        config = dataclasses.replace(config, **{section: dataclasses.replace(before, **values)})
+    return Shrunk(config, tuple(changes))
+
+
+def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, Any]:
+    """The fields of a small model with every kind of layer that this one has."""
+    layers = _num_layers(model)
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": min(model.hidden_size, WIDTH),
+        "ffn_size": min(model.ffn_size, FFN_WIDTH),
+        "vocab_size": min(model.vocab_size, VOCABULARY),
+        "dense_layers": tuple(layer for layer in model.dense_layers if layer < layers),
+    }
+    if model.window:
+        # As wide a part of the row as it was.
+        values["window"] = max(1, math.ceil(model.window * share))
+    if model.sparse_stride:
+        values["sparse_stride"] = max(1, math.ceil(model.sparse_stride * share))
+    for name in ("q_lora_rank", "kv_lora_rank"):
+        values[name] = min(getattr(model, name), WIDTH // 2)
+    if model.num_experts:
+        values["num_experts"] = _num_experts(model, expert_degree)
+        values["expert_ffn_size"] = min(model.expert_ffn_size, EXPERT_WIDTH)
+        values["shared_ffn_size"] = min(model.shared_ffn_size, EXPERT_WIDTH)
+    return values
+
+
+def _num_layers(model: ModelConfig) -> int:
+    """The fewest layers in which every kind of attention meets every kind of FFN that it meets in the model."""
+    kinds = [_kind(model, layer) for layer in range(model.num_layers)]
+    fewest = max(kinds.index(kind) for kind in kinds) + 1
+    # Patterns must fit, and one layer has no neighbour.
+    return min(model.num_layers, max(2, fewest, len(model.layers), len(model.rope_layers)))
+
+
+def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:
+    return model.layer_kind(layer), model.has_experts(layer), model.has_rope(layer)
+
+
+def _num_experts(model: ModelConfig, expert_degree: int) -> int:
+    """The fewest experts of which tokens have a choice, that groups and ranks divide."""
+    step = math.lcm(expert_degree, model.expert_groups)
+    # In the groups that a token may choose there must be as many as it takes, and two in each.
+    within = model.groups_per_token / model.expert_groups
+    least = max(2 * model.experts_per_token / within, 2 * model.expert_groups, 2 * expert_degree)
+    return min(model.num_experts, step * math.ceil(least / step))

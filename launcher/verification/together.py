@@ -1,0 +1,88 @@
+"""The steps as a run takes them: its mesh, its layout, its transport, its ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
+from launcher.training.model import build_causal_lm, shard_batch
+from launcher.verification.rows import micro_batch
+from launcher.verification.state import STEPS, StepState, gradient_of_moments
+from longctx.checkpoint_format import ROLES
+from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.training_pass import TrainingPass
+from parallel.loss import count_step, sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.runtime.process import gather_on_rank_0
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.optimizer import OptimizerOptions
+
+_MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]
+
+
+def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
+    """Every step's state, on rank 0; the others get states without tensors. Collective."""
+    train, model = config.train, config.model.config()
+    micro_batches = config.accumulation(mesh.world_size)
+    options = OptimizerOptions(
+        betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
+    )
+    engine = ZeroEngine(
+        build_causal_lm(config, mesh),
+        stage=config.zero_stage,
+        dtype=config.dtype,
+        accumulation=micro_batches,
+        options=options,
+        zero=zero_options(config.zero),
+    )
+    engine.initialize(config.run.seed)
+    moments: dict[str, Tensor] = {}
+    load_LE: Tensor | None = None
+    for step in range(STEPS):
+        numbers = [number * mesh.data + mesh.data_rank for number in range(micro_batches)]
+        shards = [shard_batch(micro_batch(config, step, number), config, mesh) for number in numbers]
+        counts = count_step(shards)
+        nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), torch.zeros(0, 0)
+        for number, shard in zip(numbers, shards, strict=True):
+            training_pass = TrainingPass(
+                seed=config.run.seed * 0x9E3779B1 + step,
+                first_token=number * train.micro_batch_rows * config.data.seq_len,
+                expert_load_LE=load_LE,
+            )
+            loss = engine.forward(shard.to(device), training_pass)
+            engine.backward(counts.loss(loss, model))
+            nll += loss.nll_sum.double()
+            if number == numbers[0]:
+                counts_LE = loss.counts_LE
+            else:
+                counts_LE = counts_LE + loss.counts_LE
+        norm = engine.step(train.lr)
+        if model.num_experts:
+            counts_LE = sum_over_ranks(counts_LE)
+            load_LE = load_share(counts_LE)
+        if model.selection_bias_rate:
+            move_selection_bias_(engine.model.decoder.selection_biases(), counts_LE, model.selection_bias_rate)
+        weights, new = _gather(engine)
+        gradients = {name: gradient_of_moments(x, moments.get(name), train.beta1) for name, x in new.items()}
+        moments = new
+        total = float(sum_over_ranks(nll))
+        yield StepState(loss=total / counts.targets, grad_norm=norm, gradients=gradients, weights=weights)
+
+
+def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters and first moments of the whole model on rank 0, flat; nothing elsewhere. Collective."""
+    own = []
+    for name, role, start, values in engine.owned_ranges():
+        if role in (_MASTER, _FIRST_MOMENT):
+            own.append((name, role, start, values.detach().float().cpu().clone()))
+    whole: dict[str, dict[str, Tensor]] = {_MASTER: {}, _FIRST_MOMENT: {}}
+    for of_rank in gather_on_rank_0(own):
+        for name, role, start, values in of_rank:
+            if name not in whole[role]:
+                whole[role][name] = torch.full((engine.shapes[name].numel(),), torch.nan)
+            whole[role][name][start : start + len(values)] = values
+    return whole[_MASTER], whole[_FIRST_MOMENT]

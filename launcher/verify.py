@@ -1,0 +1,56 @@
+"""Compare a run's configuration with one plain process, on the user's own cluster:
+``deepspeed --hostfile hostfile launcher/verify.py --config run.toml``.
+
+Three steps of a small model with the run's own degrees, layout, transport, kernel, ZeRO stage, dtype and chunks, beside
+three steps of one process: loss, gradient norm, every gradient and every weight. Exit code 1 where they differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from longctx_train import end_if_names_clash
+
+# Before any package of ours: another's of the same name would end in an ImportError.
+end_if_names_clash()
+
+from launcher.cluster.exit import FAILED, run_script
+from launcher.cluster.hostfile import check_hostfile
+from launcher.cluster.scheduler import check_tasks
+from launcher.config.check import check_run
+from launcher.config.load import load_run_config
+from longctx.kernels.processor import has_native_bfloat16
+from parallel.runtime.device import choose_device
+from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
+
+
+def main(argv: list[str]) -> int | None:
+    """Check everything that can be checked, then compare."""
+    rank, world_size = environment_rank()
+    config = load_run_config(argv, quiet=rank != 0)
+    check_tasks(config.run.hostfile, argv)
+    check_hostfile(config.run.hostfile, world_size)
+    device = choose_device(config.run.device)
+    check_run(config, world_size)
+    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
+    # DeepSpeed decides on a device when it is imported.
+    from launcher.verification.run import verify_run
+
+    # Rank 0 decides for all, should the hosts differ.
+    native = device.type == "cuda" or has_native_bfloat16()
+    native, device_type = broadcast_object((native, device.type))
+    verdict = verify_run(config.resolve(native_bfloat16=native, device_type=device_type), device)
+    if rank == 0:
+        sys.stdout.write(f"{verdict.text}\n")
+    stop_process_group()
+    if not verdict.held:
+        return FAILED
+    return None
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(sys.argv[1:]), interrupted="Interrupted.")

@@ -1,0 +1,161 @@
+"""Faults that are put into the parallel code while a configuration is verified."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import launcher.verification.together as together
+import parallel.transport.point_to_point as point_to_point
+import parallel.zero.partition as partition
+from longctx.model.chunks.weight_sums import WeightSums
+from parallel.experts.dispatcher import AllToAllDispatcher
+from parallel.loss import StepCounts, count_tokens
+from parallel.transport.exchange import PendingGradients
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.optimizer import optimizer_groups
+
+
+@contextlib.contextmanager
+def nothing_merged() -> Iterator[None]:
+    """The ring forgets what the other rank's keys gave."""
+    with patch.object(point_to_point, "merge_block_", lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_of_keys_lost() -> Iterator[None]:
+    """dK and dV come back to their owner and are not added."""
+
+    def add_to(self: PendingGradients, total: Any) -> None:
+        self.exchange.wait()
+
+    with patch.object(PendingGradients, "add_to", add_to):
+        yield
+
+
+@contextlib.contextmanager
+def positions_of_the_shard() -> Iterator[None]:
+    """Positions count this rank's tokens."""
+    shard_batch = together.shard_batch
+
+    def local(*args: Any) -> Any:
+        shard = shard_batch(*args)
+        shard.positions.copy_(torch.arange(shard.positions.numel()).view_as(shard.positions))
+        return shard
+
+    with patch.object(together, "shard_batch", local):
+        yield
+
+
+@contextlib.contextmanager
+def counts_of_this_rank() -> Iterator[None]:
+    """The loss is divided by this rank's targets."""
+
+    def own(shards: Any) -> StepCounts:
+        return StepCounts(*count_tokens(shards))
+
+    with patch.object(together, "count_step", own):
+        yield
+
+
+@contextlib.contextmanager
+def mean_over_ranks() -> Iterator[None]:
+    """The loss scale that undoes DeepSpeed's mean is left out."""
+
+    def backward(self: ZeroEngine, loss: torch.Tensor) -> None:
+        self.partition.engine.backward(loss, scale_wrt_gas=False)
+        if not self.partition.engine.is_gradient_accumulation_boundary():
+            self.partition.engine.step()
+
+    with patch.object(ZeroEngine, "backward", backward):
+        yield
+
+
+@contextlib.contextmanager
+def a_micro_batch_lost() -> Iterator[None]:
+    """The second micro-batch of a step adds nothing."""
+    backward, seen = ZeroEngine.backward, []
+
+    def every_other(self: ZeroEngine, loss: torch.Tensor) -> None:
+        seen.append(loss)
+        backward(self, loss * (len(seen) % 2))
+
+    with patch.object(ZeroEngine, "backward", every_other):
+        yield
+
+
+@contextlib.contextmanager
+def everything_decays() -> Iterator[None]:
+    """ZeRO's groups: norms and biases decay, too."""
+
+    def one_kind(model: Any, weight_decay: float) -> Any:
+        return [{**group, "weight_decay": weight_decay} for group in optimizer_groups(model, weight_decay)]
+
+    with patch.object(partition, "optimizer_groups", one_kind):
+        yield
+
+
+@contextlib.contextmanager
+def learning_rate_late() -> Iterator[None]:
+    """ZeRO's groups keep the first learning rate: the second step takes half of it."""
+    step, taken = ZeroEngine.step, []
+
+    def halved(self: ZeroEngine, lr: float) -> float:
+        taken.append(lr)
+        return step(self, lr / len(taken))
+
+    with patch.object(ZeroEngine, "step", halved):
+        yield
+
+
+@contextlib.contextmanager
+def results_of_experts_elsewhere_lost() -> Iterator[None]:
+    """Tokens come back from experts scaled down."""
+    handle = AllToAllDispatcher.handle
+
+    def weaker(self: AllToAllDispatcher, *args: Any, **options: Any) -> Any:
+        made = handle(self, *args, **options)
+        combine = made.combine
+
+        def scaled(values: torch.Tensor, dtype: torch.dtype) -> Any:
+            return combine(values * 0.98, dtype)
+
+        object.__setattr__(made, "combine", scaled)
+        return made
+
+    with patch.object(AllToAllDispatcher, "handle", weaker):
+        yield
+
+
+@contextlib.contextmanager
+def the_first_chunk_alone() -> Iterator[None]:
+    """By chunks: weights get the gradient of the first chunk that meets them."""
+    add = WeightSums.add
+
+    def first(self: WeightSums, gradients: Sequence[torch.Tensor | None]) -> None:
+        news = [None if total is not None else x for total, x in zip(self._sums, gradients, strict=True)]
+        add(self, news)
+
+    with patch.object(WeightSums, "add", first):
+        yield
+
+
+Mutant = Callable[[], contextlib.AbstractContextManager[None]]
+MUTANTS: dict[str, tuple[Mutant, str]] = {
+    "ring, forward": (nothing_merged, "loss"),
+    "ring, backward": (gradients_of_keys_lost, "gradient norm"),
+    "positions": (positions_of_the_shard, "loss"),
+    "loss, counts": (counts_of_this_rank, "loss"),
+    "loss, scale": (mean_over_ranks, "gradient norm"),
+    "accumulation": (a_micro_batch_lost, "gradient"),
+    "ZeRO, decay": (everything_decays, "weights"),
+    "ZeRO, rate": (learning_rate_late, "weights"),
+    "experts": (results_of_experts_elsewhere_lost, "gradient"),
+    "chunks": (the_first_chunk_alone, "gradient norm"),
+}
+"""Name -> (fault, what is found to differ)."""

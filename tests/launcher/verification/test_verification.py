@@ -1,0 +1,124 @@
+"""``verify``: right configurations agree with one process, and faults are found."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import launcher.verification.run as verification
+from launcher.config.check import check_run
+from launcher.config.load import load_run_config
+from launcher.recipes.find import recipes
+from launcher.verification.compare import part_of
+from launcher.verification.shrink import TOKENS_A_RANK, shrink
+from tests.helpers import run_distributed
+from tests.launcher.runs import TINY_MODEL, recipe_flags
+from tests.launcher.verification.mutants import MUTANTS
+
+EXPERTS = {
+    **TINY_MODEL,
+    "model.residual_dropout": 0.1,
+    "data.seq_len": 128,
+    "train.tokens_per_step": 256,
+    "train.clip_norm": 0.1,
+    "train.dtype": "float32",
+    "train.lr": 1e-3,
+    "parallel.context": 2,
+    "parallel.expert": 2,
+    "zero.stage": 2,
+    "run.hostfile": "none",
+}
+CHUNKS = {"train.chunk_tokens": 20, "train.keep": "attention"}
+
+
+def flags(changed: dict[str, Any]) -> list[str]:
+    return [word for key, value in {**EXPERTS, **changed}.items() for word in (f"--{key}", *str(value).split())]
+
+
+def verify(changed: dict[str, Any], mutant: str = "") -> str:
+    """What is said; ends with whether the two agree."""
+    config = load_run_config(flags(changed)).resolve(native_bfloat16=False)
+    fault: Any = contextlib.nullcontext
+    if mutant:
+        fault = MUTANTS[mutant][0]
+    with fault():
+        verdict = verification.verify_run(config, torch.device("cpu"))
+    assert ("They agree" in verdict.text) == verdict.held
+    return verdict.text
+
+
+def agree(ways: list[dict[str, Any]]) -> None:
+    for changed in ways:
+        text = verify(changed)
+        assert "They agree" in text, text
+
+
+def find(mutants: list[str]) -> None:
+    for name in mutants:
+        text = verify(CHUNKS, name)
+        assert "They differ" in text, name
+        assert MUTANTS[name][1] in text.split("They differ")[1], f"{name}: {text}"
+        assert len(text.splitlines()) < 25, text
+
+
+@pytest.mark.timeout(200)
+def test_right_configurations_agree():
+    run_distributed(agree, 2, [CHUNKS, {"zero.stage": 3, "train.dtype": "bfloat16"}], timeout=180)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_of_them_do():
+    dense = {"model.num_experts": 0, "model.shared_ffn_size": 0, "model.ffn_size": 48, "parallel.expert": 1}
+    ways = [
+        {**dense, "zero.stage": 0},
+        {**dense, "parallel.ulysses": 2, "model.num_kv_heads": 2, "train.keep": "inputs"},
+        {**dense, "model.layers": "full window", "model.window": 20, "parallel.layout": "balanced"},
+        {"parallel.context": 1, "train.tokens_per_step": 512, "parallel.transport": "all_gather"},
+        {"train.dtype": "bfloat16", "train.z_loss": 1e-4, **CHUNKS},
+    ]
+    run_distributed(agree, 2, ways, timeout=550)
+
+
+@pytest.mark.timeout(200)
+def test_a_fault_is_found():
+    run_distributed(find, 2, ["ring, backward", "loss, scale", "chunks"], timeout=180)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_fault_is_found():
+    run_distributed(find, 2, list(MUTANTS), timeout=550)
+
+
+@pytest.mark.parametrize("recipe", ["llama-3.1-8b-128k", "qwen3-30b-a3b-128k"])
+def test_a_recipe_made_small_keeps_what_is_verified(recipe):
+    config = load_run_config(recipe_flags(recipes()[recipe]))
+    ranks = 8 * config.parallel.context
+    small = shrink(config, ranks).config
+    check_run(small, ranks)
+    assert (small.parallel.context, small.parallel.ulysses, small.zero) == (
+        config.parallel.context,
+        config.parallel.ulysses,
+        config.zero,
+    )
+    model, whole = small.model, config.model
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (
+        whole.num_heads,
+        whole.num_kv_heads,
+        whole.head_dim,
+    )
+    assert small.data.seq_len == TOKENS_A_RANK * config.parallel.context
+
+
+def test_parts_have_names():
+    names = ["model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight", "model.layers.3.mlp.up_proj.weight"]
+    names += ["model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.gate.weight", "lm_head.weight"]
+    names += ["model.layers.1.mlp.gate_proj.weight", "model.layers.1.input_layernorm.weight"]
+    assert [part_of(name) for name in names] == [
+        *("embed_tokens", "layer 3, attention", "layer 3, FFN", "layer 1, experts", "layer 1, router", "lm_head"),
+        *("layer 1, FFN", "layer 1, norms"),
+    ]
