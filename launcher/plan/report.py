@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.trace import RunTrace
 from launcher.plan.world import RankKind
 from launcher.training.memory import gib
+from launcher.wording import plural
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and rows of a table."""
@@ -23,10 +25,27 @@ def heading(run: RunTrace) -> str:
     return (
         f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
         f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
-        f"{parallel.layout}, keep {config.train.keep} on {config.train.store}\n"
+        f"{parallel.layout}, keep {config.train.keep} on {config.train.store}{_chunks(config)}{_offload(config)}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}; attention "
         f"traced as {parallel.kernel}, for compute capability {run.capability[0]}.{run.capability[1]}"
     )
+
+
+def _chunks(config: RunConfig) -> str:
+    train = config.train
+    if not train.chunk_tokens:
+        return ""
+    return f", chunks of {train.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
+
+
+def _offload(config: RunConfig) -> str:
+    """What the columns of weights, gradients and optimiser leave out."""
+    found = [
+        f"{what} on {where}"
+        for what, where in (("optimizer", config.zero.offload), ("weights", config.zero.offload_parameters))
+        if where != "none"
+    ]
+    return "".join(f", {text}" for text in found)
 
 
 def memory_rows(run: RunTrace) -> Rows:

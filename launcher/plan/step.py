@@ -146,7 +146,9 @@ class _Step:
         links.sums.clear()
 
     def _update(self) -> None:
-        """AdamW on the float32 masters that this rank updates."""
+        """AdamW on the float32 masters that this rank updates, unless they are updated elsewhere."""
+        if self.config.zero.offload != "none":
+            return
         live, train = self.recorder.live, self.config.train
         masters = [self._master(numel) for numel in _partition(self.module, self.config, self.mesh)]
         fused = uses_fused_adamw(DEVICE.type, None)

@@ -71,7 +71,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
-    _check_offload(config)
+    _check_store(config)
     # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout == AUTO:
         layout, _ = choose_layout(
@@ -90,14 +90,8 @@ def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConf
     return config
 
 
-def _check_offload(config: RunConfig) -> None:
-    """ConfigError where part of the state is kept in the machine's memory: the trace counts the device's alone."""
-    for name, value in (("offload", config.zero.offload), ("offload_parameters", config.zero.offload_parameters)):
-        if value != "none":
-            raise ConfigError(
-                f"plan --trace does not know zero.{name}={value} yet: it counts all state on the device.\n"
-                f"Try --zero.{name} none; docs/zero.md says what offload takes off it."
-            )
+def _check_store(config: RunConfig) -> None:
+    """ConfigError where values would be written to a disk: there are none."""
     if config.train.store == "disk":
         raise ConfigError(
             "plan --trace has no values that train.store=disk could write.\n"

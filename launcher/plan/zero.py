@@ -16,7 +16,7 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes between two steps, and what comes on top within one."""
+    """Bytes on the device between two steps, and what comes on top within one."""
 
     weights: int
     gradients: int
@@ -44,9 +44,9 @@ def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh, device: str
     if config.zero_stage == 3:
         gathered = _gathered(config, parameters, experts, mesh)
     return Held(
-        weights=weights,
-        gradients=memory.gradients,
-        optimizer=memory.optimizer,
+        weights=weights - memory.weights_elsewhere,
+        gradients=memory.gradients - memory.gradients_elsewhere,
+        optimizer=memory.optimizer - memory.optimizer_elsewhere,
         gathered=gathered,
         reduction=reduction_bytes(config, parameters, experts, world_size=mesh.world_size, device=device),
     )

@@ -42,6 +42,12 @@ class Memory:
     """Of the machine's memory, which they are brought into and updated in."""
     host: int
     """Of the machine's memory, also beside a GPU: what is offloaded or kept there (train.store), and the buffers."""
+    weights_elsewhere: int
+    """Of the weights, what is in the machine's memory or on a disk."""
+    gradients_elsewhere: int
+    """Of the gradients."""
+    optimizer_elsewhere: int
+    """Of masters and moments."""
     building: int
     """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
 
@@ -101,9 +107,11 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         building = weights
     moments = 2 * part * FLOAT32
     in_memory, on_disk, buffers = 0, 0, 0
+    weights_elsewhere = gradients_elsewhere = optimizer_elsewhere = 0
     if config.zero.offload != "none":
         # A copy of the gradients that AdamW reads there; stage 3 collects them in the machine's memory, too.
         copied = part * FLOAT32
+        optimizer_elsewhere, gradients_elsewhere = masters + moments, copied
         in_memory = masters + moments + copied
         if config.zero.offload == "nvme":
             in_memory, on_disk = 0, in_memory
@@ -111,11 +119,14 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
             buffers = 4 * min(part, update_size("nvme", zero_options(config.zero).sub_group_size)) * FLOAT32
         if stage == 3:
             in_memory += gradients
+            gradients_elsewhere += gradients
         gradients += copied
     if stage == 3 and config.zero.offload_parameters == "cpu":
         in_memory += weights
+        weights_elsewhere = weights
     elif stage == 3 and config.zero.offload_parameters == "nvme":
         on_disk += weights
+        weights_elsewhere = weights
     activations, kept_on_disk = _activation_bytes(config, model), 0
     if config.train.store == "disk":
         kept_on_disk = activations
@@ -134,6 +145,9 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
         buffers=buffers,
         host=in_memory + buffers,
         activations=activations,
+        weights_elsewhere=weights_elsewhere,
+        gradients_elsewhere=gradients_elsewhere,
+        optimizer_elsewhere=optimizer_elsewhere,
         building=building,
     )
 
