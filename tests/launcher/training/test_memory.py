@@ -61,6 +61,9 @@ def test_the_stages_that_train_in_a_dtype_are_compared():
 def test_what_is_offloaded_lies_in_the_machines_memory(flags, on_device, host):
     own = need([*LLAMA, "--train.dtype", "bfloat16", "--parallel.context", "2", *flags])
     assert (own.on_device - own.activations, own.host) == (on_device, host)
+    # What a trace counts on the device is the same, kind by kind.
+    elsewhere = own.weights_elsewhere + own.gradients_elsewhere + own.optimizer_elsewhere
+    assert own.state - elsewhere == on_device
 
 
 @pytest.mark.parametrize(
