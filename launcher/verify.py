@@ -31,6 +31,10 @@ from parallel.runtime.process import broadcast_object, environment_rank, start_p
 def main(argv: list[str]) -> int | None:
     """Check everything that can be checked, then compare."""
     rank, world_size = environment_rank()
+    if argv in (["--help"], ["-h"]):
+        if rank == 0:
+            sys.stdout.write(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.\n")
+        return None
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)

@@ -109,8 +109,8 @@ VERBS = {
 UNBUILT = {
     "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": (
-        "Over ranks it is `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`; for files use "
-        "`data verify DIR` and `checkpoint verify DIR`."
+        "Start `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`, which compares a run with one "
+        "process. For files use `data verify DIR` and `checkpoint verify DIR`."
     ),
     "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
     "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
@@ -201,7 +201,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
     for length in (2, 1):
         name = " ".join(arguments[:length])
         if name in UNBUILT:
-            note(f"`{program()} {name}` is not built yet. {UNBUILT[name]}")
+            note(f"As a verb `{program()} {name}` is not built yet. {UNBUILT[name]}")
             raise SystemExit(WRONG_USAGE)
         if name in VERBS:
             return _bind(name, arguments[len(name.split()) :])

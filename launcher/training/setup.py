@@ -147,7 +147,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
-    engine = _build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
+    engine = build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model)
@@ -316,7 +316,7 @@ def leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     return bool((first % seq_len).any())
 
 
-def _build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+def build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
     """The model over the mesh's ranks, under ZeRO; its weights are unset."""
     train = config.train
     options = OptimizerOptions(

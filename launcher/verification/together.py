@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from launcher.config.sections import RunConfig
-from launcher.config.zero import zero_options
-from launcher.training.model import build_causal_lm, shard_batch
+from launcher.training.model import shard_batch
+from launcher.training.setup import build_engine
 from launcher.verification.rows import micro_batch
 from launcher.verification.state import STEPS, StepState, gradient_of_moments
 from longctx.checkpoint_format import ROLES
@@ -19,7 +19,6 @@ from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.runtime.process import gather_on_rank_0
 from parallel.zero.engine import ZeroEngine
-from parallel.zero.optimizer import OptimizerOptions
 
 _MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]
 
@@ -28,17 +27,7 @@ def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Itera
     """Every step's state, on rank 0; the others get states without tensors. Collective."""
     train, model = config.train, config.model.config()
     micro_batches = config.accumulation(mesh.world_size)
-    options = OptimizerOptions(
-        betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
-    )
-    engine = ZeroEngine(
-        build_causal_lm(config, mesh),
-        stage=config.zero_stage,
-        dtype=config.dtype,
-        accumulation=micro_batches,
-        options=options,
-        zero=zero_options(config.zero),
-    )
+    engine = build_engine(config, mesh, accumulation=micro_batches)
     engine.initialize(config.run.seed)
     moments: dict[str, Tensor] = {}
     load_LE: Tensor | None = None

@@ -79,10 +79,10 @@ class ChunkedHead:
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient of the residual stream."""
-        dx = self.stream.gradient
-        assert dx is not None
+        dx = self.stream.take_gradient()
         for tokens, (dx_BcM,) in in_turn(self.stream.chunks, [dx]):
             dx.write(tokens, (dx_BcM * factor).to(dx_BcM.dtype))
+        self.stream.gradient = dx
 
     def _hidden(self, x_BcM: Tensor) -> Tensor:
         if self.norm is None:
@@ -109,6 +109,8 @@ class _HeadLoss(torch.autograd.Function):
         sums = as_scalars(head.forward(weight_VM), handle.dtype)
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
         ctx.save_for_backward(head.dweight_VM, *head.norm_sums.results())
+        # Held by the graph alone, which lets go of it before the layers' backward: it may be the largest tensor of all.
+        head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
         return sums
 

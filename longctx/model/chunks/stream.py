@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.errors import ConfigError
 from longctx.model.chunks.store import ChunkStore, Stored
 
 
@@ -42,7 +43,11 @@ class ResidualStream:
 
     def take_gradient(self) -> Stored:
         """The gradient of what a layer gave, which is then the caller's alone."""
-        assert self.gradient is not None, "no gradient has come back"
+        if self.gradient is None:
+            raise ConfigError(
+                "layers by chunks keep what one backward pass reads, and this is a second one through the same graph. "
+                "Run forward again, or set chunk_tokens=0."
+            )
         gradient, self.gradient = self.gradient, None
         return gradient
 

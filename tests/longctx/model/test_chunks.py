@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
@@ -51,3 +53,26 @@ def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
         got = train(CONFIGS[name], execution, torch.float64)
         for key, value in wanted.items():
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_second_backward_pass_is_refused(store):
+    lm = CausalLM(Decoder(CONFIGS["dense"], execution=Execution("attention", store, chunk_tokens=7)))
+    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3))).objective_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="a second one through the same graph"):
+        loss.backward()
+
+
+def test_the_output_heads_gradient_does_not_outlive_its_use():
+    """In float32 it may be the largest tensor of all: nothing may hold it while the layers go backward."""
+    lm = CausalLM(Decoder(CONFIGS["dense"], execution=Execution("attention", chunk_tokens=7)))
+    shape = lm.decoder.model.embed_tokens.weight.shape
+    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3))).objective_sum
+    (dweight,) = (x for x in loss.grad_fn.saved_tensors if x is not None and x.shape == shape)  # type: ignore[union-attr]
+    held, alive = StorageWeakRef(dweight.untyped_storage()), []
+    del dweight
+    lm.decoder.model.layers[-1].self_attn.q_proj.weight.register_hook(lambda _: alive.append(not held.expired()))
+    loss.backward()
+    assert alive
+    assert not any(alive)
