@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.places import ROOT
+from launcher.plan.settled import settled
 from launcher.plan.stand_in import torch_cuda_version
 from launcher.plan.world import RankKind, World, rank_kinds
 from longctx import errors
 from longctx.errors import ConfigError, LongCtxError
-from parallel.layout.select import AUTO, choose_layout
 
 _NO_CUDA = """\
 plan --trace needs PyTorch's CUDA build, and {python} has the CPU build ({version}).
@@ -64,26 +63,13 @@ def check_cuda_build() -> None:
         raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__))
 
 
-def settled(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
+def traced_config(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
     """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
-    config = config.resolve(native_bfloat16=True, device_type="cuda")
+    config = settled(config, world, document_tokens=document_tokens)
     # A compiler's graphs do not go through the trace; the report says so.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
-    model, parallel = config.model.config(), config.parallel
-    check_run(config, world.ranks)
     _check_store(config)
-    # As a run does once it has seen its data: here the documents are known beforehand.
-    if parallel.layout == AUTO:
-        layout, _ = choose_layout(
-            num_tokens=config.data.seq_len * config.train.micro_batch_rows,
-            degree=parallel.context,
-            ulysses=parallel.ulysses,
-            packed=bool(document_tokens and config.data.seq_len % document_tokens) or config.train.micro_batch_rows > 1,
-            layers=model.layers,
-            window=model.window,
-        )
-        config = config.with_layout(layout)
-    if parallel.kernel == "auto":
+    if config.parallel.kernel == "auto":
         _check_scores(config)
         # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
@@ -109,7 +95,7 @@ def trace_run(
 ) -> RunTrace:
     """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
     check_cuda_build()
-    config = settled(config, world, document_tokens=document_tokens)
+    config = traced_config(config, world, document_tokens=document_tokens)
     kinds, traces = rank_kinds(config), []
     # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
     for kind in kinds:

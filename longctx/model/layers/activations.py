@@ -48,20 +48,21 @@ def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = No
     product = _product(kind, gate_NF, up_NF)
     if scale_N is None:
         return product
-    # float32 scales make the product float32: rounded back once, after the factor
-    return (product * scale_N.unsqueeze(-1)).to(product.dtype)
+    # Float32 scales: multiplied in float32 and rounded once, and never there as a whole in float32.
+    return product.mul_(scale_N.unsqueeze(-1))
 
 
 def gated_backward(
     kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of ``gated`` for gate, up and scale."""
+    """Gradients of ``gated`` for gate, up and scale; ``dout`` is overwritten."""
     dscale = None
     if scale_N is not None:
         # one number from F channels: summed in float32
         product = _product(kind, gate_NF, up_NF)
         dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
-        dout_NF = (dout_NF * scale_N.unsqueeze(-1)).to(dout_NF.dtype)
+        del product
+        dout_NF.mul_(scale_N.unsqueeze(-1))
     dgate_NF, dup_NF = _product_gradient(kind, dout_NF, gate_NF, up_NF)
     return dgate_NF, dup_NF, dscale
 
@@ -126,6 +127,8 @@ class _GatedLinear(torch.autograd.Function):
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
+        # Where backward is largest: of five tensors of this size that are then alive two are results.
+        del inner
         dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
         dbias: Tensor | None = None
         if ctx.needs_input_grad[3]:
@@ -144,7 +147,7 @@ def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 def _product_gradient(
     kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; ``activated``, the function of gate where the caller has it, is overwritten."""
+    """Gradients of gate and up; ``dout`` is overwritten, and ``activated``, the function of gate, where it is given."""
     if kind == "swiglu_oai":
         # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
         with torch.enable_grad():
@@ -154,4 +157,5 @@ def _product_gradient(
         return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
     if activated is None:
         activated = _ACTIVATION[kind](gate)
-    return _ACTIVATION_GRADIENT[kind](dout * up, gate), activated.mul_(dout)
+    dup = activated.mul_(dout)
+    return _ACTIVATION_GRADIENT[kind](dout.mul_(up), gate), dup

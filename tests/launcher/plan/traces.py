@@ -14,14 +14,14 @@ if __name__ == "__main__" and not has_driver():
 
 from launcher.config.load import load_run_config
 from launcher.plan.step import trace_rank
-from launcher.plan.trace import settled
+from launcher.plan.trace import traced_config
 from launcher.plan.world import World
 
 
 def trace(case: dict[str, Any]) -> dict[str, Any]:
     """One case: flags, world, rank, length of the documents."""
     world = World(**case["world"])
-    config = settled(load_run_config(case["flags"]), world, document_tokens=case.get("document_tokens", 0))
+    config = traced_config(load_run_config(case["flags"]), world, document_tokens=case.get("document_tokens", 0))
     if case.get("plant"):
         plant_wait()
     figures = trace_rank(config, world, case["rank"], document_tokens=case.get("document_tokens", 0))
