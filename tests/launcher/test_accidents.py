@@ -52,7 +52,7 @@ PLACES = [
     Place("start", "launcher.training.setup", "find_origin"),
     Place("start", "launcher.training.setup", "_open_data"),
     Place("start", "launcher.training.setup", "_say_start", rank=0),
-    Place("start", "launcher.training.setup", "_build_engine"),
+    Place("start", "launcher.training.setup", "build_engine"),
     Place("start", "parallel.zero.partition", "Wrapping.start"),
     Place("start", "launcher.training.trainer", "Trainer._open_folder"),
     Place("step", "launcher.training.setup", "Run.shard_batch", call=2),

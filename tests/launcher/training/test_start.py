@@ -32,7 +32,7 @@ def start(shards: Path, output: Path, changed: Mapping[str, Any]) -> str:
     def build(*_: Any, **__: Any) -> None:
         raise BuildsError
 
-    launcher.training.setup._build_engine = build  # type: ignore[assignment]
+    launcher.training.setup.build_engine = build  # type: ignore[assignment]
     with pytest.raises(BuildsError):
         build_run(tiny_config(shards, output, changed), torch.device("cpu"))
     return (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
