@@ -8,59 +8,173 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.conf import arg
 
-from launcher.cli.console import Json, note, say, say_json, table
+from launcher.cli.console import Json, note, progress, say, say_json, table
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
     from launcher.config.sections import RunConfig
+    from launcher.plan.estimate import RunEstimate
+    from launcher.plan.search import Candidate
     from launcher.plan.world import World
 
 
 def plan(
     *,
     trace: bool = False,
+    search: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
     config: Annotated[str | None, arg(metavar="F.toml")] = None,
     ranks: int = 0,
     ranks_per_node: int = 0,
     document_tokens: int = 0,
     capability: str = "9.0",
+    device: str = "h100",
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> None:
-    """Say what a run takes on GPUs, without one: memory, links, host waits.
+    """Say what a run takes before it starts: bytes of each device, seconds of a step, hours of the run.
 
-    Takes the config and flags of pretrain.py, reads no data and starts nothing.
-    --trace runs forward, backward and the optimiser of each kind of rank on tensors without data: seconds to a minute.
-    It needs PyTorch's CUDA build, and no GPU.
+    Takes the config and flags of pretrain.py, reads no data and starts nothing. Bytes are arithmetic, seconds come from
+    the rates of a hardware profile.
+    --search tries degrees, ZeRO, offload, what is kept and where, chunks: it finds the fastest of the settings that
+    fit, and what each GiB of memory buys. Those given as flags stay as they are. --output writes the config it found.
+    --trace runs forward, backward and the optimiser of each kind of rank on tensors without data instead: memory, links
+    and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, and no GPU.
 
     Args:
-        trace: Trace one step of each kind of rank. The only way to plan that is built.
+        trace: Trace one step of each kind of rank in place of arithmetic.
+        search: Find the settings in place of taking the config's.
+        output: With --search, the file to write.
+        overwrite: Replace that file if it exists.
         config: The run's file, or a recipe's name.
         ranks: Ranks of the run; those of run.hostfile where it names a file, else as few as the degrees allow.
         ranks_per_node: Ranks of a machine; those of the hostfile, else 8.
         document_tokens: Length of the documents that rows are packed from; 0 is one document a row.
-        capability: Compute capability of the GPU that kernels are chosen for, where this machine has none.
+        capability: With --trace, the compute capability of the GPU that kernels are chosen for.
+        device: Hardware to plan for: h100, h200, b200, or a file like those profiles.
     """
-    if not trace:
-        raise ConfigError(
-            "plan: only --trace is built yet. It traces one step of each kind of rank and counts its bytes; choosing "
-            "degrees and predicting seconds is not built.\nAdd --trace."
-        )
     for name, value in (("ranks", ranks), ("ranks-per-node", ranks_per_node), ("document-tokens", document_tokens)):
         if value < 0:
             raise ConfigError(f"--{name} {value} must be at least 1, or 0 as if it were left out.")
+    if output is not None and not search:
+        raise ConfigError("--output is the file that --search writes. Add --search, or leave it out.")
+    if search and trace:
+        raise ConfigError("--search estimates many settings, --trace runs one. Trace what the search found.")
+    if output is not None and output.exists() and not overwrite:
+        raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     from launcher.config.load import load_run_config
-    from launcher.plan.report import heading, link_rows, memory_rows, remarks
-    from launcher.plan.trace import check_cuda_build, trace_run
 
-    check_cuda_build()
+    if trace:
+        from launcher.plan.trace import check_cuda_build
+
+        check_cuda_build()
     argv = list(settings)
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
+    world = _world(run_config, ranks, ranks_per_node)
+    if trace:
+        _trace(run_config, world, document_tokens, capability, json=json)
+    elif search:
+        _search(run_config, world, document_tokens, device, _held(settings), output, json=json)
+    else:
+        _estimate(run_config, world, document_tokens, device, json=json)
+
+
+def _estimate(run_config: RunConfig, world: World, document_tokens: int, device: str, *, json: bool) -> None:
+    from launcher.plan.estimate import estimate_run
+    from launcher.plan.hardware import load_hardware
+
+    run = estimate_run(run_config, world, load_hardware(device), document_tokens=document_tokens)
+    longest = _longest(run)
+    if json:
+        say_json(run.to_json() | {"longest_row_tokens": longest})
+        return
+    _say_estimate(run, longest)
+
+
+def _longest(run: RunEstimate) -> int:
+    from launcher.plan.estimate import fits_rows
+    from launcher.plan.longest import longest_row
+
+    return longest_row(
+        lambda seq_len: fits_rows(run.config, run.world, run.hardware, seq_len),
+        unit=128 * run.config.parallel.context,
+    )
+
+
+def _longer(run: RunEstimate, longest: int) -> Candidate | None:
+    """Settings for the next power of two that does not fit, in units of the run's own rows."""
+    from launcher.plan.search import fit_rows
+
+    seq_len = run.config.data.seq_len
+    while seq_len <= longest:
+        seq_len *= 2
+    return fit_rows(run.config, run.world, run.hardware, seq_len, document_tokens=run.document_tokens)
+
+
+def _say_estimate(run: RunEstimate, longest: int) -> None:
+    from launcher.plan.screen import headline, memory_rows, seconds_rows, summary
+
+    say(headline(run))
+    for headings, rows in (memory_rows(run), seconds_rows(run)):
+        say(f"\n{table(headings, rows)}")
+    say("\n" + "\n".join(summary(run, longest, _longer(run, longest))))
+
+
+def _held(settings: tuple[str, ...]) -> set[str]:
+    """The keys that flags give."""
+    from launcher.config.flags import key_of_flag
+
+    return {key_of_flag(argument) for argument in settings if argument.startswith("--")}
+
+
+def _search(
+    run_config: RunConfig,
+    world: World,
+    document_tokens: int,
+    device: str,
+    held: set[str],
+    output: Path | None,
+    *,
+    json: bool,
+) -> None:
+    from launcher.plan.estimate import estimate_run
+    from launcher.plan.hardware import load_hardware
+    from launcher.plan.search import nearest, search
+    from launcher.plan.search_screen import count_line, front_rows, nearest_lines
+    from launcher.plan.settings import flags
+
+    hardware = load_hardware(device)
+    with progress("trying settings", rate=lambda rate: f"{rate:,.0f} a second") as update:
+        found = search(run_config, world, hardware, document_tokens=document_tokens, held=held, progress=update)
+    if found.fastest is None:
+        near = nearest(found.leanest, world, document_tokens=document_tokens, held=held)
+        raise ConfigError("\n".join([count_line(found, hardware), *nearest_lines(found.leanest, near, world)]))
+    run = estimate_run(found.fastest.config, world, hardware, document_tokens=document_tokens)
+    longest = _longest(run)
+    if output is not None:
+        output.write_text(found.fastest.config.to_toml())
+    if json:
+        say_json(found.to_json() | {"fastest": run.to_json() | {"longest_row_tokens": longest}})
+        return
+    say(count_line(found, hardware) + "\n")
+    say(table(*front_rows(found)) + "\n")
+    _say_estimate(run, longest)
+    if output is None:
+        say(f"\nThese settings as flags (--output F.toml writes the whole config):\n{flags(found.fastest.settings)}")
+    else:
+        say(f"\nWritten to {output}: start it with --config {output}.")
+
+
+def _trace(run_config: RunConfig, world: World, document_tokens: int, capability: str, *, json: bool) -> None:
+    from launcher.plan.report import heading, link_rows, memory_rows, remarks
+    from launcher.plan.trace import trace_run
+
     traced = trace_run(
         run_config,
-        _world(run_config, ranks, ranks_per_node),
+        world,
         document_tokens=document_tokens,
         capability=_capability(capability),
         progress=lambda kind: note(f"tracing {kind.describe()} …"),

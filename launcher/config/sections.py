@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -57,10 +58,15 @@ class ModelSection(ModelConfig):
     plain decoder like Llama, whose sizes must then be named."""
 
     def config(self) -> ModelConfig:
-        """The model without the preset's name."""
-        values = dataclasses.asdict(self)
-        del values["preset"]
-        return ModelConfig.from_dict(values)
+        """The model without the preset's name; the same object for the same fields."""
+        return _model_of(self)
+
+
+@cache
+def _model_of(section: ModelSection) -> ModelConfig:
+    values = dataclasses.asdict(section)
+    del values["preset"]
+    return ModelConfig.from_dict(values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,7 @@ from longctx.batch import Batch, PackedDocuments
 def synthetic_batch(config: RunConfig, document_tokens: int = 0) -> Batch:
     """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
-    length = min(document_tokens or tokens, tokens)
-    # A row's last document is shorter where the length does not divide it; no document crosses rows.
-    bounds = [row * tokens + start for row in range(rows) for start in range(0, tokens, length)]
-    documents = PackedDocuments((*bounds, rows * tokens))
+    documents = documents_of(config, document_tokens)
     lengths = torch.tensor(documents.lengths)
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(rows * tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)
@@ -27,3 +24,12 @@ def synthetic_batch(config: RunConfig, document_tokens: int = 0) -> Batch:
         document_ids=ids.view(shape),
         documents=documents,
     )
+
+
+def documents_of(config: RunConfig, document_tokens: int = 0) -> PackedDocuments:
+    """The documents of such a micro-batch."""
+    rows, tokens = config.train.micro_batch_rows, config.data.seq_len
+    length = min(document_tokens or tokens, tokens)
+    # A row's last document is shorter where the length does not divide it; no document crosses rows.
+    bounds = [row * tokens + start for row in range(rows) for start in range(0, tokens, length)]
+    return PackedDocuments((*bounds, rows * tokens))

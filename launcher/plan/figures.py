@@ -29,6 +29,8 @@ class StepBytes:
     """Traced: what is alive between forward and backward."""
     kept_on_host: int
     """Traced: what of it lies in the machine's memory, pinned; on top of ``kept``, and in no other figure."""
+    kept_on_disk: int = 0
+    """Arithmetic: likewise, in train.store_path; a trace has no disk."""
     passing: int
     """Traced: what forward and backward add to that at their peak."""
     optimizer_step: int

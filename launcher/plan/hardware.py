@@ -37,8 +37,12 @@ class Hardware:
     """To the other devices of a machine, in each direction."""
     network_bandwidth: float
     """To other machines, in each direction; each device has as much."""
-    host_memory_bandwidth: float
+    host_memory_bytes: float
     """A device's share of the host's memory."""
+    host_memory_bandwidth: float
+    """Its share of what that memory moves."""
+    disk_bandwidth: float
+    """Its share of a disk of its machine, written or read."""
     message_seconds: float
     """Before a message's first byte."""
     sources: dict[str, str]

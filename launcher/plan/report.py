@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.trace import RunTrace
-from launcher.plan.world import RankKind
+from launcher.plan.world import RankKind, World
 from launcher.training.memory import gib
 from launcher.wording import plural
 
@@ -17,17 +17,22 @@ Rows = tuple[list[str], list[list[str]]]
 
 def heading(run: RunTrace) -> str:
     """What was traced, on a few lines."""
-    config, world = run.config, run.world
+    kernel, (major, minor) = run.config.parallel.kernel, run.capability
+    described = describe_run(run.config, run.world, run.document_tokens)
+    return f"{described}; attention traced as {kernel}, for compute capability {major}.{minor}"
+
+
+def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
+    """Ranks and degrees, and a micro-batch, a line each."""
     parallel, tokens = config.parallel, config.data.seq_len * config.train.micro_batch_rows
     documents = "one document a row"
-    if run.document_tokens:
-        documents = f"documents of {run.document_tokens:,} tokens"
+    if document_tokens:
+        documents = f"documents of {document_tokens:,} tokens"
     return (
         f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
         f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
         f"{parallel.layout}, keep {config.train.keep} on {config.train.store}{_chunks(config)}{_offload(config)}\n"
-        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}; attention "
-        f"traced as {parallel.kernel}, for compute capability {run.capability[0]}.{run.capability[1]}"
+        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
     )
 
 

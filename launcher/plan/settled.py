@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.plan.world import World

@@ -12,7 +12,8 @@ from typing import Any
 
 from launcher.config.sections import RunConfig
 
-_MOST_IN_A_NODE = 8
+RANKS_IN_A_NODE = 8
+"""At most, where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class World:
         """The world that was asked for; 0 is the smallest that the config's degrees make, 8 ranks a machine."""
         if not ranks:
             ranks = math.lcm(config.parallel.context, config.parallel.expert)
-        return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, _MOST_IN_A_NODE))
+        return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, RANKS_IN_A_NODE))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from launcher.config.sections import RunConfig
 from launcher.plan.reduction import Reduction, reduction_bytes
 from launcher.training.memory import memory_of_rank
 from longctx.model.experts.experts import is_expert_weight
-from longctx.objectives.causal_lm import CausalLM
 from parallel.mesh import Mesh
 
 
@@ -26,18 +26,18 @@ class Held:
     reduction: Reduction
 
 
-def partition_bytes(config: RunConfig, module: CausalLM, mesh: Mesh, device: str = "cuda") -> Held:
+def partition_bytes(config: RunConfig, module: nn.Module, mesh: Mesh, device: str = "cuda") -> Held:
     """The bytes of a rank under the config's ZeRO stage, on a ``device`` of this type.
 
     ``module`` has the shapes of this rank before ZeRO: whole parameters, its own experts alone.
     """
     memory = memory_of_rank(config, config.model.config(), mesh.world_size)
     weights = memory.weights
-    whole = sum(p.numel() * p.element_size() for p in module.parameters())
+    whole = sum(p.numel() for p in module.parameters()) * config.dtype.itemsize
     if config.zero_stage != 3:
         # The traced module's own: what a rank holds is what was built here.
         weights = whole
-    weights += sum(b.numel() * b.element_size() for b in module.buffers())
+    weights += sum(b.numel() for b in module.buffers()) * config.dtype.itemsize
     parameters = {name: p.shape for name, p in module.named_parameters()}
     experts = {name for name in parameters if mesh.expert > 1 and is_expert_weight(name)}
     gathered = 0

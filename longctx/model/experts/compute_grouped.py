@@ -81,6 +81,7 @@ def backward_grouped(
     if gradients.gate_up is not None:
         assert x_RM is not None
         gradients.gate_up.add(permuted.outer(dgate_up_RF, x_RM))
+    del x_RM
     dx_SM = None
     if needs.x:
         dx_SM = permuted.sum_tokens(permuted.multiply(dgate_up_RF, weights.gate_up_eFM))
@@ -149,6 +150,8 @@ class _Permuted:
     def sum_tokens(self, y_RM: Tensor) -> Tensor:
         """The sum over each token's assignments, in the order of its choices, in float32."""
         assignments_RM, sum_dtype = y_RM.index_select(0, self.inverse_R), accumulate_dtype(y_RM.dtype)
+        # Backward's is nobody else's, and one of its largest tensors.
+        del y_RM
         if self.num_assignments is None:
             return assignments_RM.unflatten(0, (-1, self.k)).sum(1, dtype=sum_dtype)
         # tokens have unequal numbers of experts here; segments have a fixed order of additions on every device

@@ -1,0 +1,133 @@
+"""``plan`` beside ``plan --trace``: bytes by arithmetic, and those of the code itself, for twelve runs of three models.
+
+    LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--quick] [NAME …]
+
+All layers of each model, 131,072 tokens a rank, bfloat16, ZeRO 2. PYTHON has PyTorch's CUDA build; no GPU is needed. A
+trace takes one to five minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations
+take as well: the peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it.
+Saved in ``benchmarks/results/plan_bytes.json``, which the tests hold the arithmetic to; ``--quick`` takes three layers
+(five of DeepSeek-V3, whose first three have no experts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from launcher.config.load import load_run_config
+from launcher.plan.estimate import RunEstimate, estimate_run
+from launcher.plan.hardware import load_hardware
+from launcher.plan.world import World
+
+RESULTS = Path(__file__).parent / "results" / "plan_bytes.json"
+LEAST, MOST = -0.01, 0.08
+_TOKENS = 131072
+_ATTENTION = ("--train.keep", "attention")
+_ONE_EXPERT_RANK = ("--parallel.expert", "1")
+_EIGHT = ("--parallel.expert", "8")
+
+
+def _chunks(groups: int, store: str = "host") -> tuple[str, ...]:
+    return (*_ATTENTION, "--train.store", store, "--train.chunk_tokens", "4096", "--train.head_groups", str(groups))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run."""
+
+    name: str
+    preset: str
+    context: int
+    flags: tuple[str, ...]
+    few_layers: int = 3
+
+    def argv(self, *, quick: bool) -> list[str]:
+        """What ``plan`` takes."""
+        tokens = str(_TOKENS * self.context)
+        argv = ["--config", "quickstart", "--model.preset", self.preset, "--parallel.context", str(self.context)]
+        argv += ["--data.seq_len", tokens, "--train.tokens_per_step", tokens, "--train.micro_batch_rows", "1"]
+        if quick:
+            argv += ["--model.num_layers", str(self.few_layers)]
+        return [*argv, *self.flags]
+
+
+LLAMA, QWEN, DEEPSEEK = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"
+CASES = (
+    Case("llama, 1 rank, attention", LLAMA, 1, (*_ONE_EXPERT_RANK, *_ATTENTION)),
+    Case("llama, 1 rank, all", LLAMA, 1, (*_ONE_EXPERT_RANK,)),
+    Case("llama, ring of 8, attention", LLAMA, 8, (*_ONE_EXPERT_RANK, *_ATTENTION)),
+    Case("llama, ulysses 4 × ring 2, attention", LLAMA, 8, (*_ONE_EXPERT_RANK, *_ATTENTION, "--parallel.ulysses", "4")),
+    Case(
+        "llama, ring of 8, inputs, host",
+        LLAMA,
+        8,
+        (*_ONE_EXPERT_RANK, "--train.keep", "inputs", "--train.store", "host"),
+    ),
+    Case("llama, ring of 8, chunks, device", LLAMA, 8, (*_ONE_EXPERT_RANK, *_chunks(4, "device"))),
+    Case("qwen, 1 rank, attention", QWEN, 1, (*_ONE_EXPERT_RANK, *_ATTENTION)),
+    Case("qwen, ring of 8, experts on 8, attention", QWEN, 8, (*_EIGHT, *_ATTENTION)),
+    Case("qwen, ring of 8, experts on 8, chunks, host", QWEN, 8, (*_EIGHT, *_chunks(4))),
+    Case("deepseek, 1 rank, attention", DEEPSEEK, 1, (*_ONE_EXPERT_RANK, *_ATTENTION), 5),
+    Case("deepseek, ring of 8, attention", DEEPSEEK, 8, (*_ONE_EXPERT_RANK, *_ATTENTION), 5),
+    Case("deepseek, ring of 8, chunks, host", DEEPSEEK, 8, (*_ONE_EXPERT_RANK, *_chunks(8)), 5),
+)
+
+
+def planned(case: Case, *, quick: bool) -> RunEstimate:
+    """The arithmetic."""
+    config = load_run_config(case.argv(quick=quick))
+    return estimate_run(config, World.of(config), load_hardware("h100"))
+
+
+def errors(run: RunEstimate, traced: dict[str, int]) -> tuple[float, float]:
+    """Signed errors of the peak, and of what activations take of it, as shares of the trace."""
+    of_bytes = max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
+    activations = (of_bytes.kept + of_bytes.passing) / (traced["kept"] + traced["passing"]) - 1
+    return of_bytes.peak / traced["peak"] - 1, activations
+
+
+def trace(case: Case, *, quick: bool) -> dict[str, int]:
+    """Bytes of the rank that needs most, by ``plan --trace``."""
+    python = os.environ.get("LONGCTX_CUDA_PYTHON", sys.executable)
+    command = [python, "-m", "launcher", "plan", "--trace", "--json", *case.argv(quick=quick)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    ranks: list[dict[str, Any]] = [rank["bytes"] for rank in json.loads(done.stdout)["ranks"]]
+    most = max(ranks, key=lambda one: one["peak"])
+    return {name: most[name] for name in ("kept", "kept_on_host", "passing", "peak")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trace, compare, save; exit code 1 where a row is outside its bounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few layers; nothing is saved")
+    parser.add_argument("names", nargs="*", help="these runs alone; nothing is saved")
+    options = parser.parse_args(argv)
+    rows, missed = [], 0
+    print("run | kept + passing, GiB | planned | traced peak, GiB | planned | error of peak | of activations")
+    for case in CASES:
+        if options.names and case.name not in options.names:
+            continue
+        traced, run = trace(case, quick=options.quick), planned(case, quick=options.quick)
+        of_peak, of_activations = errors(run, traced)
+        missed += not all(LEAST <= error <= MOST for error in (of_peak, of_activations))
+        rows.append({"name": case.name, **traced})
+        of_bytes = max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
+        figures = (traced["kept"] + traced["passing"], of_bytes.kept + of_bytes.passing, traced["peak"], of_bytes.peak)
+        cells = [f"{figure / 2**30:.1f}" for figure in figures]
+        print(" | ".join([case.name, *cells, f"{of_peak:+.1%}", f"{of_activations:+.1%}"]), flush=True)
+    if not options.quick and not options.names:
+        RESULTS.write_text(json.dumps({"machine": machine(), "traced": rows}, indent=1) + "\n")
+        print(f"saved {RESULTS}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What forward keeps for backward and what passes, by arithmetic: ``plan --trace`` is the truth it is held to.
+
+Bytes are of one micro-batch on one rank. Names of sizes: M model width, F inner width of an FFN, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.config.sections import RunConfig
+from launcher.plan.parameters import num_layer_parameters
+from longctx.architecture.rules import GATED
+
+_FLOAT32 = 4
+_LOGSUMEXP = 8
+"""Bytes a head."""
+_LOGITS_OF_GPU = 1 << 29
+"""Of a chunk of the loss, at most (longctx/kernels/cross_entropy.py)."""
+_BLOCK_OF_GPU = 1 << 27
+"""Of them, those that are worked on at once, in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes beside weights, gradients and optimiser."""
+
+    kept: int
+    """On the device between forward and backward."""
+    kept_on_host: int
+    kept_on_disk: int
+    passing: int
+    """What backward, or the loss, adds to that at its peak."""
+
+
+def activations(config: RunConfig, tokens: int, *, ring: int) -> Activations:
+    """For so many ``tokens`` of a micro-batch on each rank, in a ring of so many ranks."""
+    return _Layers(config, tokens, ring).activations()
+
+
+class _Layers:
+    """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
+
+    def __init__(self, config: RunConfig, tokens: int, ring: int) -> None:
+        self.config, self.model, self.tokens, self.ring = config, config.model.config(), tokens, ring
+        self.width = config.dtype.itemsize
+        model, width = self.model, self.width
+        self.x = model.hidden_size * width
+        self.q = model.num_heads * model.head_dim * width
+        self.out = model.num_heads * model.value_dim * width
+        self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
+        self.lse = model.num_heads * _LOGSUMEXP
+        self.chunked = bool(config.train.chunk_tokens)
+
+    def activations(self) -> Activations:
+        """The sums."""
+        model, train = self.model, self.config.train
+        layers = [self._kept(layer) for layer in range(model.num_layers)]
+        head = model.vocab_size * model.hidden_size * _FLOAT32
+        # Rotary tables, ids, positions.
+        shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
+        if model.num_experts:
+            # Of the layer at work: choices and gates, and their order.
+            shared += self.tokens * 2 * self._routing()
+        last = self.x
+        if self.chunked:
+            # The gradient takes the place of the last layer's output.
+            last = 0
+        on_host = on_disk = 0
+        on_device = [*layers]
+        stream = self.x
+        if train.store == "disk":
+            on_device, on_disk, stream = [], sum(layers) + self.x, 0
+        elif train.store == "host" and self.chunked:
+            on_device, on_host, stream = [], sum(layers) + self.x, 0
+        elif train.store == "host":
+            on_device, on_host = layers[-1:], sum(layers[:-1])
+        kept = self.tokens * (sum(on_device) + last + stream) + head + shared
+        # In backward of the last layer the head's gradient and the last norm's input are gone.
+        below = self.tokens * sum(on_device) + shared
+        if not self.chunked:
+            below += self.tokens * stream
+        if train.store == "host" and not self.chunked and len(layers) > 1:
+            below += self.tokens * layers[-2]
+        peaks = [kept + self._loss()]
+        peaks += [below + point for layer in {0, model.num_layers - 1} for point in self._points(layer)]
+        return Activations(
+            kept=kept,
+            kept_on_host=self.tokens * on_host,
+            kept_on_disk=self.tokens * on_disk,
+            passing=max(0, max(peaks) - kept),
+        )
+
+    def _kept(self, layer: int) -> int:
+        """What forward keeps of a layer."""
+        keep, model = self.config.train.keep, self.model
+        routing = 0
+        if model.has_experts(layer):
+            routing = self._routing()
+        if keep == "inputs":
+            return self.x + routing
+        if keep == "attention":
+            return self.x + self.out + self.lse + routing
+        if self.chunked:
+            return self.x + self.q + self.kv + self.out + self.lse + routing
+        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
+        return 4 * self.x + self._before_core() + self.out + self.lse + routing + self._saved_of_ffn(layer)
+
+    def _routing(self) -> int:
+        """A token's experts and gates."""
+        return 2 * self.model.experts_per_token * 8
+
+    def _before_core(self) -> int:
+        """Queries, keys and values, and what their projections save beside the layer's normed input."""
+        model, saved = self.model, self.q + self.kv
+        if model.qk_norm != "none":
+            saved += self.q + model.num_kv_heads * model.head_dim * self.width
+        if model.is_latent:
+            saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
+        return saved
+
+    def _saved_of_ffn(self, layer: int) -> int:
+        model, width = self.model, self.width
+        if not model.has_experts(layer):
+            return self._inputs_of_activation() * model.ffn_size * width
+        saved = self._inputs_of_activation() * model.shared_ffn_size * width
+        per_token = model.experts_per_token * width
+        wide = self._inputs_of_activation() * model.expert_ffn_size
+        if self.config.train.recompute_experts == "none":
+            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
+        elif self.config.train.recompute_experts == "activation":
+            saved += per_token * wide
+        return saved
+
+    def _inputs_of_activation(self) -> int:
+        if self.model.activation in GATED:
+            return 2
+        return 1
+
+    def _loss(self) -> int:
+        """Bytes of the loss on a chunk of its logits."""
+        logits = min(_LOGITS_OF_GPU, self.tokens * self.model.vocab_size)
+        return logits * self.width + 3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32
+
+    def _points(self, layer: int) -> list[int]:
+        """Bytes at the points of a layer's backward where it may be largest."""
+        model = self.model
+        if self.chunked:
+            return [self._ffn_of_chunk(layer), self._attention_by_groups(layer)]
+        again = 0
+        if self.config.train.keep != "all":
+            # What a second run saves: inputs of both norms and parts, queries, keys and values.
+            again = 3 * self.x + self._before_core()
+        if self.config.train.keep == "inputs":
+            again += self.out + self.lse
+        ffn = self.tokens * again + self._ffn(layer, self.tokens)
+        if model.has_experts(layer):
+            ffn += self.tokens * self.x
+        # The FFN's inputs are gone by then, and so are plain copies of queries, keys and values.
+        norms = self._before_core() - self.q - self.kv
+        attention = self.tokens * (self.x + norms + self._attention_backward())
+        if self.config.train.keep == "all":
+            attention -= self.tokens * (2 * self.x + self._saved_of_ffn(layer) + self._before_core())
+        return [ffn, attention]
+
+    def _ffn(self, layer: int, tokens: int) -> int:
+        """Bytes that backward of an FFN adds to its normed input and its output's gradient, tokens of one call."""
+        model, width = self.model, self.width
+        if not model.has_experts(layer):
+            factors = 3
+            if self.config.train.keep != "all" or self.chunked:
+                factors += self._inputs_of_activation()
+            return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
+        return self._experts(tokens)
+
+    def _experts(self, tokens: int) -> int:
+        """The same of a layer of experts: assignments are gathered, and weights' gradients formed."""
+        model, width = self.model, self.width
+        tile = min(self.config.expert_tile_tokens or tokens, tokens)
+        assignments = tile * model.experts_per_token
+        inner = model.expert_ffn_size * width
+        # Behind the second product: gate, up, their gradients, these side by side; tokens, and gradients of the output.
+        of_tile = assignments * (6 * inner + 2 * self.x)
+        weights = 3 * model.num_experts // self.config.parallel.expert * model.expert_ffn_size * model.hidden_size
+        sums, bytes_of_weights = 0, width
+        if tile < tokens:
+            sums, bytes_of_weights = tokens * 2 * model.hidden_size * _FLOAT32, width + _FLOAT32
+        shared = 5 * model.shared_ffn_size * width * tokens
+        return max(of_tile, shared) + sums + weights * bytes_of_weights
+
+    def _attention_backward(self) -> int:
+        """Bytes of attention's backward, queries, keys and values with it, but not the kept output.
+
+        Factors are those that traces of the ring have: a rank in its middle has more keys under way, the last one more
+        queries at once.
+        """
+        heads, keys, model = self.q + self.out, self.kv, self.model
+        padded = 0
+        if model.value_dim != model.head_dim:
+            # Values, their gradients, and attention's output and its gradient, as wide as queries.
+            padded = 2 * model.num_kv_heads * model.head_dim * self.width + self.q
+        if self.ring == 1:
+            return 5 * heads // 2 + 4 * keys + padded
+        if self.config.parallel.transport == "all_gather":
+            # All keys and values at once, and their gradients in float32.
+            keys += self.kv * (self.ring - 1) * (1 + 2 * _FLOAT32 // self.width) // 8
+        return max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded
+
+    def _ffn_of_chunk(self, layer: int) -> int:
+        chunk = min(self.config.train.chunk_tokens, self.tokens)
+        saved = 6 * self.x + self._before_core() + self.out
+        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(2 * self.x + self.out)
+        return ffn + self._weight_sums(layer)
+
+    def _attention_by_groups(self, layer: int) -> int:
+        # The next group's are on their way, or this one's are where they are stored.
+        passed = self.q + self.kv + self.out
+        arriving = passed + self.out + self.lse
+        if self.config.train.store == "device":
+            arriving = -passed
+        of_group = self.tokens * (arriving + self._attention_backward()) // self.config.train.head_groups
+        return of_group + self._stored(self.x + passed) + self._weight_sums(layer)
+
+    def _weight_sums(self, layer: int) -> int:
+        """Gradients of a layer's weights, summed over chunks."""
+        return num_layer_parameters(self.config, layer) * _FLOAT32
+
+    def _stored(self, per_token: int) -> int:
+        """What passes between a layer's parts, where the device is the store."""
+        if self.config.train.store != "device":
+            return 0
+        return self.tokens * per_token

@@ -1,0 +1,225 @@
+"""``estimate_run``: bytes and seconds of a run before it starts, by arithmetic, for each kind of rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from launcher.config.sections import ParallelSection, RunConfig, TrainSection
+from launcher.metrics.throughput import attended_pairs, training_flops
+from launcher.plan.activations import Activations, activations
+from launcher.plan.batch import documents_of
+from launcher.plan.figures import StepBytes
+from launcher.plan.hardware import Hardware
+from launcher.plan.parameters import build_shapes, planned_mesh
+from launcher.plan.seconds import StepSeconds, slowest, step_seconds
+from launcher.plan.settled import settled
+from launcher.plan.world import RankKind, World, rank_kinds
+from launcher.plan.zero import Held, partition_bytes
+from launcher.training.memory import memory_of_rank
+from longctx.batch import PackedDocuments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEstimate:
+    """One step of one kind of rank."""
+
+    kind: RankKind
+    bytes: StepBytes
+    seconds: StepSeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEstimate:
+    """A run as it would be on this hardware."""
+
+    config: RunConfig
+    world: World
+    document_tokens: int
+    hardware: Hardware
+    ranks: list[RankEstimate]
+    host_bytes: int
+    """Of the machine's memory, for each rank: what is offloaded or kept there."""
+    model_flops: float
+    """Of one step, the mask counted: the convention of ``mfu`` in metrics.jsonl."""
+    full_flops: float
+    """The same with every query meeting every key of its row."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of any rank's device."""
+        return max(rank.bytes.peak for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device and share of the host's memory hold it."""
+        return self.peak_bytes <= self.hardware.memory_bytes and self.host_bytes <= self.hardware.host_memory_bytes
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """A step of the slowest rank."""
+        return slowest([rank.seconds for rank in self.ranks])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run."""
+        return self.config.train.tokens_per_step / self.seconds.total
+
+    @property
+    def run_hours(self) -> float:
+        """All steps, without validation and checkpoints."""
+        return self.config.train.steps * self.seconds.total / 3600
+
+    def utilisation(self, flops: float) -> float | None:
+        """``flops`` of a step as a share of what the devices could do; None where their peak is not known."""
+        if not self.hardware.peak_flops:
+            return None
+        return flops / (self.seconds.total * self.hardware.peak_flops * self.world.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "world": dataclasses.asdict(self.world),
+            "document_tokens": self.document_tokens,
+            "hardware": dataclasses.asdict(self.hardware),
+            "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
+            "fits": self.fits,
+            "step_seconds": self.seconds.total,
+            "tokens_per_second": self.tokens_per_second,
+            "run_hours": self.run_hours,
+            "device_hours": self.run_hours * self.world.ranks,
+            "mfu": self.utilisation(self.model_flops),
+            "mfu_full_attention": self.utilisation(self.full_flops),
+            "ranks": [
+                {
+                    "rank": rank.kind.rank,
+                    "kind": rank.kind.describe(),
+                    "bytes": dataclasses.asdict(rank.bytes) | {"held": rank.bytes.held, "peak": rank.bytes.peak},
+                    "seconds": dataclasses.asdict(rank.seconds) | {"total": rank.seconds.total},
+                }
+                for rank in self.ranks
+            ],
+        }
+
+
+def estimate_run(
+    config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = "cuda"
+) -> RunEstimate:
+    """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
+    config = settled(config, world, document_tokens=document_tokens, device_type=device_type)
+    model = config.model.config()
+    documents = documents_of(config, document_tokens)
+    ranks, host_bytes = estimate_ranks(config, world, hardware, documents, device_type)
+    copies = config.train.tokens_per_step // documents.num_tokens
+    flops = training_flops(model, documents.lengths) * copies
+    return RunEstimate(
+        config=config,
+        world=world,
+        document_tokens=document_tokens,
+        hardware=hardware,
+        ranks=ranks,
+        host_bytes=host_bytes,
+        model_flops=flops,
+        full_flops=flops + _masked_flops(config, documents.lengths) * copies,
+    )
+
+
+def estimate_ranks(
+    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments, device_type: str
+) -> tuple[list[RankEstimate], int]:
+    """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
+    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config)
+    of_bytes = _bytes(config, world, passing, device_type)
+    ranks = [
+        RankEstimate(
+            kind=kind,
+            bytes=of_bytes,
+            seconds=step_seconds(config, world, kind, documents, memory, passing, hardware),
+        )
+        for kind in rank_kinds(config)
+    ]
+    return ranks, _host_bytes(config, world, passing)
+
+
+def fits_rows(
+    config: RunConfig,
+    world: World,
+    hardware: Hardware,
+    seq_len: int,
+    *,
+    share: float = 1.0,
+    device_type: str = "cuda",
+) -> bool:
+    """Whether the run would fit, with rows of another length, into a share of the device's memory.
+
+    ``config`` is as ``estimate_run`` settled it.
+    """
+    longer = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+        train=dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len),
+    )
+    passing = _activations(longer)
+    if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
+        return False
+    return _bytes(longer, world, passing, device_type).peak <= share * hardware.memory_bytes
+
+
+def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
+    """Of the machine's memory, for one rank."""
+    memory = memory_of_rank(config, config.model.config(), world.ranks)
+    counted = 0
+    if config.train.store == "host":
+        # What the check at a run's start knows of activations.
+        counted = memory.activations
+    return memory.host + max(0, passing.kept_on_host - counted)
+
+
+def _activations(config: RunConfig) -> Activations:
+    parallel = config.parallel
+    tokens = config.data.seq_len * config.train.micro_batch_rows // parallel.context
+    return activations(config, tokens, ring=parallel.context // parallel.ulysses)
+
+
+def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:
+    held = _held(_without_rows(config), world, device_type)
+    return StepBytes(
+        weights=held.weights,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        gathered=held.gathered,
+        reduction=held.reduction.within_backward,
+        after_backward=held.reduction.after_backward,
+        kept=passing.kept,
+        kept_on_host=passing.kept_on_host,
+        kept_on_disk=passing.kept_on_disk,
+        passing=passing.passing,
+        optimizer_step=0,
+    )
+
+
+@cache
+def _held(config: RunConfig, world: World, device_type: str) -> Held:
+    """What does not depend on rows: a search asks for the same many times."""
+    return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
+
+
+def _without_rows(config: RunConfig) -> RunConfig:
+    """The config with all defaults but for what decides about weights, gradients and optimiser."""
+    train = TrainSection(dtype=config.train.dtype, chunk_tokens=min(config.train.chunk_tokens, 1))
+    parallel = ParallelSection(
+        context=config.parallel.context, ulysses=config.parallel.ulysses, expert=config.parallel.expert
+    )
+    return RunConfig(model=config.model, train=train, parallel=parallel, zero=config.zero)
+
+
+def _masked_flops(config: RunConfig, lengths: tuple[int, ...]) -> float:
+    """FLOPs, forward and backward, of the pairs that the causal masks of full layers leave out."""
+    model = config.model.config()
+    full = sum(model.layer_kind(layer) == "full" for layer in range(model.num_layers))
+    left_out = sum(n * n for n in lengths) - attended_pairs(lengths)
+    return 3.0 * full * 2 * model.num_heads * (model.head_dim + model.value_dim) * left_out

@@ -1,0 +1,61 @@
+"""Names and shapes of the weights that a rank holds before ZeRO, of a model that is never allocated."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from launcher.config.sections import RunConfig
+from launcher.plan.world import World
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+from longctx.model.experts.dispatch import LocalDispatcher, TokenDispatcher
+from parallel.experts.dispatcher import AllToAllDispatcher
+from parallel.mesh import Mesh
+
+
+def planned_mesh(config: RunConfig, world: World) -> Mesh:
+    """The mesh as rank 0 would have it, without process groups."""
+    parallel = config.parallel
+    return Mesh(
+        rank=0,
+        world_size=world.ranks,
+        context=parallel.context,
+        ulysses=parallel.ulysses,
+        expert=parallel.expert,
+        ranks_per_node=world.ranks_per_node,
+    )
+
+
+def build_shapes(config: RunConfig) -> Decoder:
+    """The decoder of a run on the meta device, with one rank's experts; the same object for the same model."""
+    return _decoder(config.model.config(), config.parallel.expert)
+
+
+def num_parameters(config: RunConfig) -> int:
+    """Values of the weights that a rank holds before ZeRO, and whose gradients it sends."""
+    return _count(build_shapes(config))
+
+
+def num_layer_parameters(config: RunConfig, layer: int | None = None) -> int:
+    """Those of one layer, or of all layers: what embedding, last norm and output head leave."""
+    layers = build_shapes(config).model.layers
+    if layer is None:
+        return _count(layers)
+    return _count(layers[layer])
+
+
+@cache
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@cache
+def _decoder(model: ModelConfig, expert: int) -> Decoder:
+    dispatcher: TokenDispatcher = LocalDispatcher()
+    if expert > 1:
+        dispatcher = AllToAllDispatcher(Mesh(rank=0, world_size=expert, context=1, expert=expert), model.num_experts)
+    with torch.device("meta"):
+        return Decoder(model, dispatcher=dispatcher, seed=None)

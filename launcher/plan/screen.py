@@ -1,0 +1,109 @@
+"""An estimate as one screen of text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from launcher.plan.estimate import RunEstimate
+from launcher.plan.report import Rows, describe_run
+from launcher.plan.search import Candidate
+from launcher.plan.settings import words
+from launcher.training.memory import gib
+from launcher.wording import plural
+
+_PARTS = {
+    "products": "products of weights",
+    "attention": "attention",
+    "elementwise": "norms, activations, loss",
+    "hops": "waiting for keys and values",
+    "all_to_alls": "heads and tokens to experts",
+    "moves": "waiting for what is stored elsewhere",
+    "zero": "waiting for gradients and weights",
+    "optimizer": "optimizer",
+}
+
+
+def headline(run: RunEstimate) -> str:
+    """The run, the hardware, and whether they go together."""
+    has, needs = gib(run.hardware.memory_bytes), gib(run.peak_bytes)
+    verdict = f"It fits: {needs} of {has} at the peak."
+    if run.peak_bytes > run.hardware.memory_bytes:
+        verdict = f"It does not fit: {needs} at the peak, and a device has {has}."
+    elif not run.fits:
+        verdict = (
+            f"It does not fit: {gib(run.host_bytes)} on the host for each rank, and its share is "
+            f"{gib(run.hardware.host_memory_bytes)}."
+        )
+    described = describe_run(run.config, run.world, run.document_tokens)
+    return f"{described}\non {run.hardware.name}. {verdict}"
+
+
+def memory_rows(run: RunEstimate) -> Rows:
+    """Bytes of the device, by kind."""
+    b = max((rank.bytes for rank in run.ranks), key=lambda of_rank: of_rank.peak)
+    rows = [
+        ["weights", gib(b.weights + b.gathered), "always; with stage 3, also those that are gathered"],
+        ["gradients", gib(b.gradients + b.reduction), "always; with what their reduction takes"],
+        ["optimizer", gib(b.optimizer), "always"],
+        ["kept", gib(b.kept), "from forward to backward"],
+        ["passing", gib(b.passing), "at the peak, in backward or in the loss"],
+        ["peak", gib(b.peak), ""],
+    ]
+    if run.host_bytes:
+        rows.append(["on the host", gib(run.host_bytes), "for each rank: what is offloaded or kept there"])
+    if run.config.train.store == "disk":
+        rows.append(["on the disk", gib(b.kept_on_disk), "for each rank"])
+    return ["memory of a rank", "", "when"], rows
+
+
+def seconds_rows(run: RunEstimate) -> Rows:
+    """Seconds of a step of the slowest rank, by part."""
+    of_parts = dataclasses.asdict(run.seconds)
+    total = run.seconds.total
+    rows = [
+        [_PARTS[name], f"{seconds:,.3g} s", f"{seconds / total:.0%}"] for name, seconds in of_parts.items() if seconds
+    ]
+    return ["a step", "", ""], [*rows, ["together", f"{total:,.3g} s", ""]]
+
+
+def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[str]:
+    """What the run takes as a whole, and what longer rows would.
+
+    ``longest`` tokens are the longest row that fits as it is; ``longer`` are settings for rows beyond that, or for the
+    run's own where they do not fit.
+    """
+    config, world = run.config, run.world
+    hours = run.run_hours
+    lines = [
+        f"{run.tokens_per_second:,.0f} tokens a second, {run.tokens_per_second / world.ranks:,.0f} a device; "
+        f"{plural(config.train.steps, 'step')} take {_hours(hours)} hours, {_hours(hours * world.ranks)} device-hours."
+    ]
+    counted, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
+    if counted is not None and full is not None:
+        lines.append(f"MFU {counted:.1%} with causal attention counted as masked, {full:.1%} with all pairs counted.")
+    if longest:
+        lines.append(f"The longest row that fits with these settings has {longest:,} tokens.")
+    else:
+        lines.append("No row fits with these settings.")
+    if longer is not None:
+        lines.append(
+            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.settings)} "
+            f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step)."
+        )
+    else:
+        lines.append("Longer rows fit with none: these ranks, what they keep and where were all tried (--search).")
+    return [*lines, "", *_NOTES]
+
+
+def _hours(hours: float) -> str:
+    if hours >= 10:
+        return f"{hours:,.0f}"
+    return f"{hours:.2g}"
+
+
+_NOTES = (
+    "Bytes are arithmetic that follows the trace (`plan --trace`); NCCL's buffers, kernels' workspaces and the "
+    "allocator's gaps come on top.",
+    "Seconds come from the profile's rates, each of which names its source (--json). No GPU has been measured by this "
+    "project yet: take them for an order, not for a promise.",
+)

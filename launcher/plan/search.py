@@ -1,0 +1,288 @@
+"""``search``: of the settings that a run could have, those that fit its hardware, and of these the fastest.
+
+Every combination of the settings below is estimated, none is left out by a rule of thumb: arithmetic is cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from launcher.config.sections import RunConfig
+from launcher.plan.batch import documents_of
+from launcher.plan.estimate import estimate_ranks, fits_rows
+from launcher.plan.hardware import Hardware
+from launcher.plan.longest import longest_row
+from launcher.plan.seconds import slowest
+from launcher.plan.settled import settled
+from launcher.plan.world import RANKS_IN_A_NODE, World
+from longctx.errors import ConfigError
+
+HEADROOM = 0.1
+"""Share of a device's memory that stays free: for NCCL's buffers, kernels' workspaces, the allocator's gaps."""
+_ALIKE = 1.005
+"""Seconds that differ by less are the same: the simpler settings win."""
+
+PLACES = ("parallel.context", "parallel.ulysses", "parallel.expert", "train.micro_batch_rows")
+STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
+WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
+SEARCHED = (*PLACES, *STATES, *WAYS)
+"""The keys that are varied."""
+
+_SHORT_MICRO_BATCH = 32768
+"""Tokens of a rank up to which several rows at once are worth trying."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One combination, and what it costs."""
+
+    config: RunConfig
+    peak_bytes: int
+    host_bytes: int
+    seconds: float
+    """Of a step."""
+    hardware: Hardware
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether it leaves ``HEADROOM`` of the device free, and the host's share is enough."""
+        return self.fullness <= 1
+
+    @property
+    def fullness(self) -> float:
+        """The larger share of what it may fill, of device and host; above 1 it does not fit."""
+        hardware = self.hardware
+        of_device = self.peak_bytes / (hardware.memory_bytes * (1 - HEADROOM))
+        return max(of_device, self.host_bytes / hardware.host_memory_bytes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The searched keys, and their values here."""
+        return {key: _value(self.config, key) for key in SEARCHED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    tried: int
+    num_fitting: int
+    fastest: Candidate | None
+    """None where nothing fits."""
+    leanest: Candidate
+    """The one that is nearest to fitting, or leaves most."""
+    front: list[Candidate]
+    """Those that fit and that no other one beats in both memory and time, leanest first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        front = [
+            {"settings": one.settings} | {name: getattr(one, name) for name in ("peak_bytes", "host_bytes", "seconds")}
+            for one in self.front
+        ]
+        return {"tried": self.tried, "fitting": self.num_fitting, "front": front}
+
+
+def search(
+    config: RunConfig,
+    world: World,
+    hardware: Hardware,
+    *,
+    document_tokens: int = 0,
+    held: Collection[str] = (),
+    progress: Callable[[int], None] = lambda _: None,
+) -> Found:
+    """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
+    candidates: list[Candidate] = []
+    refused: ConfigError | None = None
+    for changed in variants(config, world, held):
+        try:
+            candidates.append(_candidate(changed, world, hardware, document_tokens))
+        except ConfigError as error:
+            refused = refused or error
+        progress(len(candidates))
+    if not candidates:
+        assert refused is not None
+        raise refused
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    return Found(
+        tried=len(candidates),
+        num_fitting=len(fitting),
+        fastest=_fastest(fitting),
+        leanest=min(candidates, key=lambda candidate: candidate.fullness),
+        front=_front(fitting),
+    )
+
+
+def fit_rows(
+    config: RunConfig, world: World, hardware: Hardware, seq_len: int, *, document_tokens: int = 0
+) -> Candidate | None:
+    """The fastest settings, on the config's own degrees, that fit rows of this length; None where nothing does."""
+    rows = config.rows_per_step
+    longer = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+        train=dataclasses.replace(config.train, tokens_per_step=rows * seq_len),
+    )
+    found = _search_or_none(longer, world, hardware, document_tokens, PLACES)
+    if found is None:
+        return None
+    return found.fastest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """What fits where nothing does."""
+
+    seq_len: int
+    """The longest row on these ranks, with the leanest settings; 0 where none fits."""
+    world: World | None
+    """The fewest ranks, a power of two times those that there are, on which rows of this length fit."""
+    candidate: Candidate | None
+    """The fastest settings there."""
+
+
+def nearest(
+    leanest: Candidate, world: World, *, document_tokens: int = 0, held: Collection[str] = (), most_ranks: int = 1 << 14
+) -> Nearest:
+    """What would fit, seen from the leanest settings that do not."""
+    config, hardware = settled(leanest.config, world, document_tokens=document_tokens), leanest.hardware
+    longest = longest_row(
+        lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
+        unit=128 * config.parallel.context,
+    )
+    ranks = 2 * world.ranks
+    while ranks <= most_ranks:
+        larger = World(ranks=ranks, ranks_per_node=max(world.ranks_per_node, min(ranks, RANKS_IN_A_NODE)))
+        found = _search_or_none(leanest.config, larger, hardware, document_tokens, (*held, *WAYS))
+        if found is not None and found.fastest is not None:
+            return Nearest(seq_len=longest, world=larger, candidate=found.fastest)
+        ranks *= 2
+    return Nearest(seq_len=longest, world=None, candidate=None)
+
+
+def _search_or_none(
+    config: RunConfig, world: World, hardware: Hardware, document_tokens: int, held: Collection[str]
+) -> Found | None:
+    try:
+        return search(config, world, hardware, document_tokens=document_tokens, held=held)
+    except ConfigError:
+        # A step has too few rows for so many ranks, say.
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+def variants(config: RunConfig, world: World, held: Collection[str]) -> Iterator[RunConfig]:
+    """The combinations, simplest first; some of them a run would refuse."""
+    seen: set[RunConfig] = set()
+    for place, state, way in product(_places(config, world), _states(config, world), _ways(config)):
+        changes = dict(zip(SEARCHED, (*place, *state, *way), strict=True))
+        changed = _with(config, {key: value for key, value in changes.items() if key not in held})
+        if changed not in seen:
+            seen.add(changed)
+            yield changed
+
+
+def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, int]]:
+    """Degrees of context, Ulysses and experts, and rows of a micro-batch."""
+    experts = [1]
+    if config.model.num_experts:
+        experts = [n for n in _divisors(world.ranks) if config.model.num_experts % n == 0]
+    for context in _divisors(world.ranks):
+        # Rows of a step on each set of ranks that shares one.
+        rows, rest = divmod(config.rows_per_step * context, world.ranks)
+        if rest or not rows:
+            continue
+        micro_batches = [
+            n for n in _divisors(rows) if n == 1 or n * config.data.seq_len <= _SHORT_MICRO_BATCH * context
+        ]
+        for ulysses, expert, micro_batch in product(_divisors(context), experts, micro_batches):
+            # All-to-all of heads between machines has no name that we would give it.
+            if ulysses <= world.ranks_per_node:
+                yield context, ulysses, expert, micro_batch
+
+
+def _states(config: RunConfig, world: World) -> list[tuple[int, str, str]]:
+    """ZeRO's stage, and what it offloads; to a disk where the config names a folder."""
+    found = [(stage, "none", "none") for stage in (1, 2, 3)]
+    if world.ranks == 1:
+        # Nothing to spread.
+        found = [(1, "none", "none")]
+    found += [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")]
+    if config.zero.nvme_path:
+        found += [(3, "nvme", "cpu"), (3, "nvme", "nvme")]
+    return found
+
+
+def _ways(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
+    """What is kept and where, chunks, and groups of heads."""
+    for keep, store in product(("all", "attention", "inputs"), ("device", "host")):
+        yield keep, store, 0, 1
+    stores = ["device", "host"]
+    if config.train.store_path:
+        stores.append("disk")
+    groups = [n for n in (1, 2, 4, 8, 16) if config.model.num_kv_heads % n == 0]
+    for chunk_tokens, num_groups in product((16384, 8192, 4096, 2048), groups):
+        for keep, store in product(("attention", "inputs"), stores):
+            yield keep, store, chunk_tokens, num_groups
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tokens: int) -> Candidate:
+    on_gpus = settled(config, world, document_tokens=document_tokens)
+    ranks, host_bytes = estimate_ranks(on_gpus, world, hardware, documents_of(config, document_tokens), "cuda")
+    return Candidate(
+        config=config,
+        peak_bytes=max(rank.bytes.peak for rank in ranks),
+        host_bytes=host_bytes,
+        seconds=slowest([rank.seconds for rank in ranks]).total,
+        hardware=hardware,
+    )
+
+
+def _with(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The config with other values of dotted keys, and without folders that these do not write to."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        part = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: part})
+    if config.train.store != "disk":
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, store_path=""))
+    if "nvme" not in (config.zero.offload, config.zero.offload_parameters):
+        config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, nvme_path=""))
+    return config
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+
+def _fastest(fitting: Sequence[Candidate]) -> Candidate | None:
+    """The first of those that are as fast as any: they come simplest first."""
+    if not fitting:
+        return None
+    best = min(candidate.seconds for candidate in fitting)
+    return next(candidate for candidate in fitting if candidate.seconds <= best * _ALIKE)
+
+
+def _front(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """From the leanest on, each one that is faster than all leaner ones."""
+    front: list[Candidate] = []
+    for candidate in sorted(fitting, key=lambda one: (one.peak_bytes, one.seconds)):
+        if not front or candidate.seconds * _ALIKE < front[-1].seconds:
+            front.append(candidate)
+    return front

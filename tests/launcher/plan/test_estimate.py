@@ -1,0 +1,119 @@
+"""``plan``: bytes beside what traces counted, seconds beside arithmetic by hand, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_bytes import CASES, LEAST, MOST, RESULTS, errors, planned
+from launcher.config.load import load_run_config
+from launcher.plan.estimate import estimate_run
+from launcher.plan.hardware import load_hardware
+from launcher.plan.longest import longest_row
+from launcher.plan.world import World
+from longctx.errors import ConfigError
+
+LLAMA = ["--config", "quickstart", "--model.preset", "llama-3.1-8b", "--parallel.expert", "1"]
+MILLION = [
+    *LLAMA,
+    *("--parallel.context", "8", "--data.seq_len", "1048576", "--train.tokens_per_step", "1048576"),
+    *("--train.keep", "attention", "--zero.stage", "3"),
+]
+
+
+def estimate(*flags: str, device: str = "h100"):
+    config = load_run_config([*MILLION, *flags])
+    return estimate_run(config, World.of(config), load_hardware(device))
+
+
+def test_seconds_of_attention_are_its_flops_over_the_rates():
+    run = estimate()
+    n, hardware = 1048576, load_hardware("h100")
+    forward = 32 * 4 * 32 * 128 * (n * (n + 1) // 2) / 8
+    wanted = forward / hardware.attention_flops + 2.5 * forward / hardware.attention_backward_flops
+    assert run.seconds.attention == pytest.approx(wanted, rel=0.01)
+
+
+def test_keeping_inputs_computes_attention_forward_twice():
+    once, twice = estimate(), estimate("--train.keep", "inputs")
+    assert twice.seconds.attention > 1.2 * once.seconds.attention
+    assert twice.seconds.products == once.seconds.products
+
+
+def test_a_million_tokens_need_chunks():
+    chunks = ("--train.store", "host", "--train.chunk_tokens", "4096", "--train.head_groups", "8")
+    assert not estimate().fits
+    run = estimate(*chunks)
+    assert run.fits
+    assert run.peak_bytes < 45e9
+    assert not estimate(*chunks, "--data.seq_len", "8388608", "--train.tokens_per_step", "8388608").fits
+
+
+def test_utilisation_is_known_where_the_peak_is(tmp_path):
+    run = estimate()
+    counted, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
+    assert counted is not None
+    assert full is not None
+    assert 0.2 < counted < full < 1
+
+
+@pytest.mark.parametrize("limit", [0, 1, 127, 128, 129, 12345, 1 << 20])
+def test_the_longest_row_is_the_longest(limit):
+    found = longest_row(lambda n: n <= limit, unit=128)
+    assert found == limit // 128 * 128
+
+
+def _profile(tmp_path: Path, **changes: str) -> str:
+    text = (Path(__file__).parents[3] / "launcher/plan/profiles/h100.toml").read_text()
+    for old, new in changes.items():
+        text = text.replace(f"[{old}]\n", new)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_flops": "[peek_flops]\n"}, "peek_flops is not known, peak_flops is missing"),
+        ({"memory_bytes": "[memory_bytes]\nvalue = -1\n[other]\n"}, "is no profile"),
+        ({"memory_bytes": "[[["}, "cannot be read"),
+    ],
+)
+def test_a_wrong_profile_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_hardware(_profile(tmp_path, **changes))
+
+
+def test_a_figure_without_source_is_refused(tmp_path):
+    path = Path(_profile(tmp_path))
+    path.write_text(path.read_text().replace('source = "assumed: 0.75 of the peak"', 'source = ""'))
+    with pytest.raises(ConfigError, match="product_flops is"):
+        load_hardware(str(path))
+
+
+def test_an_unknown_device_names_those_that_there_are():
+    with pytest.raises(ConfigError, match="b200, h100, h200"):
+        load_hardware("h1000")
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200"])
+def test_every_shipped_figure_has_a_source(name):
+    hardware = load_hardware(name)
+    assert all(len(source) > 10 for source in hardware.sources.values())
+    assert hardware.attention_flops < hardware.product_flops < hardware.peak_flops
+
+
+TRACED = {row["name"]: row for row in json.loads(RESULTS.read_text())["traced"]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bytes_are_those_of_the_trace(case):
+    run = planned(case, quick=False)
+    for error in errors(run, TRACED[case.name]):
+        assert LEAST <= error <= MOST
+    of_bytes = run.ranks[0].bytes
+    assert of_bytes.kept == pytest.approx(TRACED[case.name]["kept"], rel=0.02, abs=2**20)
+    assert of_bytes.kept_on_host == pytest.approx(TRACED[case.name]["kept_on_host"], rel=0.02, abs=2**20)
