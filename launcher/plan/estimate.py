@@ -10,15 +10,15 @@ from typing import Any
 from launcher.config.sections import ParallelSection, RunConfig, TrainSection
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
-from launcher.plan.batch import documents_of
+from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
-from launcher.training.memory import memory_of_rank
 from longctx.batch import PackedDocuments
 
 
