@@ -132,7 +132,7 @@ def estimate_ranks(
     config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments, device_type: str
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
-    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config)
+    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config, device_type)
     of_bytes = _bytes(config, world, passing, device_type)
     ranks = [
         RankEstimate(
@@ -163,7 +163,7 @@ def fits_rows(
         data=dataclasses.replace(config.data, seq_len=seq_len),
         train=dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len),
     )
-    passing = _activations(longer)
+    passing = _activations(longer, device_type)
     if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
         return False
     return _bytes(longer, world, passing, device_type).peak <= share * hardware.memory_bytes
@@ -179,10 +179,10 @@ def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
     return memory.host + max(0, passing.kept_on_host - counted)
 
 
-def _activations(config: RunConfig) -> Activations:
+def _activations(config: RunConfig, device_type: str) -> Activations:
     parallel = config.parallel
     tokens = config.data.seq_len * config.train.micro_batch_rows // parallel.context
-    return activations(config, tokens, ring=parallel.context // parallel.ulysses)
+    return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:
