@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher.config.pool import padded_tokens
 from launcher.config.sections import RunConfig
 from launcher.plan.figures import RankTrace
 from launcher.plan.trace import RunTrace
@@ -24,7 +25,7 @@ def heading(run: RunTrace) -> str:
 
 def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
     """Ranks and degrees, and a micro-batch, a line each."""
-    parallel, tokens = config.parallel, config.data.seq_len * config.train.micro_batch_rows
+    parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     documents = "one document a row"
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
