@@ -87,20 +87,12 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
         lines.append("No row fits with these settings.")
     if longer is not None:
         lines.append(
-            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.settings)}{_room(longer)} "
+            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.settings)} "
             f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step)."
         )
     else:
         lines.append("Longer rows fit with none: these ranks, what they keep and where were all tried (--search).")
     return [*lines, "", *_NOTES]
-
-
-def _room(longer: Candidate) -> str:
-    """The tokens of a rank that these rows need, where a run says how many."""
-    most = longer.config.parallel.tokens_per_rank
-    if not most:
-        return ""
-    return f", parallel.tokens_per_rank {most:,}"
 
 
 def _hours(hours: float) -> str:

@@ -33,6 +33,8 @@ STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
 WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
 SEARCHED = (*PLACES, *STATES, *WAYS)
 """The keys that are varied."""
+POOLED = ("parallel.context", "train.micro_batch_rows")
+"""Those of them that ``parallel.tokens_per_rank`` stands in place of."""
 
 _SHORT_MICRO_BATCH = 32768
 """Tokens of a rank up to which several rows at once are worth trying."""
@@ -63,8 +65,13 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The searched keys, and their values here."""
-        return {key: _value(self.config, key) for key in SEARCHED}
+        """The searched keys, and their values here; ``parallel.tokens_per_rank`` in place of those that it settles."""
+        found = {key: _value(self.config, key) for key in SEARCHED}
+        if self.config.parallel.tokens_per_rank:
+            for key in POOLED:
+                del found[key]
+            found = {"parallel.tokens_per_rank": self.config.parallel.tokens_per_rank, **found}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +108,7 @@ def search(
     """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
     if config.parallel.tokens_per_rank:
         # The key stands in their place.
-        held = (*held, "parallel.context", "train.micro_batch_rows")
+        held = (*held, *POOLED)
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
     for changed in variants(config, world, held):
