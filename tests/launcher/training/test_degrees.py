@@ -13,6 +13,7 @@ from launcher.metrics.record import Record
 from launcher.run_folder import CONFIG_FILE
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from tests.helpers import run_distributed
+from tests.launcher.runs import flags, pretrain
 from tests.launcher.workers import rows, run, train_each, train_until_killed_in_a_step
 
 pytestmark = pytest.mark.timeout(300)
@@ -128,6 +129,15 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_lo
     later = [record for record in without_degrees(rows(unbroken)) if record["step"] > 2]
     for mine, wanted in zip(rows(other), later, strict=True):
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+def test_by_the_command_that_users_give(shards, tmp_path, alone):
+    ended = pretrain(flags(shards, tmp_path / "run", pooled(500)))
+    assert ended.code == 0, ended.text
+    check_equal(tmp_path / "run", alone)
+    refused = pretrain(flags(shards, tmp_path / "refused", pooled(100)))
+    refused.check_one_screen(1, "data.seq_len=256 is more than the 2 ranks", "--parallel.tokens_per_rank 128")
+    assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
 @pytest.mark.parametrize("way", ["chunks", "capacity"])
