@@ -1,10 +1,10 @@
-"""How rows lie on a pool of ranks with ``parallel.tokens_per_rank``, beside fixed degrees, on rows of a real corpus.
+"""Rows side by side with ``parallel.tokens_per_rank``, and with fixed degrees, on rows of a real corpus.
 
-    python -m benchmarks.degrees [--data runs/data] [--seq-lens 2048 8192 32768] [--pools 2 3 4 5 7 8 16]
+    python -m benchmarks.degrees [--data runs/data] [--seq-lens 2048 8192 32768] [--contexts 2 3 4 5 7 8 16]
                                  [--tokens-per-rank 8192] [--micro-batches 20]
 
-Causal attention inside each document; layouts and schedules are a run's own, and nothing is sent. Where the pool cannot
-hold a row, a rank takes as many tokens as it needs. Of each pool:
+Causal attention inside each document; layouts and schedules are a run's own, and nothing is sent. Where the
+ranks cannot hold a row, each takes as many tokens as it needs. Of each number of ranks:
 
 * ``attention`` of the busiest rank over the mean, and its tokens that are not padding over theirs. With padding every
   rank holds equally many; the last rows of an epoch are padding for the most part.
@@ -12,8 +12,8 @@ hold a row, a rank takes as many tokens as it needs. Of each pool:
   the mean attention.
 * rows of keys and values that all ranks receive, for each token.
 
-Two fixed degrees of the same rows stand beside it: the whole pool, a row at a time (``wide``), and the fewest ranks
-that hold a row and divide the pool, side by side as data ranks (``narrow``), whose ranks wait for the busiest of all.
+Two fixed degrees of the same rows stand beside it: all ranks, a row at a time (``wide``), and the fewest ranks
+that hold a row and divide them, as data ranks (``narrow``), whose ranks wait for the busiest of all.
 Exit code 1 where a rank has more than 1.05 of the mean attention in any micro-batch.
 """
 
@@ -29,8 +29,8 @@ import numpy as np
 from benchmarks.machine import save
 from data_pipeline.loader import build_loader
 from longctx.batch import PADDING_DOCUMENT, Batch
-from parallel.layout.pool import pool_tokens, rows_at_once
 from parallel.layout.sequence import SequenceLayout
+from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
 from parallel.schedule.degrees import degrees_of
 from parallel.schedule.schedule import Schedule
 
@@ -60,10 +60,11 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One pool: means over its micro-batches, and the worst of them."""
+    """One number of ranks: means over micro-batches, and the worst of them."""
 
     seq_len: int
-    pool: int
+    context: int
+    """Ranks."""
     tokens_per_rank: int
     rows: int
     micro_batches: int
@@ -86,7 +87,7 @@ def place(batch: Batch, ranks: int, tokens_per_rank: int) -> Placed:
     """A micro-batch's rows side by side on so many ranks."""
     documents = batch.documents.num_documents
     given = batch.documents.num_tokens
-    padded = batch.padded(pool_tokens(given, ranks, ulysses=1, tokens_per_rank=tokens_per_rank))
+    padded = batch.padded(tokens_on_ranks(given, ranks, ulysses=1, tokens_per_rank=tokens_per_rank))
     bounds = padded.documents.bounds
     layout = SequenceLayout.build("balanced", padded.documents.num_tokens, ranks, padded.documents)
     schedule, degrees = Schedule.build(layout, padded.documents), degrees_of(layout, bounds, documents)
@@ -130,19 +131,19 @@ def batches(data: str, seq_len: int, rows: int, count: int, groups: int = 1) -> 
         yield [next(loader) for loader in loaders]
 
 
-def wide(data: str, seq_len: int, pool: int, count: int) -> float:
-    """Rows received a token with a fixed degree of the whole pool, a row at a time."""
-    placed = [place(batch, pool, seq_len) for (batch,) in batches(data, seq_len, 1, count)]
+def wide(data: str, seq_len: int, context: int, count: int) -> float:
+    """Rows received a token with a fixed degree of all ranks, a row at a time."""
+    placed = [place(batch, context, seq_len) for (batch,) in batches(data, seq_len, 1, count)]
     return sum(p.received for p in placed) / (len(placed) * seq_len)
 
 
-def narrow(data: str, seq_len: int, pool: int, tokens_per_rank: int, count: int) -> tuple[int, float, float]:
+def narrow(data: str, seq_len: int, context: int, tokens_per_rank: int, count: int) -> tuple[int, float, float]:
     """(degree, mean imbalance over all ranks, rows received a token) of the fewest ranks for a row, side by side."""
     needed = -(-seq_len // tokens_per_rank)
-    degree = min(n for n in range(needed, pool + 1) if pool % n == 0)
+    degree = min(n for n in range(needed, context + 1) if context % n == 0)
     rows = rows_at_once(seq_len, degree, tokens_per_rank)
     imbalance, received, tokens = [], 0, 0
-    for step in batches(data, seq_len, rows, count, pool // degree):
+    for step in batches(data, seq_len, rows, count, context // degree):
         placed = [place(batch, degree, tokens_per_rank) for batch in step]
         imbalance.append(busiest([work for p in placed for work in p.work]))
         received += sum(p.received for p in placed)
@@ -150,20 +151,20 @@ def narrow(data: str, seq_len: int, pool: int, tokens_per_rank: int, count: int)
     return degree, float(np.mean(imbalance)), received / tokens
 
 
-def measure(data: str, seq_len: int, pool: int, tokens_per_rank: int, count: int) -> Figures:
-    """One pool over its micro-batches, and the same rows with fixed degrees."""
+def measure(data: str, seq_len: int, context: int, tokens_per_rank: int, count: int) -> Figures:
+    """So many ranks over their micro-batches, and the same rows with fixed degrees."""
     # In whole tiles of a kernel.
-    most = max(tokens_per_rank, -(-seq_len // pool // 128) * 128)
-    if most * pool < seq_len:
+    most = max(tokens_per_rank, -(-seq_len // context // 128) * 128)
+    if most * context < seq_len:
         most += 128
-    rows = rows_at_once(seq_len, pool, most)
-    placed = [place(batch, pool, most) for (batch,) in batches(data, seq_len, rows, count)]
+    rows = rows_at_once(seq_len, context, most)
+    placed = [place(batch, context, most) for (batch,) in batches(data, seq_len, rows, count)]
     documents = sum(p.documents for p in placed)
     attention = [busiest(p.work) for p in placed]
-    degree, narrow_mean, narrow_rows = narrow(data, seq_len, pool, most, count)
+    degree, narrow_mean, narrow_rows = narrow(data, seq_len, context, most, count)
     return Figures(
         seq_len=seq_len,
-        pool=pool,
+        context=context,
         tokens_per_rank=most,
         rows=rows,
         micro_batches=len(placed),
@@ -175,7 +176,7 @@ def measure(data: str, seq_len: int, pool: int, tokens_per_rank: int, count: int
         fewest=round(sum(p.fewest for p in placed) / documents, 3),
         fewest_even=round(sum(p.fewest_even for p in placed) / documents, 3),
         rows_a_token=round(sum(p.received for p in placed) / (len(placed) * rows * seq_len), 4),
-        wide_rows_a_token=round(wide(data, seq_len, pool, len(placed) * rows), 4),
+        wide_rows_a_token=round(wide(data, seq_len, context, len(placed) * rows), 4),
         narrow_degree=degree,
         narrow_attention_mean=round(narrow_mean, 4),
         narrow_rows_a_token=round(narrow_rows, 4),
@@ -183,9 +184,9 @@ def measure(data: str, seq_len: int, pool: int, tokens_per_rank: int, count: int
 
 
 def line(f: Figures) -> str:
-    """One pool for the console."""
+    """One number of ranks for the console."""
     return (
-        f"{f.seq_len:6d} {f.pool:5d} {f.tokens_per_rank:7d} {f.rows:5d} {f.micro_batches:4d} {100 * f.padding:8.2f} %"
+        f"{f.seq_len:6d} {f.context:5d} {f.tokens_per_rank:7d} {f.rows:5d} {f.micro_batches:4d} {100 * f.padding:8.2f} %"
         f" {f.tokens_mean:7.3f} {f.attention_mean:7.3f} {f.attention_worst:6.3f} {f.ranks:7.2f} {f.fewest:5.2f}"
         f" {f.fewest_even:5.2f} {f.rows_a_token:9.3f} {f.wide_rows_a_token:6.3f} {f.narrow_rows_a_token:6.3f}"
         f" {f.narrow_degree:4d} {f.narrow_attention_mean:6.3f}"
@@ -197,18 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="runs/data", help="a shard folder")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32_768])
-    parser.add_argument("--pools", type=int, nargs="+", default=[2, 3, 4, 5, 7, 8, 16])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2, 3, 4, 5, 7, 8, 16])
     parser.add_argument("--tokens-per-rank", type=int, default=8192)
-    parser.add_argument("--micro-batches", type=int, default=20, help="of each pool, at most an epoch")
+    parser.add_argument("--micro-batches", type=int, default=20, help="of each number of ranks, at most an epoch")
     wanted = parser.parse_args(arguments)
     print(
-        "seq_len  pool  tokens  rows    n    padding  tokens  attention: mean, worst  ranks, fewest, even "
-        "   rows a token: pool, wide, narrow  narrow degree, attention"
+        "seq_len ranks  tokens  rows    n    padding  tokens  attention: mean, worst  ranks, fewest, even "
+        "   rows a token, wide, narrow  narrow degree, attention"
     )
     found = []
     for seq_len in wanted.seq_lens:
-        for pool in wanted.pools:
-            found.append(measure(wanted.data, seq_len, pool, wanted.tokens_per_rank, wanted.micro_batches))
+        for context in wanted.contexts:
+            found.append(measure(wanted.data, seq_len, context, wanted.tokens_per_rank, wanted.micro_batches))
             print(line(found[-1]), flush=True)
     print(f"saved in {save('degrees', {'limit': LIMIT, 'rows': [asdict(f) for f in found]})}")
     return int(any(f.attention_worst > LIMIT for f in found))

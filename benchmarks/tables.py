@@ -260,7 +260,7 @@ def peers(result: Result) -> str:
 
 
 def degrees(result: Result) -> str:
-    """Rows on a pool of ranks, beside fixed degrees."""
+    """Rows side by side, and with fixed degrees."""
     head = ("rows of", "ranks", "tokens a rank", "rows at once", "attention: mean, worst", "ranks a document (fewest)",
             "keys received a token", "all ranks a row", "fewest ranks a row: keys, attention")  # fmt: skip
     return markdown(head, (_degrees_row(row) for row in result["rows"]))
@@ -269,7 +269,7 @@ def degrees(result: Result) -> str:
 def _degrees_row(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['seq_len']:,}",
-        str(row["pool"]),
+        str(row["context"]),
         f"{row['tokens_per_rank']:,}",
         str(row["rows"]),
         f"**{row['attention_mean']:.3f}**, {row['attention_worst']:.3f}",

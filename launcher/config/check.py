@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.config.kept import check_kept
-from launcher.config.pool import padded_tokens, settle_pool
 from launcher.config.sections import ModelSection, RunConfig
+from launcher.config.side_by_side import padded_tokens, settle_context
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
@@ -18,7 +18,7 @@ from parallel.schedule.heads import check_heads
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
-    config = settle_pool(config, world_size)
+    config = settle_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -137,7 +137,7 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _check_step(config: RunConfig, world_size: int) -> None:
     """tokens_per_step must be whole micro-batches on every data rank."""
-    # Those of tokens_per_rank may differ by a row; what they need is known since the pool is.
+    # Those of tokens_per_rank may differ by a row; settle_context has looked at what they need.
     if config.parallel.tokens_per_rank:
         return
     data_degree = world_size // config.parallel.context

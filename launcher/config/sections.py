@@ -349,7 +349,7 @@ class RunConfig:
         return self.train.steps
 
     def micro_batches(self, world_size: int) -> MicroBatches:
-        """How the rows of a step are dealt out; the pool of ``parallel.tokens_per_rank`` must be settled."""
+        """How the rows of a step are dealt out; ``settle_context`` comes first."""
         return MicroBatches.deal(
             self.rows_per_step,
             most_rows=self.train.micro_batch_rows,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.pool import padded_documents, padded_tokens, settle_pool
 from launcher.config.sections import ParallelSection, RunConfig, TrainSection
+from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
 from launcher.plan.batch import documents_of
@@ -164,7 +164,7 @@ def fits_rows(
     """
     longer = with_rows(config, seq_len)
     try:
-        longer = settle_pool(longer, world.ranks)
+        longer = settle_context(longer, world.ranks)
     except ConfigError:
         return False  # more tokens than parallel.tokens_per_rank allows
     passing = _activations(longer)

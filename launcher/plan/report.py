@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.config.pool import padded_tokens
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens
 from launcher.plan.figures import RankTrace
 from launcher.plan.trace import RunTrace
 from launcher.plan.world import RankKind, World

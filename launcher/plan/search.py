@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from launcher.config.pool import padded_documents
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_documents
 from launcher.plan.batch import documents_of
 from launcher.plan.estimate import estimate_ranks, fits_rows, with_rows
 from launcher.plan.hardware import Hardware
@@ -33,7 +33,7 @@ STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
 WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
 SEARCHED = (*PLACES, *STATES, *WAYS)
 """The keys that are varied."""
-POOLED = ("parallel.context", "train.micro_batch_rows")
+FIXED_DEGREE = ("parallel.context", "train.micro_batch_rows")
 """Those of them that ``parallel.tokens_per_rank`` stands in place of."""
 
 _SHORT_MICRO_BATCH = 32768
@@ -68,7 +68,7 @@ class Candidate:
         """The searched keys, and their values here; ``parallel.tokens_per_rank`` in place of those that it settles."""
         found = {key: _value(self.config, key) for key in SEARCHED}
         if self.config.parallel.tokens_per_rank:
-            for key in POOLED:
+            for key in FIXED_DEGREE:
                 del found[key]
             found = {"parallel.tokens_per_rank": self.config.parallel.tokens_per_rank, **found}
         return found
@@ -108,7 +108,7 @@ def search(
     """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
     if config.parallel.tokens_per_rank:
         # The key stands in their place.
-        held = (*held, *POOLED)
+        held = (*held, *FIXED_DEGREE)
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
     for changed in variants(config, world, held):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from launcher.config.check import check_run
-from launcher.config.pool import settle_pool
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import settle_context
 from launcher.plan.world import World
 from parallel.layout.select import AUTO, choose_layout
 
@@ -13,7 +13,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int, device_typ
     """The config with its dtype, ZeRO stage and layout. ConfigError for what a run would refuse."""
     config = config.resolve(native_bfloat16=True, device_type=device_type)
     check_run(config, world.ranks)
-    config = settle_pool(config, world.ranks)
+    config = settle_context(config, world.ranks)
     # As a run does once it has seen its data: here the documents are known beforehand.
     model, parallel = config.model.config(), config.parallel
     if parallel.layout != AUTO:

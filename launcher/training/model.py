@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from launcher.config.pool import padded_tokens
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens
 from launcher.training.compiling import compiler_of
 from longctx.batch import Batch, PackedDocuments
 from longctx.kernels.processor import fastest_products

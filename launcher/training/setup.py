@@ -18,8 +18,8 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
-from launcher.config.pool import padded_documents
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.run_folder import prepare_folder, start_logging
@@ -207,7 +207,7 @@ def _say_start(
 
 
 def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
-    """How the micro-batches of the next step come to lie on this rank's pool; none where the degree is fixed."""
+    """How the micro-batches of the next step come to lie on this rank's group; none where the degree is fixed."""
     if not config.parallel.tokens_per_rank:
         return []
     found = []

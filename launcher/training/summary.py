@@ -63,7 +63,7 @@ class Start:
 
 def summary(start: Start) -> list[str]:
     """The lines that a run begins with."""
-    lines = [_model(start), *_origin(start), _ranks(start), *_pool(start), _memory(start), *_stages(start)]
+    lines = [_model(start), *_origin(start), _ranks(start), *_side_by_side(start), _memory(start), *_stages(start)]
     return [*lines, _steps(start), _data(start), _checkpoints(start)]
 
 
@@ -119,7 +119,7 @@ def _ranks(start: Start) -> str:
     return f"Ranks: {where}, {rows}, ZeRO {config.zero_stage}, {config.train.dtype}."
 
 
-def _pool(start: Start) -> list[str]:
+def _side_by_side(start: Start) -> list[str]:
     """What ``parallel.tokens_per_rank`` comes to: rows at once, the degrees of documents, how even attention is."""
     if not start.degrees:
         return []
@@ -132,7 +132,7 @@ def _pool(start: Start) -> list[str]:
     fewest = [n for of_batch in start.degrees for n in of_batch.fewest]
     worst = max(of_batch.imbalance for of_batch in start.degrees)
     return [
-        f"Pool: {plural(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
+        f"Side by side: {plural(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
         f"{rows} rows at once. In the first step a document lies on {min(ranks)} to {max(ranks)} of them, "
         f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(fewest) / len(fewest):.2f} would hold it); the busiest rank "
         f"has {worst:.3f} of the mean attention."

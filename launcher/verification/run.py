@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from launcher.config.check import check_run
-from launcher.config.pool import settle_pool
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import settle_context
 from launcher.training.compiling import settle_compile
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
@@ -32,7 +32,7 @@ class Verdict:
 def verify_run(config: RunConfig, device: torch.device) -> Verdict:
     """Take steps with ``config``, made small, and the same in one process. Collective.
 
-    The pool of ``parallel.tokens_per_rank`` is settled. ConfigError for what a run would be refused for.
+    ``settle_context`` comes first. ConfigError for what a run would be refused for.
     """
     started = time.perf_counter()
     parallel = config.parallel
@@ -40,7 +40,7 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
     shrunk = shrink(config, mesh.world_size)
     config = shrunk.config
     check_run(config, mesh.world_size)
-    config = settle_pool(config, mesh.world_size)
+    config = settle_context(config, mesh.world_size)
     if parallel.layout == AUTO:
         model = config.model
         layout, _ = choose_layout(

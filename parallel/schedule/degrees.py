@@ -14,7 +14,7 @@ from parallel.schedule.segments import cut_segments
 
 @dataclass(frozen=True)
 class Degrees:
-    """How a micro-batch lies on a pool."""
+    """How a micro-batch lies on its ranks."""
 
     ranks: tuple[int, ...]
     """Of each document that counts, the ranks that hold a part of it."""

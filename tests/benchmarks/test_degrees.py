@@ -1,4 +1,4 @@
-"""The benchmark of rows on a pool of ranks: its figures by hand, and its table."""
+"""The benchmark of rows side by side: its figures by hand, and its table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_one_document_spreads_over_all_and_is_padded():
     assert placed.received > 0
 
 
-def test_a_pool_beside_fixed_degrees(tmp_path):
+def test_side_by_side_and_with_fixed_degrees(tmp_path):
     data = str(data_plan.make_corpus(tmp_path / "data", 2000))
     found = degrees.measure(data, 4096, 4, 2048, 3)
     assert (found.tokens_per_rank, found.rows, found.narrow_degree, found.micro_batches) == (2048, 2, 2, 3)

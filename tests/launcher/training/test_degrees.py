@@ -32,7 +32,7 @@ ONE = {**SAME, "parallel.context": 1}
 DEGREE_KEYS = {"ranks_per_document", "most_ranks_per_document", "attention_imbalance"}
 
 
-def pooled(tokens_per_rank: int, **changed: Any) -> dict[str, Any]:
+def shared(tokens_per_rank: int, **changed: Any) -> dict[str, Any]:
     """All ranks share what they can hold."""
     named = {name.replace("__", "."): value for name, value in changed.items()}
     return {**SAME, "parallel.context": 1, "parallel.tokens_per_rank": tokens_per_rank, **named}
@@ -68,9 +68,9 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        (2, {"pool": pooled(500), "fixed": {**SAME, "parallel.context": 2}}),
-        (3, {"pool": pooled(300), "long": pooled(86, zero__stage=2)}),
-        (4, {"heads": pooled(300, parallel__ulysses=2, zero__stage=3)}),
+        (2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}),
+        (3, {"shared": shared(300), "long": shared(86, zero__stage=2)}),
+        (4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}),
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(ranks, ways, shards, alone, tmp_path):
@@ -79,14 +79,14 @@ def test_losses_and_norms_are_those_of_one_process(ranks, ways, shards, alone, t
         check_equal(tmp_path / name, alone)
 
 
-def test_pools_side_by_side_share_experts(shards, tmp_path):
-    """Two pools of two ranks, experts over all four, rows that differ by one from micro-batch to micro-batch."""
+def test_context_groups_side_by_side_share_experts(shards, tmp_path):
+    """Two groups of two ranks, experts over all four, rows that differ by one from micro-batch to micro-batch."""
     step = {"train.tokens_per_step": 256 * 10, "zero.stage": 2}
-    pools = pooled(400, **step) | {"parallel.context": 2, "parallel.expert": 4}
-    run(train_each, 4, shards, {tmp_path / "pools": pools})
+    groups = shared(400, **step) | {"parallel.context": 2, "parallel.expert": 4}
+    run(train_each, 4, shards, {tmp_path / "groups": groups})
     run(train_each, 1, shards, {tmp_path / "alone": ONE | step | {"zero.stage": 1}})
-    check_equal(tmp_path / "pools", tmp_path / "alone")
-    config = tomllib.loads((tmp_path / "pools" / CONFIG_FILE).read_text())
+    check_equal(tmp_path / "groups", tmp_path / "alone")
+    config = tomllib.loads((tmp_path / "groups" / CONFIG_FILE).read_text())
     assert (config["parallel"]["context"], config["train"]["micro_batch_rows"]) == (2, 3)
 
 
@@ -94,7 +94,7 @@ def test_pools_side_by_side_share_experts(shards, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [5, 7])
 def test_five_and_seven_ranks(ranks, shards, alone, tmp_path):
-    ways = {"zero": pooled(600 // ranks, zero__stage=3), "chunks": pooled(600 // ranks, train__chunk_tokens=31)}
+    ways = {"zero": shared(600 // ranks, zero__stage=3), "chunks": shared(600 // ranks, train__chunk_tokens=31)}
     run_distributed(train_each, ranks, shards, {tmp_path / n: way for n, way in ways.items()}, timeout=800)
     for name in ways:
         check_equal(tmp_path / name, alone)
@@ -102,9 +102,12 @@ def test_five_and_seven_ranks(ranks, shards, alone, tmp_path):
 
 def test_the_run_says_what_it_comes_to(shards, tmp_path):
     folder = tmp_path / "run"
-    run(train_each, 3, shards, {folder: pooled(300, train__steps=1)})
+    run(train_each, 3, shards, {folder: shared(300, train__steps=1)})
     log = (folder / "logs" / "rank_0.log").read_text()
-    assert "Pool: 3 ranks of up to 300 tokens share 2 or 3 rows at once. In the first step a document lies on" in log
+    assert (
+        "Side by side: 3 ranks of up to 300 tokens share 2 or 3 rows at once. In the first step a document lies on"
+        in log
+    )
     assert "7 rows of 256 tokens, in 3 micro-batches a rank" in log
     (record,) = [record for record in rows(folder) if record["kind"] == "train"]
     assert 1 <= record["ranks_per_document"] <= record["most_ranks_per_document"] <= 3
@@ -114,7 +117,7 @@ def test_the_run_says_what_it_comes_to(shards, tmp_path):
 
 def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_losses(shards, tmp_path):
     unbroken, killed, other = (tmp_path / name for name in ("unbroken", "killed", "other"))
-    changed = pooled(300, checkpoint__every_steps=2)
+    changed = shared(300, checkpoint__every_steps=2)
     run(train_each, 3, shards, {unbroken: changed})
     with pytest.raises(AssertionError, match="rank 0 of 3"):
         run(train_until_killed_in_a_step, 3, shards, killed, changed, 1, 4)
@@ -132,11 +135,11 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_lo
 
 
 def test_by_the_command_that_users_give(shards, tmp_path, alone):
-    ended = pretrain(flags(shards, tmp_path / "run", pooled(500)))
+    ended = pretrain(flags(shards, tmp_path / "run", shared(500)))
     assert ended.code == 0, ended.text
     check_equal(tmp_path / "run", alone)
-    refused = pretrain(flags(shards, tmp_path / "refused", pooled(100)))
-    refused.check_one_screen(1, "data.seq_len=256 is more than the 2 ranks", "--parallel.tokens_per_rank 128")
+    refused = pretrain(flags(shards, tmp_path / "refused", shared(100)))
+    refused.check_one_screen(2, "data.seq_len=256 is more than the 2 ranks", "--parallel.tokens_per_rank 128")
     assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
@@ -144,24 +147,24 @@ def test_by_the_command_that_users_give(shards, tmp_path, alone):
 def test_layers_by_chunks_dropout_and_capacity(way, shards, tmp_path):
     """What depends on a token's index in the step, and on how many of them a rank has."""
     model = {"model.residual_dropout": 0.1, "model.router_jitter": 0.1}
-    pool: dict[str, Any] = pooled(300) | model
+    together: dict[str, Any] = shared(300) | model
     if way == "chunks":
-        pool |= {"train.chunk_tokens": 50, "train.keep": "attention", "train.store": "host"}
+        together |= {"train.chunk_tokens": 50, "train.keep": "attention", "train.store": "host"}
     else:
         model |= {"model.capacity_factor": 1.0}
-        pool |= model
-    run(train_each, 3, shards, {tmp_path / "pool": pool})
+        together |= model
+    run(train_each, 3, shards, {tmp_path / "shared": together})
     run(train_each, 1, shards, {tmp_path / "alone": ONE | model})
-    check_equal(tmp_path / "pool", tmp_path / "alone")
+    check_equal(tmp_path / "shared", tmp_path / "alone")
 
 
 def test_routing_is_recorded_and_followed_without_the_padding(shards, tmp_path):
     recorded, files = tmp_path / "recorded", tmp_path / "routing"
-    run(train_each, 3, shards, {recorded: pooled(300, train__record_routing=files)})
+    run(train_each, 3, shards, {recorded: shared(300, train__record_routing=files)})
     assert len(list(files.iterdir())) == 4
-    ways = {tmp_path / "fixed": {**SAME, "parallel.context": 2}, tmp_path / "pool": pooled(600)}
+    ways = {tmp_path / "fixed": {**SAME, "parallel.context": 2}, tmp_path / "shared": shared(600)}
     run(train_each, 2, shards, {path: way | {"train.replay_routing": files} for path, way in ways.items()})
-    again = {tmp_path / "three": pooled(400, train__replay_routing=files)}
+    again = {tmp_path / "three": shared(400, train__replay_routing=files)}
     run(train_each, 3, shards, again)
     for folder in (*ways, *again):
         check_equal(folder, recorded)

@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
-from launcher.config.pool import settle_pool
+from launcher.config.side_by_side import settle_context
 from launcher.training.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
@@ -59,20 +59,20 @@ def line(name: str, said: Start) -> str:
     return found
 
 
-def test_a_pool_says_its_rows_and_degrees():
-    pool = ["--parallel.layout", "auto", "--parallel.tokens_per_rank", "3072", "--train.tokens_per_step", "10240"]
+def test_rows_side_by_side_say_their_number_and_degrees():
+    together = ["--parallel.layout", "auto", "--parallel.tokens_per_rank", "3072", "--train.tokens_per_step", "10240"]
     degrees = [
         Degrees(ranks=(1, 1, 2), fewest=(1, 1, 1), imbalance=1.01),
         Degrees(ranks=(2,), fewest=(2,), imbalance=1.034),
     ]
-    plain = start(pool)
-    said = dataclasses.replace(plain, config=settle_pool(plain.config, 2), degrees=degrees)
-    assert line("Pool", said) == (
-        "Pool: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 to 2 of "
-        "them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
+    plain = start(together)
+    said = dataclasses.replace(plain, config=settle_context(plain.config, 2), degrees=degrees)
+    assert line("Side by side", said) == (
+        "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 to 2 "
+        "of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
     )
     assert "5 rows of 2,048 tokens, in 2 micro-batches a rank" in line("Steps", said)
-    assert not [line for line in summary(start()) if line.startswith("Pool")]
+    assert not [line for line in summary(start()) if line.startswith("Side by side")]
 
 
 def test_a_run_says_what_it_is():

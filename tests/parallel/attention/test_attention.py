@@ -92,7 +92,7 @@ def test_five_and_seven_ranks(world_size):
 
 
 def check_odd():
-    """Numbers of ranks that no power of two divides: a pool has any (``parallel.tokens_per_rank``)."""
+    """Numbers of ranks that no power of two divides: rows lie side by side on any (``parallel.tokens_per_rank``)."""
     for way in ({"transport": "p2p"}, {"transport": "all_gather"}):
         mesh = build_mesh(Case(**way))
         every = list(itertools.product(KINDS, DOCUMENTS, MASKS))

@@ -12,8 +12,8 @@ import torch
 from data_pipeline.rows.micro_batches import MicroBatches
 from longctx.batch import Batch, PackedDocuments
 from longctx.model.training_pass import Execution
-from parallel.layout.pool import pool_tokens, rows_at_once
 from parallel.layout.sequence import SequenceLayout
+from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -43,12 +43,12 @@ def rows_of(batch: Batch, rows: range) -> Batch:
     return replace(cut, document_ids=ids, documents=PackedDocuments.of(inside))
 
 
-def train_pooled(kind: str, *, stage: int, tokens_per_rank: int, layout: str, ulysses: int, **way: Any) -> Curve:
+def train_side_by_side(kind: str, *, stage: int, tokens_per_rank: int, layout: str, ulysses: int, **way: Any) -> Curve:
     """The oracle's steps, as many rows at once as the ranks of this process group hold."""
     config = KINDS[kind]
     mesh = Mesh.build(context=torch.distributed.get_world_size(), ulysses=ulysses, expert=way.pop("expert", 1))
-    pool = mesh.context
-    dealt = MicroBatches.deal(ROWS, most_rows=rows_at_once(SEQ_LEN, pool, tokens_per_rank))
+    ranks = mesh.context
+    dealt = MicroBatches.deal(ROWS, most_rows=rows_at_once(SEQ_LEN, ranks, tokens_per_rank))
     model = build_parallel_model(config, mesh, layout=layout, execution=Execution(**way))
     options = OptimizerOptions(clip_norm=CLIP)
     engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=len(dealt), options=options)
@@ -57,9 +57,11 @@ def train_pooled(kind: str, *, stage: int, tokens_per_rank: int, layout: str, ul
         mine = []
         for number in range(len(dealt)):
             batch = rows_of(step_rows(step), dealt.rows(number, 0))
-            tokens = pool_tokens(batch.documents.num_tokens, pool, ulysses=ulysses, tokens_per_rank=tokens_per_rank)
+            tokens = tokens_on_ranks(
+                batch.documents.num_tokens, ranks, ulysses=ulysses, tokens_per_rank=tokens_per_rank
+            )
             batch = batch.padded(tokens)
-            split = SequenceLayout.build(layout, tokens, pool, batch.documents, ulysses)
+            split = SequenceLayout.build(layout, tokens, ranks, batch.documents, ulysses)
             shard = batch.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1))
             mine.append(replace(shard, placement=split))
         counts = count_step(mine)
@@ -77,7 +79,7 @@ def check(kind: str, ways: list[dict[str, Any]]) -> None:
     wanted, _ = train_alone(KINDS[kind], [[step_rows(s)] for s in range(STEPS)], lr=LR, clip_norm=CLIP)
     assert min(wanted.norms) > CLIP, "clipping must be active"
     for way in ways:
-        got = train_pooled(kind, **{"layout": "balanced", "ulysses": 1, **way})
+        got = train_side_by_side(kind, **{"layout": "balanced", "ulysses": 1, **way})
         for name, mine, theirs in (("loss", got.losses, wanted.losses), ("norm", got.norms, wanted.norms)):
             worst = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
             if torch.distributed.get_rank() == 0:
@@ -119,7 +121,7 @@ def test_the_cases_are_padded_and_uneven():
         dealt = MicroBatches.deal(ROWS, most_rows=rows_at_once(SEQ_LEN, ranks, most))
         sizes.add(len(set(dealt.sizes)))
         for size in dealt.sizes:
-            tokens = pool_tokens(size * SEQ_LEN, ranks, ulysses=1, tokens_per_rank=most)
+            tokens = tokens_on_ranks(size * SEQ_LEN, ranks, ulysses=1, tokens_per_rank=most)
             padded.add(tokens - size * SEQ_LEN)
     assert sizes == {1, 2}
     assert len(padded) > 2

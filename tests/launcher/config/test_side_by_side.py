@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
-from launcher.config.pool import padded_tokens, settle_pool
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens, settle_context
 from longctx.errors import ConfigError
 from tests.launcher.runs import TINY_MODEL
 
-POOLED = {
+FIXED_DEGREE = {
     **TINY_MODEL,
     "data.seq_len": 256,
     "train.tokens_per_step": 256 * 12,
@@ -27,12 +27,12 @@ POOLED = {
 
 
 def config(**changed: Any) -> RunConfig:
-    keys = POOLED | {name.replace("__", "."): value for name, value in changed.items()}
+    keys = FIXED_DEGREE | {name.replace("__", "."): value for name, value in changed.items()}
     return load_run_config([word for key, value in keys.items() for word in (f"--{key}", str(value))])
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changed", "pool", "sizes"),
+    ("world_size", "changed", "ranks", "sizes"),
     [
         (4, {}, 4, (6, 6)),
         (3, {}, 3, (6, 6)),
@@ -48,15 +48,15 @@ def config(**changed: Any) -> RunConfig:
         (2, {"parallel__tokens_per_rank": 100_000}, 2, (12,)),
     ],
 )
-def test_the_ranks_and_rows_that_follow(world_size, changed, pool, sizes):
+def test_the_ranks_and_rows_that_follow(world_size, changed, ranks, sizes):
     given_config = config(**changed)
     check_run(given_config, world_size)
-    settled = settle_pool(given_config, world_size)
-    assert settled.parallel.context == pool
+    settled = settle_context(given_config, world_size)
+    assert settled.parallel.context == ranks
     assert settled.train.micro_batch_rows == sizes[0]
     assert settled.micro_batches(world_size).sizes == sizes
     assert settled.accumulation(world_size) == len(sizes)
-    assert settle_pool(settled, world_size) == settled, "a run's own config.toml comes to the same"
+    assert settle_context(settled, world_size) == settled, "a run's own config.toml comes to the same"
     check_run(settled, world_size)
 
 
@@ -77,7 +77,7 @@ def test_the_ranks_and_rows_that_follow(world_size, changed, pool, sizes):
         (
             4,
             {"parallel__context": 2, "train__tokens_per_step": 256 * 5},
-            ["tokens_per_step=1280", "multiple of 512", "2 pools of 2 ranks", "Try 1024 or 1536"],
+            ["tokens_per_step=1280", "multiple of 512", "2 context groups of 2 ranks", "Try 1024 or 1536"],
         ),
         (2, {"train__tokens_per_step": 100}, ["tokens_per_step=100", "Try 256."]),
         (2, {"data__seq_len": 0}, ["data.seq_len=0 must be at least 1"]),
@@ -93,7 +93,7 @@ def test_what_cannot_be_had(world_size, changed, words):
 
 def test_without_the_key_nothing_changes():
     fixed = config(parallel__tokens_per_rank=0, parallel__context=2, train__micro_batch_rows=3)
-    assert settle_pool(fixed, 4) is fixed
+    assert settle_context(fixed, 4) is fixed
     assert padded_tokens(fixed, 777) == 777
     with pytest.raises(ConfigError, match="is not a multiple of 1536"):
         check_run(dataclasses.replace(fixed, train=dataclasses.replace(fixed.train, tokens_per_step=2560)), 4)
@@ -109,9 +109,9 @@ def test_no_rank_holds_more_than_it_may(world_size, tokens_per_rank, rows):
     )
     if world_size * tokens_per_rank < 256:
         with pytest.raises(ConfigError, match=r"data\.seq_len=256 is more than"):
-            settle_pool(asked, world_size)
+            settle_context(asked, world_size)
         return
-    settled = settle_pool(asked, world_size)
+    settled = settle_context(asked, world_size)
     sizes = settled.micro_batches(world_size).sizes
     assert sum(sizes) == rows
     for size in sizes:

@@ -8,7 +8,7 @@ from launcher.cli.plan import _longer, _longest
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import load_hardware
-from launcher.plan.search import POOLED, search
+from launcher.plan.search import FIXED_DEGREE, search
 from launcher.plan.settings import flags, words
 from launcher.plan.world import World
 
@@ -32,7 +32,7 @@ def estimate(*flags: str, ranks: int = 0) -> RunEstimate:
     return estimate_run(config, World.of(config, ranks), load_hardware("h100"))
 
 
-def test_the_pool_is_all_ranks_and_as_few_as_a_row_needs_where_nobody_says():
+def test_all_ranks_share_a_micro_batch_and_as_few_as_a_row_needs_where_nobody_says():
     run = estimate("--parallel.tokens_per_rank", "3000", "--train.tokens_per_step", "32768")
     assert (run.world.ranks, run.config.parallel.context, run.config.train.micro_batch_rows) == (3, 3, 1)
     more = estimate("--parallel.tokens_per_rank", "3000", "--train.tokens_per_step", "32768", ranks=8)
@@ -46,11 +46,11 @@ def test_the_pool_is_all_ranks_and_as_few_as_a_row_needs_where_nobody_says():
 def test_bytes_and_seconds_are_those_of_a_fixed_degree_with_as_many_tokens():
     """One row on four ranks, named in both ways."""
     fixed = estimate("--train.tokens_per_step", "8192", "--parallel.context", "4", "--parallel.layout", "balanced")
-    pool = estimate("--train.tokens_per_step", "8192", "--parallel.tokens_per_rank", "2048", ranks=4)
-    assert pool.config.parallel.layout == "balanced"
-    assert pool.peak_bytes == fixed.peak_bytes
-    assert pool.seconds == fixed.seconds
-    assert pool.model_flops == fixed.model_flops
+    shared = estimate("--train.tokens_per_step", "8192", "--parallel.tokens_per_rank", "2048", ranks=4)
+    assert shared.config.parallel.layout == "balanced"
+    assert shared.peak_bytes == fixed.peak_bytes
+    assert shared.seconds == fixed.seconds
+    assert shared.model_flops == fixed.model_flops
 
 
 def test_smaller_micro_batches_are_counted_as_what_they_are():
@@ -79,5 +79,5 @@ def test_a_search_keeps_the_key():
     found = search(config, World.of(config, 4), load_hardware("h100"), held=held)
     assert found.fastest is not None
     assert found.fastest.config.parallel.tokens_per_rank == 4096
-    assert not set(POOLED) & set(found.fastest.settings)
+    assert not set(FIXED_DEGREE) & set(found.fastest.settings)
     assert "--parallel.tokens_per_rank 4096" in flags(found.fastest.settings)
