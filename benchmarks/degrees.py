@@ -186,7 +186,8 @@ def measure(data: str, seq_len: int, context: int, tokens_per_rank: int, count: 
 def line(f: Figures) -> str:
     """One number of ranks for the console."""
     return (
-        f"{f.seq_len:6d} {f.context:5d} {f.tokens_per_rank:7d} {f.rows:5d} {f.micro_batches:4d} {100 * f.padding:8.2f} %"
+        f"{f.seq_len:6d} {f.context:5d} {f.tokens_per_rank:7d} {f.rows:5d} {f.micro_batches:4d}"
+        f" {100 * f.padding:7.2f} %"
         f" {f.tokens_mean:7.3f} {f.attention_mean:7.3f} {f.attention_worst:6.3f} {f.ranks:7.2f} {f.fewest:5.2f}"
         f" {f.fewest_even:5.2f} {f.rows_a_token:9.3f} {f.wide_rows_a_token:6.3f} {f.narrow_rows_a_token:6.3f}"
         f" {f.narrow_degree:4d} {f.narrow_attention_mean:6.3f}"

@@ -66,12 +66,10 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """The searched keys, and their values here; ``parallel.tokens_per_rank`` in place of those that it settles."""
-        found = {key: _value(self.config, key) for key in SEARCHED}
+        keys = list(SEARCHED)
         if self.config.parallel.tokens_per_rank:
-            for key in FIXED_DEGREE:
-                del found[key]
-            found = {"parallel.tokens_per_rank": self.config.parallel.tokens_per_rank, **found}
-        return found
+            keys = ["parallel.tokens_per_rank"] + [key for key in SEARCHED if key not in FIXED_DEGREE]
+        return {key: _value(self.config, key) for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ def search(
     """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
     if config.parallel.tokens_per_rank:
         # The key stands in their place.
-        held = (*held, *FIXED_DEGREE)
+        held = set(held).union(FIXED_DEGREE)
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
     for changed in variants(config, world, held):

@@ -68,8 +68,8 @@ def test_rows_side_by_side_say_their_number_and_degrees():
     plain = start(together)
     said = dataclasses.replace(plain, config=settle_context(plain.config, 2), degrees=degrees)
     assert line("Side by side", said) == (
-        "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 to 2 "
-        "of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
+        "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 "
+        "to 2 of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
     )
     assert "5 rows of 2,048 tokens, in 2 micro-batches a rank" in line("Steps", said)
     assert not [line for line in summary(start()) if line.startswith("Side by side")]
