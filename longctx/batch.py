@@ -79,11 +79,13 @@ class PackedDocuments:
         return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
 
     def padded(self, num_tokens: int) -> PackedDocuments:
-        """The same documents, and one of what is missing to so many tokens."""
+        """The same documents, and further ones of what is missing to so many tokens, none longer than the longest."""
         if num_tokens == self.num_tokens:
             return self
         assert num_tokens > self.num_tokens, f"{self.num_tokens} tokens are more than {num_tokens}"
-        return PackedDocuments((*self.bounds, num_tokens))
+        # Tables of positions, and rotary frequencies that stretch with the length, go by the longest document.
+        starts = range(self.num_tokens + self.longest, num_tokens, self.longest)
+        return PackedDocuments((*self.bounds, *starts, num_tokens))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -146,7 +148,7 @@ class Batch:
         return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def padded(self, num_tokens: int) -> Batch:
-        """The same tokens as one row of ``num_tokens``, padding behind them: a document of its own, without targets."""
+        """The same tokens as one row of ``num_tokens``, padding behind them: documents of its own, without targets."""
         flat, documents = self.flatten_rows(), self.documents.padded(num_tokens)
         missing = num_tokens - self.documents.num_tokens
         if not missing:
@@ -154,7 +156,7 @@ class Batch:
         padding = {
             "tokens": torch.zeros(1, missing, dtype=torch.int64),
             "targets": torch.full((1, missing), IGNORED_TARGET),
-            "positions": torch.arange(missing)[None],
+            "positions": torch.arange(missing)[None] % self.documents.longest,
             "document_ids": torch.full((1, missing), PADDING_DOCUMENT),
         }
         longer = {name: torch.cat((getattr(flat, name), part), dim=1) for name, part in padding.items()}

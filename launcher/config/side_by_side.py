@@ -75,7 +75,7 @@ def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
 
 
 def padded_documents(config: RunConfig, documents: PackedDocuments) -> PackedDocuments:
-    """The documents of a micro-batch, and the one that pads it."""
+    """The documents of a micro-batch, and those that pad it."""
     return documents.padded(padded_tokens(config, documents.num_tokens))
 
 

@@ -112,6 +112,11 @@ def test_padding_is_a_document_without_targets_behind_the_last_row():
     assert padded.positions[0, 24:].tolist() == [0, 1, 2, 3, 4]
     assert padded.document_ids[0, 24:].tolist() == [PADDING_DOCUMENT] * 5
     assert padded.num_targets == batch.num_targets
+    longest = batch.documents.longest
+    much = batch.padded(24 + 2 * longest + 1)
+    assert much.documents.longest == longest, "what goes by the longest document goes on as it was"
+    assert much.documents.lengths[-3:] == (longest, longest, 1)
+    assert much.positions[0, 24:].tolist() == [*range(longest), *range(longest), 0]
     whole = batch.padded(24)
     assert whole.documents is batch.documents
     assert torch.equal(whole.tokens, batch.flatten_rows().tokens)
