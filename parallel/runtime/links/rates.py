@@ -36,5 +36,7 @@ class LinkLimits:
     largest_bytes: int = 2**26
     target_seconds: float = 0.05
     """A message that takes so long is large enough."""
+    seconds: float = 0.5
+    """Large messages are sent again until so much time has gone, eight of them at most."""
     timeout_seconds: float = 20.0
     """For all that two ranks do together, meeting included."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+_GLOO_FILE = re.compile(r"^\[\S*gloo\S*:\d+\] ")
 
 
 class TooSlowError(Exception):
@@ -97,6 +100,8 @@ def wait_until(is_done: Callable[[], bool], deadline: float) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first; libraries add a stack."""
-    lines: Sequence[str] = str(error).splitlines()
-    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
+    """What an error says first; libraries add a stack, and gloo names its own file before."""
+    for line in str(error).splitlines():
+        if said := _GLOO_FILE.sub("", line).strip():
+            return said
+    return type(error).__name__
