@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.doctor.finding import Finding
@@ -102,13 +102,39 @@ def _blocked(survey: Survey) -> list[Finding]:
         groups.setdefault((port.is_meeting_place, port.problem), []).append(port)
     findings = []
     for (is_meeting_place, problem), ports in groups.items():
-        what = "where gloo listens"
+        what, advice = "where gloo listens", _port_advice(problem)
         if is_meeting_place:
             what = "where ranks meet"
-        pairs = [f"{port.source} does not reach {port.target} ({port.address}:{port.number})" for port in ports]
-        value = f"{names_of(pairs)}, {what}: {problem}"
-        findings.append(Finding(check="ports", verdict="fail", value=value, advice=_port_advice(problem)))
+            advice += "; or give deepspeed another address of the first host: --master_addr"
+        value = f"{names_of(_who_misses_whom(ports, survey))}, {what}: {problem}"
+        findings.append(Finding(check="ports", verdict="fail", value=value, advice=advice))
     return findings
+
+
+def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
+    """A phrase for each host that reaches nobody, or whom nobody reaches, and for each other pair."""
+    pairs = {(port.source, port.target): f"{port.address}:{port.number}" for port in ports}
+    alone = _hosts_apart(pairs, list(survey.networks))
+    phrases = [f"{name} and the other {len(survey.networks) - 1} hosts do not reach each other" for name in alone]
+    for (source, target), place in pairs.items():
+        if source in alone or target in alone:
+            continue
+        if (target, source) not in pairs:
+            phrases.append(f"{source} does not reach {target} ({place})")
+        elif source < target:
+            phrases.append(f"{source} and {target} do not reach each other ({place}, {pairs[target, source]})")
+    return phrases
+
+
+def _hosts_apart(pairs: Mapping[tuple[str, str], str], names: Sequence[str]) -> list[str]:
+    """The hosts that reach no other, and that no other reaches, where there are more than two."""
+    if len(names) < 3:
+        return []
+    return [
+        name
+        for name in names
+        if all((name, other) in pairs and (other, name) in pairs for other in names if other != name)
+    ]
 
 
 def _port_advice(problem: str) -> str:

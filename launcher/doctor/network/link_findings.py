@@ -10,6 +10,11 @@ from launcher.wording import plural
 from parallel.runtime.links.outliers import Outlier, find_outliers
 from parallel.runtime.links.rates import LinkFailure, LinkRate
 
+_ON_SLOW_LINKS = (
+    "A ring is as fast as its slowest link: compare `ethtool IFACE` (speed, errors), cable, switch port and MTU with "
+    "another host's; or leave it out (deepspeed --exclude)"
+)
+
 
 def findings_of_links(survey: Survey, *, compared: Sequence[str] = (GLOO, NCCL)) -> list[Finding]:
     """How fast links are, which do not work, and which are slow: those of the backends that are ``compared``."""
@@ -22,7 +27,7 @@ def findings_of_links(survey: Survey, *, compared: Sequence[str] = (GLOO, NCCL))
         findings += _broken(links)
         if backend in compared:
             rates = [link.found for link in good if isinstance(link.found, LinkRate)]
-            findings += [_slow(outlier, good) for outlier in find_outliers(rates)]
+            findings += _slow(find_outliers(rates), good)
         if problem := survey.problems.get(backend):
             advice = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
             if backend == GLOO:
@@ -63,24 +68,29 @@ def _broken(links: Sequence[Link]) -> list[Finding]:
     return findings
 
 
-def _slow(outlier: Outlier, links: Sequence[Link]) -> Finding:
-    """A warning for a link, or a host, that is much slower than the others."""
+def _slow(outliers: Sequence[Outlier], links: Sequence[Link]) -> list[Finding]:
+    """A warning for each link, or host, that is much slower than the others."""
     names = _names_of_ranks(links)
-    who = " and ".join(names[rank] for rank in outlier.ranks)
-    if len(outlier.ranks) == 1:
-        who = f"{who} to every other"
-    said = f"{_gigabytes(outlier.value)}, {outlier.ratio:.1f} times less than usual here ({_gigabytes(outlier.usual)})"
+    # One line for bandwidth and latency of the same link.
+    said: dict[tuple[int, ...], list[str]] = {}
+    for outlier in outliers:
+        said.setdefault(outlier.ranks, []).append(_how_slow(outlier))
+    findings = []
+    for ranks, parts in said.items():
+        who = " and ".join(names[rank] for rank in ranks)
+        if len(ranks) == 1:
+            who = f"{who} and every other"
+        value = f"{who} by {links[0].backend}: {'; '.join(parts)}"
+        findings.append(Finding(check="slow link", verdict="warn", value=value, advice=_ON_SLOW_LINKS))
+    return findings
+
+
+def _how_slow(outlier: Outlier) -> str:
     if outlier.quantity == "latency":
-        said = (
-            f"latency {_milliseconds(outlier.value)}, {outlier.ratio:.1f} times more than usual here "
-            f"({_milliseconds(outlier.usual)})"
-        )
-    advice = (
-        "A ring is as fast as its slowest link: compare `ethtool IFACE` (speed, errors), cable, switch port and MTU "
-        "with another host's; or leave it out (deepspeed --exclude)"
-    )
-    value = f"{who} by {links[0].backend}: {said}"
-    return Finding(check="slow link", verdict="warn", value=value, advice=advice)
+        usual = _milliseconds(outlier.usual)
+        return f"latency {_milliseconds(outlier.value)}, {outlier.ratio:.1f} times more than usual here ({usual})"
+    usual = _gigabytes(outlier.usual)
+    return f"{_gigabytes(outlier.value)}, {outlier.ratio:.1f} times less than usual here ({usual})"
 
 
 def _names_of_ranks(links: Sequence[Link]) -> dict[int, str]:
