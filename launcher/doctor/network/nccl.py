@@ -15,7 +15,7 @@ SOCKET, INFINIBAND = "Socket", "IB"
 # Lines of NCCL 2.5 to 2.32: "... NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>"
 _NETWORK = re.compile(r"NCCL INFO Using network (.+)")
 _DEVICES = re.compile(r"NCCL INFO NET/(IB|Socket) ?: Using ?(.*)")
-_DEVICE = re.compile(r"\[\d+\] ?([^\s\[\];,}]+)")
+_DEVICE = re.compile(r"\[\d+\] ?([^\s\[\];,={}]+)")
 _BOOTSTRAP = re.compile(r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):")
 _OUT_OF_BAND = re.compile(r"; OOB ([^:\s]+):")
 

@@ -24,13 +24,10 @@ class Listener:
         self._word = word.encode()
         # As PyTorch's store does: a connection of an ended run that lingers is no obstacle.
         self._socket = socket.create_server((address, port), family=_family(address), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        """Where it listens."""
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._socket.getsockname()[1]
 
     def close(self) -> None:
         """Listen no more; the port is free afterwards."""

@@ -18,6 +18,8 @@ def rounds_of(ranks: Sequence[int], *, most_rounds: int = MOST_ROUNDS) -> list[R
     ranks are odd).
     """
     places: list[int | None] = list(ranks)
+    if len(places) < 2:
+        return []
     if len(places) % 2:
         # Who meets nobody has a rest.
         places.append(None)

@@ -1,4 +1,4 @@
-"""Hosts on one machine that have networks of their own: Linux network namespaces at one switch, each with an ssh server.
+"""Hosts on one machine with networks of their own: Linux network namespaces at one switch, each with an ssh server.
 
 Links between them can be slowed and cut, as those between real machines are by accident.
 """
