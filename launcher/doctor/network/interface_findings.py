@@ -120,8 +120,8 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
         return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(survey.networks[name])]:
         return (
-            f"{names_of(unused)} has active RDMA adapters that NCCL leaves out: look at NCCL_IB_DISABLE and "
-            "NCCL_IB_HCA, and that a container sees /dev/infiniband"
+            f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
+            "and that a container sees /dev/infiniband"
         )
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
         return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -111,7 +111,7 @@ class LinkMeasurement:
     def run(self, rounds: Sequence[Round], nccl: NcclRoom | None = None) -> list[LinkRate | LinkFailure]:
         """Every link of ``rounds``, the same list on every rank. By gloo, unless ``nccl`` is given. Collective."""
         found: dict[Pair, LinkRate | LinkFailure] = {}
-        lost: list[int] = []
+        lost: set[int] = set()
         for pairs in rounds:
             mine = None
             pair = pair_of(self._rank, pairs)
@@ -121,10 +121,11 @@ class LinkMeasurement:
                 _keep(found, _from_text(said))
             if nccl is not None:
                 # What NCCL was asked for and did not do holds up all that follows on that GPU.
-                lost = sorted({rank for pair, link in found.items() if isinstance(link, LinkFailure) for rank in pair})
+                tried = [pair for pair in pairs if not lost.intersection(pair)]
+                lost.update(rank for pair in tried if isinstance(found[pair], LinkFailure) for rank in pair)
         return [found[pair] for pair in sorted(found)]
 
-    def _measure(self, pair: Pair, nccl: NcclRoom | None, lost: Sequence[int]) -> LinkRate | LinkFailure:
+    def _measure(self, pair: Pair, nccl: NcclRoom | None, lost: Collection[int]) -> LinkRate | LinkFailure:
         stuck = [rank for rank in pair if rank in lost]
         if stuck:
             return LinkFailure(*pair, f"not measured: NCCL is stuck on rank {stuck[0]} after a link that failed")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -82,13 +82,22 @@ class Namespaces:
 
     def slow(self, host: str, rate: str) -> None:
         """Let no more than ``rate`` (as tc writes it) leave a host."""
-        run(*self.on(host, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf"), *_shape(rate))
+        shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+        run(*self.on(host, "tc", "qdisc", "add", "dev", "eth0", "root", *shape))
 
     def cut(self, first: str, second: str) -> None:
         """Lose every packet between two hosts, as a firewall that drops them: they are sent to nobody's address."""
         for host, other in ((first, second), (second, first)):
             words = ("ip", "neigh", "replace", other, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
             run(*self.on(host, *words))
+
+    def cut_port(self, source: str, target: str, port: int) -> None:
+        """Lose every packet from one host to a port of another, as a firewall that lets other ports pass."""
+        nobody, table = "10.77.0.250", "100"
+        address = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+        run(*self.on(source, "ip", "rule", "add", "to", target, "ipproto", "tcp", "dport", f"{port}", "table", table))
+        run(*self.on(source, "ip", "route", "add", target, "via", nobody, "dev", "eth0", "table", table))
+        run(*self.on(source, "ip", "neigh", "replace", nobody, *address))
 
     def make(self) -> None:
         """Make the switch, the hosts and what connects them."""
@@ -148,7 +157,3 @@ def _wait_for_servers(spaces: Namespaces) -> None:
         while subprocess.run(words, capture_output=True, check=False, timeout=20).returncode != 0:
             assert time.monotonic() < deadline, f"no ssh server on {host}"
             time.sleep(0.1)
-
-
-def _shape(rate: str) -> Sequence[str]:
-    return ("rate", rate, "burst", "64kb", "latency", "50ms")

@@ -116,7 +116,7 @@ class TestNccl:
         sockets = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")
         survey = survey_of(*(network(n, **self.gpus(nccl=sockets)) for n in (1, 2)))
         assert troubles(survey) == [("NCCL network", "warn")]
-        assert "a, b has active RDMA adapters" in only(survey, "NCCL network").advice
+        assert "active RDMA adapters of a, b" in only(survey, "NCCL network").advice
 
     def test_adapters_that_differ(self):
         other = NcclNetwork(transport="IB", devices=("mlx5_4:1/RoCE",), meets_at="eth0")

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longctx.errors import ClusterError
-from parallel.runtime.links.measure import LinkMeasurement, measure_links
+from parallel.runtime.groups import world_group
+from parallel.runtime.links.measure import LinkMeasurement, NcclRoom, measure_links
 from parallel.runtime.links.outliers import find_outliers
 from parallel.runtime.links.rates import LinkFailure, LinkLimits, LinkRate
 from parallel.runtime.links.rounds import rounds_of
-from parallel.runtime.links.wire import GlooWire, TooSlowError
+from parallel.runtime.links.wire import GlooWire, TooSlowError, wait_until
 from tests.helpers import run_distributed
 
 CPU = torch.device("cpu")
@@ -133,6 +134,41 @@ def check_no_connection():
 
 def test_a_connection_that_never_comes_ends_in_time():
     run_distributed(check_no_connection, 2)
+
+
+class StuckWire:
+    """NCCL's way to a rank that never answers."""
+
+    device = CPU
+
+    def move(self, deadline, **tensors):
+        wait_until(lambda: False, min(deadline, time.monotonic() + 0.2))
+
+
+def check_stuck_rank():
+    measuring = LinkMeasurement(_get_default_store(), dist.get_rank(), 4, SHORT)
+    wire = LinkMeasurement._wire
+
+    def stuck(self, pair, nccl, deadline):
+        if pair == (1, 3):
+            return StuckWire()
+        return wire(self, pair, None, deadline)
+
+    room = NcclRoom(world_group(), CPU, range(4))
+    with patch.object(LinkMeasurement, "_wire", stuck):
+        # 1 and 3 meet first. Their other pairs do not wait for what never comes; 0 and 2, which meet last, go on.
+        found = measuring.run([((1, 3),), ((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0, 2),)], nccl=room)
+    problems = {(link.first, link.second): link.problem for link in found if isinstance(link, LinkFailure)}
+    assert problems.pop((1, 3)) == "no message of 8 bytes passes within 1.5 s (no answer)"
+    assert sorted(problems) == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    assert set(problems.values()) == {
+        f"not measured: NCCL is stuck on rank {rank} after a link that failed" for rank in (1, 3)
+    }
+    assert [(link.first, link.second) for link in found if isinstance(link, LinkRate)] == [(0, 2)]
+
+
+def test_a_gpu_on_which_nccl_is_stuck_is_not_asked_again():
+    run_distributed(check_stuck_rank, 4)
 
 
 def check_missing_rank():
