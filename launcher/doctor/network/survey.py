@@ -184,15 +184,14 @@ class _Surveyor:
     def meet(self, place: tuple[str, int]) -> list[str]:
         """The hosts that have met, the first host first; none where that one is missing."""
         first = self._names[0]
-        locked_out = {port.source for port in self._blocked if port.is_meeting_place}
-        able = [name for name in self._networks if name not in locked_out and name not in self._silent]
-        if able[:1] != [first]:
-            return []
         order = {"do": "meet", "master": place}
         # The first one makes the store that the others look for.
         if not self._ask({first: {**order, "leads": True}}, _MEET_SECONDS, bool):
             return []
-        others = {name: {**order, "leads": False} for name in able[1:]}
+        locked_out = {port.source for port in self._blocked if port.is_meeting_place}
+        others = {
+            name: {**order, "leads": False} for name in self._networks if name != first and name not in locked_out
+        }
         return [first, *self._ask(others, _MEET_SECONDS, bool)]
 
     def measure(self, members: Sequence[str]) -> None:

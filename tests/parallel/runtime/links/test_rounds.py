@@ -36,6 +36,8 @@ def test_many_ranks_are_a_sample_in_which_everyone_is(count):
     assert len(rounds) == 7
     assert disjoint(rounds)
     assert len(set(pairs(rounds))) == len(pairs(rounds)) == 7 * (count // 2)
+    all_rounds = rounds_of(range(count), most_rounds=count)
+    assert rounds == [all_rounds[index * len(all_rounds) // 7] for index in range(7)], "evenly spaced"
     met = [sum(rank in pair for pair in pairs(rounds)) for rank in range(count)]
     assert min(met) >= 7 - count % 2
 
