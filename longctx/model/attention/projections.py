@@ -82,7 +82,7 @@ class GroupedQueryAttention(nn.Module):
         if self.relative is not None:
             q, k = self.relative(q, k, table.cos, table.sin)
         else:
-            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved)
+            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved, only_graph=only_graph)
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
