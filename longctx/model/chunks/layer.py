@@ -179,7 +179,7 @@ class ChunkedLayer:
         stats: list[Tensor] = []
         for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
             y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, self._new_routing())
-            y = y or self.store.empty(self.stream.num_tokens, y_BcM)
+            y = y or self.store.empty_chunks(self.stream.num_tokens, y_BcM)
             y.write(tokens, y_BcM)
             # Statistics are sums over tokens.
             if stats:
@@ -192,20 +192,20 @@ class ChunkedLayer:
         self, x: Stored, out: ByGroups, dstats: Sequence[Tensor | None], differentiate: Differentiate
     ) -> tuple[Stored, ByGroups]:
         """The gradients of the layer's input, but for what goes through attention, and of attention's output."""
-        dx: Stored | None = None
+        # Each chunk of the output's gradient makes room for the input's.
+        dx = self.stream.take_gradient()
         dout: ByGroups | None = None
-        arriving = in_turn(self.chunks, [self.stream.take_gradient(), x, out])
+        arriving = in_turn(self.chunks, [dx, x, out])
         for cache, (tokens, (dy_BcM, x_BcM, heads_BcHV)) in zip(self.routing, arriving, strict=True):
             with torch.enable_grad(), cache.contexts()[1]:
                 inputs = leaves([x_BcM, heads_BcHV])
                 outputs = self.parts.finish(inputs[0], inputs[1], tokens, cache)
                 dx_BcM, dheads_BcHV = differentiate(outputs, inputs, [dy_BcM, *dstats])
-            dx = dx or self.store.empty(self.stream.num_tokens, dx_BcM)
             dx.write(tokens, dx_BcM)
             dout = dout or self._empty_by_groups(dheads_BcHV)
             dout.write(tokens, dheads_BcHV)
         self.routing.clear()
-        assert dx is not None and dout is not None  # noqa: PT018 (one fact: there is a chunk)
+        assert dout is not None
         return dx, dout
 
     def _attend_backward(
@@ -242,7 +242,8 @@ class ChunkedLayer:
                 inputs = leaves([x_BcM])
                 outputs = self.parts.project(inputs[0], tokens, only_graph=True)
                 (through_attention,) = differentiate(outputs, inputs, [dq, dk, dv])
-            dx.write(tokens, dx_BcM + through_attention)
+            # Nobody else has it.
+            dx.write(tokens, through_attention.add_(dx_BcM))
 
     def _empty_by_groups(self, like: Tensor) -> ByGroups:
         return ByGroups.empty(self.store, self.stream.num_tokens, like, self.stream.head_groups)
