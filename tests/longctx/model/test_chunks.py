@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import RouterStats
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -25,6 +27,7 @@ RANDOM = {"num_layers": 3, "residual_dropout": 0.2}
 CONFIGS = {
     "dense": dense_config(**RANDOM),
     "experts": tiny_config(**RANDOM, router_jitter=0.1),
+    "experts, capacity": tiny_config(**RANDOM, router_jitter=0.1, capacity_factor=1.0),
     "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich"),
     "experts, post": tiny_config(**RANDOM, norm_order="post", shared_ffn_size=0),
     "linear": dense_config(**RANDOM, layers=("linear", "window", "full"), window=7),
@@ -53,6 +56,29 @@ def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
         got = train(CONFIGS[name], execution, torch.float64)
         for key, value in wanted.items():
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
+
+
+def chosen_and_dropped(execution: Execution) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    """The ids that routers chose, and their statistics, in a pass with a capacity."""
+    lm, replay = CausalLM(Decoder(CONFIGS["experts, capacity"], execution=execution)), RoutingReplay()
+    randomize(lm)
+    _, stats = lm.decoder.to(torch.float64)(
+        BATCH.tokens,
+        BATCH.positions,
+        BATCH.documents,
+        document_ids=BATCH.document_ids,
+        training_pass=TrainingPass(seed=3, replay=replay),
+        return_stats=True,
+    )
+    return replay.experts_LNk, [layer.tensors() for layer in stats]
+
+
+def test_a_capacity_drops_what_it_drops_of_whole_rows():
+    wanted, wanted_stats = chosen_and_dropped(Execution())
+    assert all(RouterStats.from_tensors(layer).diagnostics.dropped_assignments > 0 for layer in wanted_stats)
+    got, got_stats = chosen_and_dropped(Execution("attention", chunk_tokens=7))
+    assert torch.equal(got, wanted)
+    torch.testing.assert_close(got_stats, wanted_stats, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
