@@ -152,6 +152,7 @@ class Block(nn.Module):
 
     def choose_experts(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call) -> Tensor:
         """The experts [B, t, k] that the tokens of a layer of experts choose, before any capacity."""
+        assert isinstance(self.mlp, MixtureOfExperts)
         _, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, False)
         return self.mlp.choose(normed_BtM, call.experts)
 

@@ -98,7 +98,9 @@ def test_the_output_heads_gradient_does_not_outlive_its_use():
     (dweight,) = (x for x in loss.grad_fn.saved_tensors if x is not None and x.shape == shape)  # type: ignore[union-attr]
     held, alive = StorageWeakRef(dweight.untyped_storage()), []
     del dweight
-    lm.decoder.model.layers[-1].self_attn.q_proj.weight.register_hook(lambda _: alive.append(not held.expired()))
+    lm.get_parameter("decoder.model.layers.2.self_attn.q_proj.weight").register_hook(
+        lambda _: alive.append(not held.expired())
+    )
     loss.backward()
     assert alive
     assert not any(alive)
