@@ -181,13 +181,13 @@ def measured_ways(length: int, rounds: int) -> list[dict[str, Any]]:
     return [best_of(rows) for rows in measured.values()]
 
 
-def measured_longest(which: Sequence[str], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The long rows of these models, and what was measured earlier of the others."""
-    rows = {row["layers"]: row for row in earlier}
+def measured_longest(which: Sequence[str]) -> list[dict[str, Any]]:
+    """The long rows of these models."""
+    rows = []
     for layers in which:
-        rows[layers] = row_of(Case("chunks, disk", LONGEST[layers], layers)) | {"date": machine()["date"]}
-        print_row(rows[layers])
-    return [rows[layers] for layers in LONGEST if layers in rows]
+        rows.append(row_of(Case("chunks, disk", LONGEST[layers], layers)) | {"date": machine()["date"]})
+        print_row(rows[-1])
+    return rows
 
 
 def saved() -> dict[str, Any]:
@@ -198,18 +198,26 @@ def saved() -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def with_newest(earlier: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One long row of each model that was measured, the newest."""
+    rows = {row["layers"]: row for row in earlier + newest}
+    return [rows[layers] for layers in LONGEST if layers in rows]
+
+
 def main() -> int:
     """Print the rows, save them, and fail when a figure is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", nargs="*", choices=LONGEST, help="long rows alone, an hour each: of these models")
     options = parse(parser, quick="a row of 8,192 tokens, once")
-    table, longest = saved()["table"], saved()["longest"]
     if options.long is not None:
-        longest = measured_longest(options.long or list(LONGEST), longest)
+        newest = measured_longest(options.long or list(LONGEST))
+        # Read after hours of measuring: another process may have saved other rows meanwhile.
+        table, longest = saved()["table"], with_newest(saved()["longest"], newest)
     elif options.quick:
         table, longest = measured_ways(8192, 1), []
     else:
         table = measured_ways(16_384, ROUNDS)
+        longest = saved()["longest"]
     content = {
         **{"chunk_tokens": CHUNK_TOKENS, "head_groups": HEAD_GROUPS, "rounds": ROUNDS},
         **{"table": table, "longest": longest},
