@@ -101,7 +101,8 @@ def test_the_second_run_of_a_projection_computes_a_norm_and_nothing_else(name):
     x = torch.randn(2, 9, CONFIGS[name].hidden_size, dtype=torch.float64, requires_grad=True)
     table: RotaryTable | None = None
     if name == "dense":
-        table = RotaryTable(*torch.randn(2, 2, 9, 1, CONFIGS[name].head_dim // 2, dtype=torch.float64))
+        cos, sin = torch.randn(2, 2, 9, 1, CONFIGS[name].head_dim // 2, dtype=torch.float64)
+        table = RotaryTable(cos, sin)
     weights, found = [x, *block.self_attn.parameters()], []
     for only_graph in (False, True):
         values = block.before_core(x, table, False, only_graph)
