@@ -84,7 +84,7 @@ class RunEstimate:
             "config": dataclasses.asdict(self.config),
             "world": dataclasses.asdict(self.world),
             "document_tokens": self.document_tokens,
-            "hardware": dataclasses.asdict(self.hardware),
+            "hardware": self.hardware.to_json(),
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
             "fits": self.fits,

@@ -20,6 +20,7 @@ _PARTS = {
     "moves": "waiting for what is stored elsewhere",
     "zero": "waiting for gradients and weights",
     "optimizer": "optimizer",
+    "host": "calling operators, bookkeeping",
 }
 
 

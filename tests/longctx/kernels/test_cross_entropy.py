@@ -250,13 +250,13 @@ def test_token_nll(options):
 
 @pytest.mark.parametrize(("vocab", "width", "tokens"), [(32_768, 512, 512), (128_256, 4096, 1024), (300, 64, 55_872)])
 def test_a_chunk_needs_64_mib_or_a_quarter_of_the_weight(vocab, width, tokens):
-    assert chunked._chunk_tokens(vocab, width, "cpu") == tokens
+    assert chunked.chunk_tokens_of(vocab, width, "cpu") == tokens
     assert tokens * vocab <= max(1 << 24, width * vocab // 4)
 
 
 @pytest.mark.parametrize(("vocab", "tokens"), [(300, 8192), (32_768, 8192), (128_256, 4160), (2_000_000, 1024)])
 def test_a_chunk_of_a_gpu_is_large_enough_to_fill_it(vocab, tokens):
-    assert chunked._chunk_tokens(vocab, 4096, "cuda") == tokens
+    assert chunked.chunk_tokens_of(vocab, 4096, "cuda") == tokens
 
 
 def test_blocks_within_a_chunk_change_no_loss(monkeypatch):
