@@ -39,7 +39,7 @@ class Part(NamedTuple):
 class Attention:
     """One forward pass of all layers on a rank."""
 
-    flops: Counter[Part]
+    flops: dict[Part, float]
     received_in_node: float = 0.0
     received_from_afar: float = 0.0
     messages: int = 0
@@ -70,13 +70,13 @@ def attention_of_rank(
 ) -> Attention:
     """What a rank computes and receives in all layers, forward. ``width``: bytes of a value."""
     layers = Counter(model.layer_kind(layer) for layer in range(model.num_layers))
-    flops: Counter[Part] = Counter()
+    flops: dict[Part, float] = {}
     within = afar = 0.0
     messages = 0
     for of_kind, count in layers.items():
         one = _one_layer(model, of_kind, parallel, width, world, rank, documents)
         for part, of_part in one.flops.items():
-            flops[part] += count * of_part
+            flops[part] = flops.get(part, 0.0) + count * of_part
         within += count * one.received_in_node
         afar += count * one.received_from_afar
         messages += count * one.messages
@@ -111,20 +111,20 @@ def _one_layer(
     )
 
 
-def _of_documents(model: ModelConfig, of_kind: str, lengths: Sequence[int], ranks: int) -> Counter[Part]:
+def _of_documents(model: ModelConfig, of_kind: str, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
     """FLOPs of whole documents, divided over so many ranks."""
-    found: Counter[Part] = Counter()
+    found: dict[Part, float] = {}
     for length, count in Counter(lengths).items():
         part = Part("causal", length)
         if of_kind in ("window", "sparse") and length > model.window:
             part = Part("window", model.window)
-        found[part] += count * attention_flops(model, of_kind, [length]) / ranks
+        found[part] = found.get(part, 0.0) + count * attention_flops(model, of_kind, [length]) / ranks
     return found
 
 
 def _of_schedule(
     model: ModelConfig, of_kind: str, schedule: Schedule, rank: int, shape: AttentionShape
-) -> Counter[Part]:
+) -> dict[Part, float]:
     """FLOPs of the slices that a rank's schedule has."""
     pairs: Counter[Part] = Counter()
     for hop in schedule.hops(rank):
@@ -141,8 +141,8 @@ def _of_schedule(
                 pairs[part] += int(num_pairs)
     every = sum(pairs.values())
     # The schedule's own sum: a rank's heads, which may be one more than another's.
-    a_pair = schedule.flops(rank, shape) / every if every else 0.0
-    return Counter({part: count * a_pair for part, count in pairs.items()})
+    a_pair = schedule.flops(rank, shape) / max(1, every)
+    return {part: count * a_pair for part, count in pairs.items()}
 
 
 def _is_causal(table: np.ndarray) -> np.ndarray:

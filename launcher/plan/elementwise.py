@@ -11,6 +11,7 @@ from launcher.config.sections import RunConfig
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.rates import Rate
+from longctx.config import ModelConfig
 
 _FLOAT32 = 4
 
@@ -20,6 +21,7 @@ class _Tokens:
     """A rank's tokens of a micro-batch."""
 
     config: RunConfig
+    model: ModelConfig
     hardware: Hardware
     tokens: int
     at_once: int
@@ -35,14 +37,13 @@ class _Tokens:
 def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
     train, model = config.train, config.model.config()
-    of_tokens = _Tokens(config, hardware, tokens, min(train.chunk_tokens or tokens, tokens))
-    total = 0.0
-    for layer in range(model.num_layers):
-        total += _attention_seconds(of_tokens)
-        if model.has_experts(layer):
-            total += _expert_seconds(of_tokens)
-        else:
-            total += _ffn_seconds(of_tokens, model.ffn_size)
+    of_tokens = _Tokens(config, model, hardware, tokens, min(train.chunk_tokens or tokens, tokens))
+    of_experts = sum(map(model.has_experts, range(model.num_layers)))
+    total = model.num_layers * _attention_seconds(of_tokens)
+    if of_experts:
+        total += of_experts * _expert_seconds(of_tokens)
+    if of_experts < model.num_layers:
+        total += (model.num_layers - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
     # Logits, from products to gradient: five passes in float32.
     total += 5.0 * _FLOAT32 * tokens * model.vocab_size / hardware.loss_bandwidth.at(train.dtype, tokens=tokens)
     return total + _weight_sum_seconds(config, tokens, hardware)
@@ -57,7 +58,7 @@ def _forwards(config: RunConfig) -> int:
 
 def _attention_seconds(of: _Tokens) -> float:
     """Both norms, both sums, rotation, of one layer."""
-    model, hardware, again = of.config.model.config(), of.hardware, _forwards(of.config)
+    model, hardware, again = of.model, of.hardware, _forwards(of.config)
     M, heads = model.hidden_size, model.num_heads * model.head_dim + model.num_kv_heads * model.head_dim
     # Norms read and write; backward counts twice that.
     total = again * of.seconds(hardware.norm_bandwidth, 4, M) + of.seconds(hardware.norm_backward_bandwidth, 8, M)
@@ -70,7 +71,7 @@ def _attention_seconds(of: _Tokens) -> float:
 def _ffn_seconds(of: _Tokens, width: int) -> float:
     """A dense FFN's activation, and the sum of what gate and up add to the gradient of their input."""
     total = _activation_seconds(of, width, of.tokens)
-    return total + of.seconds(of.hardware.memory_bandwidth, 3, of.config.model.config().hidden_size)
+    return total + of.seconds(of.hardware.memory_bandwidth, 3, of.model.hidden_size)
 
 
 def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
@@ -86,7 +87,7 @@ def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
 
 def _expert_seconds(of: _Tokens) -> float:
     """Experts' activation, their tokens gathered and their results summed, and the expert that all tokens share."""
-    model, hardware, k = of.config.model.config(), of.hardware, of.config.model.experts_per_token
+    model, hardware, k = of.model, of.hardware, of.model.experts_per_token
     assigned = k * model.hidden_size
     total = of.seconds(hardware.routing_bandwidth, 4, assigned)
     total += of.seconds(hardware.routing_backward_bandwidth, 8, assigned)

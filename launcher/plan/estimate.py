@@ -106,14 +106,12 @@ class RunEstimate:
         }
 
 
-def estimate_run(
-    config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = "cuda"
-) -> RunEstimate:
+def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
     """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
-    config = settled(config, world, document_tokens=document_tokens, device_type=device_type)
+    config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
-    ranks, host_bytes = estimate_ranks(config, world, hardware, documents, device_type)
+    ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
     copies = config.train.tokens_per_step // documents.num_tokens
     flops = training_flops(model, documents.lengths) * copies
     return RunEstimate(
@@ -129,11 +127,11 @@ def estimate_run(
 
 
 def estimate_ranks(
-    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments, device_type: str
+    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
     memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config)
-    of_bytes = _bytes(config, world, passing, device_type)
+    of_bytes = _bytes(config, world, passing, hardware.device_type)
     ranks = [
         RankEstimate(
             kind=kind,
@@ -152,7 +150,6 @@ def fits_rows(
     seq_len: int,
     *,
     share: float = 1.0,
-    device_type: str = "cuda",
 ) -> bool:
     """Whether the run would fit, with rows of another length, into a share of the device's memory.
 
@@ -166,7 +163,7 @@ def fits_rows(
     passing = _activations(longer)
     if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
         return False
-    return _bytes(longer, world, passing, device_type).peak <= share * hardware.memory_bytes
+    return _bytes(longer, world, passing, hardware.device_type).peak <= share * hardware.memory_bytes
 
 
 def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,6 @@ FOLDER = Path(__file__).parent / "profiles"
 MEASURED = "measured"
 MEASURED_FILE = "hardware.toml"
 """Where ``measure`` writes to and ``--device measured`` reads from, in the working folder."""
-
-
-def _rate(*axes: str, like: str = "") -> Any:
-    """A field that depends on these sizes; a profile may leave it out where it is ``like`` another one."""
-    if like:
-        return field(default=None, metadata={"axes": axes, "like": like})
-    return field(metadata={"axes": axes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,53 +37,53 @@ class Hardware:
     """What a run may fill of a device's memory."""
     peak_flops: float
     """Of the data sheet: what MFU is a share of; 0 where nobody knows it."""
-    product_flops: Rate = _rate("tokens", "width")
+    product_flops: Rate
     """Matrix products, forward."""
-    product_backward_flops: Rate = _rate("tokens", "width", like="product_flops")
+    product_backward_flops: Rate
     """Their two products of backward."""
-    attention_flops: Rate = _rate("length", "head_dim")
+    attention_flops: Rate
     """Causal attention forward, 2·(D + V) a query-key pair that the mask leaves, and head."""
-    attention_backward_flops: Rate = _rate("length", "head_dim")
+    attention_backward_flops: Rate
     """Backward, which is 2.5 times those."""
-    full_attention_flops: Rate = _rate("length", "head_dim", like="attention_flops")
+    full_attention_flops: Rate
     """The same of queries that see all keys, as in the hops of a ring."""
-    full_attention_backward_flops: Rate = _rate("length", "head_dim", like="attention_backward_flops")
-    window_attention_flops: Rate = _rate("window", "head_dim", like="attention_flops")
+    full_attention_backward_flops: Rate
+    window_attention_flops: Rate
     """The same under a window."""
-    window_attention_backward_flops: Rate = _rate("window", "head_dim", like="attention_backward_flops")
-    memory_bandwidth: Rate = _rate("bytes")
+    window_attention_backward_flops: Rate
+    memory_bandwidth: Rate
     """The device's own memory: read and written bytes together, as sums of two tensors move them."""
-    copy_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    copy_bandwidth: Rate
     """Copies, or conversions to another dtype."""
-    norm_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    norm_bandwidth: Rate
     """RMSNorm forward: its input and output."""
-    norm_backward_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    norm_backward_bandwidth: Rate
     """Backward, as if it moved twice those."""
-    rotary_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    rotary_bandwidth: Rate
     """Rotation of queries and keys: input and output."""
-    activation_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    activation_bandwidth: Rate
     """Gated activation forward: three tensors of the FFN's inner width."""
-    activation_backward_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    activation_backward_bandwidth: Rate
     """Backward, as if it moved twice those."""
-    loss_bandwidth: Rate = _rate("tokens", like="memory_bandwidth")
+    loss_bandwidth: Rate
     """From logits to their gradient, as if logits were moved five times in float32."""
-    routing_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    routing_bandwidth: Rate
     """Tokens to experts on the same device and back: four times their assignments, forward."""
-    routing_backward_bandwidth: Rate = _rate("bytes", like="memory_bandwidth")
+    routing_backward_bandwidth: Rate
     """Backward, as if it moved twice those."""
-    host_bandwidth: Rate = _rate()
+    host_bandwidth: Rate
     """To the host's memory, and as much back at the same time."""
-    node_bandwidth: Rate = _rate("bytes")
+    node_bandwidth: Rate
     """To the other devices of a machine, in each direction."""
-    exchange_bandwidth: Rate = _rate("bytes", like="node_bandwidth")
+    exchange_bandwidth: Rate
     """The same of an all-to-all, which each device gives and gets so many bytes in."""
-    network_bandwidth: Rate = _rate("bytes")
+    network_bandwidth: Rate
     """To other machines, in each direction; each device has as much."""
     host_memory_bytes: float
     """A device's share of the host's memory."""
-    host_memory_bandwidth: Rate = _rate()
+    host_memory_bandwidth: Rate
     """Its share of what that memory moves."""
-    disk_bandwidth: Rate = _rate()
+    disk_bandwidth: Rate
     """Its share of a disk of its machine, written or read."""
     message_seconds: float
     """Before a message's first byte."""
@@ -98,15 +91,15 @@ class Hardware:
     """How much of a message's time the device can compute besides: less than 1 where ranks share their cores."""
     layer_seconds: float = 0.0
     """The host's, for one layer's operators forward and backward, where nothing hides them."""
-    gradient_parameters: Rate | None = _rate("stage", like="-")
+    gradient_parameters: Rate | None = None
     """Whose gradients a micro-batch before a step's last adds up; where a profile has none, arithmetic on bytes."""
-    reduction_parameters: Rate | None = _rate("stage", like="-")
+    reduction_parameters: Rate | None = None
     """Whose gradients its last micro-batch adds up and reduces over the ranks."""
-    update_parameters: Rate | None = _rate("stage", like="-")
+    update_parameters: Rate | None = None
     """Which a step's end updates: gradients clipped, AdamW, weights gathered."""
-    micro_batch_seconds: Rate | None = _rate("stage", like="-")
+    micro_batch_seconds: Rate | None = None
     """What a micro-batch takes beside all that: DeepSpeed's and the loop's bookkeeping."""
-    step_seconds: Rate | None = _rate("stage", like="-")
+    step_seconds: Rate | None = None
     """What a step does."""
     ranks: float = 0.0
     """How many of these devices were measured at once, where the figures depend on it; 0 where they do not."""
@@ -124,11 +117,58 @@ class Hardware:
         return found
 
 
-_FIELDS = {f.name: f for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources")}
-RATES = {name: tuple(f.metadata["axes"]) for name, f in _FIELDS.items() if "axes" in f.metadata}
+_FIELDS = [f.name for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources")]
+SIZES = {
+    "product_flops": ("tokens", "width"),
+    "product_backward_flops": ("tokens", "width"),
+    "attention_flops": ("length", "head_dim"),
+    "attention_backward_flops": ("length", "head_dim"),
+    "full_attention_flops": ("length", "head_dim"),
+    "full_attention_backward_flops": ("length", "head_dim"),
+    "window_attention_flops": ("window", "head_dim"),
+    "window_attention_backward_flops": ("window", "head_dim"),
+    "memory_bandwidth": ("bytes",),
+    "copy_bandwidth": ("bytes",),
+    "norm_bandwidth": ("bytes",),
+    "norm_backward_bandwidth": ("bytes",),
+    "rotary_bandwidth": ("bytes",),
+    "activation_bandwidth": ("bytes",),
+    "activation_backward_bandwidth": ("bytes",),
+    "loss_bandwidth": ("tokens",),
+    "routing_bandwidth": ("bytes",),
+    "routing_backward_bandwidth": ("bytes",),
+    "host_bandwidth": (),
+    "node_bandwidth": ("bytes",),
+    "exchange_bandwidth": ("bytes",),
+    "network_bandwidth": ("bytes",),
+    "host_memory_bandwidth": (),
+    "disk_bandwidth": (),
+    "gradient_parameters": ("stage",),
+    "reduction_parameters": ("stage",),
+    "update_parameters": ("stage",),
+    "micro_batch_seconds": ("stage",),
+    "step_seconds": ("stage",),
+}
 """The figures that may be tables, and by which sizes."""
-_LIKE = {name: f.metadata["like"] for name, f in _FIELDS.items() if "like" in f.metadata}
-_OPTIONAL = {"hidden_share", "layer_seconds", "ranks", *_LIKE}
+_LIKE = {
+    "product_backward_flops": "product_flops",
+    "full_attention_flops": "attention_flops",
+    "full_attention_backward_flops": "attention_backward_flops",
+    "window_attention_flops": "attention_flops",
+    "window_attention_backward_flops": "attention_backward_flops",
+    "copy_bandwidth": "memory_bandwidth",
+    "norm_bandwidth": "memory_bandwidth",
+    "norm_backward_bandwidth": "memory_bandwidth",
+    "rotary_bandwidth": "memory_bandwidth",
+    "activation_bandwidth": "memory_bandwidth",
+    "activation_backward_bandwidth": "memory_bandwidth",
+    "loss_bandwidth": "memory_bandwidth",
+    "routing_bandwidth": "memory_bandwidth",
+    "routing_backward_bandwidth": "memory_bandwidth",
+    "exchange_bandwidth": "node_bandwidth",
+}
+"""What a profile may leave out, and the figure before it that it is then like."""
+_OPTIONAL = {f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING} | set(_LIKE)
 
 
 def load_hardware(given: str) -> Hardware:
@@ -175,7 +215,7 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
             found[name], sources[name] = _figure(name, values[name], given)
     for name, like in _LIKE.items():
         # In the order of the fields: what another one is like has its value by then.
-        found.setdefault(name, found.get(like))
+        found.setdefault(name, found[like])
     return Hardware(name=str(values["name"]), sources=sources, **found)
 
 
@@ -183,8 +223,8 @@ def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
     """A figure's value and its source."""
     problem = "it is no section with a source"
     if isinstance(section, dict) and isinstance(section.get("source"), str) and section["source"]:
-        if name in RATES:
-            rate = read_rate(section, RATES[name])
+        if name in SIZES:
+            rate = read_rate(section, SIZES[name])
             if isinstance(rate, Rate):
                 return rate, section["source"]
             problem = rate

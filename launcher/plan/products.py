@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
+from torch import nn
+
 from launcher.config.sections import RunConfig
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import build_shapes
@@ -31,11 +33,15 @@ class Weight:
     """Whether it is the last product of its part of a layer, whose result no backward reads."""
 
 
-@cache
 def weights_of_layers(config: RunConfig) -> Counter[Weight]:
     """The weights of all layers, alike ones counted: no tables, norms and biases, and neither embedding nor head."""
+    return _weights_in(build_shapes(config).model.layers)
+
+
+@cache
+def _weights_in(layers: nn.Module) -> Counter[Weight]:
     found: Counter[Weight] = Counter()
-    for name, p in build_shapes(config).model.layers.named_parameters():
+    for name, p in layers.named_parameters():
         is_last = name.endswith("down_proj.weight") or name.endswith(".down_proj")
         if is_expert_weight(f".{name}"):
             if p.ndim == 3:
@@ -49,12 +55,12 @@ def weights_of_layers(config: RunConfig) -> Counter[Weight]:
 def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch."""
     chunk = min(config.train.chunk_tokens or tokens, tokens)
-    total = 0.0
+    total, chosen = 0.0, config.model.experts_per_token
     for weight, count in weights_of_layers(config).items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
             # Every expert is chosen equally often: by the tokens of this rank, and of those that share its experts.
-            rows = tokens * config.model.config().experts_per_token / weight.num_experts
+            rows = tokens * chosen / weight.num_experts
             at_once = min(rows * chunk / tokens, _most_of_expert(hardware))
         forwards = 1 + _again(config, weight)
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
@@ -63,8 +69,7 @@ def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float
 
 def _head_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """The logits and their two products back, never computed again."""
-    model = config.model.config()
-    head = Weight(model.vocab_size, model.hidden_size)
+    head = Weight(config.model.vocab_size, config.model.hidden_size)
     at_once = min(tokens, chunk_tokens_of(head.outer, head.inner, hardware.device_type))
     return _seconds(config, hardware, head, tokens, at_once, 1)
 

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
@@ -42,6 +42,7 @@ class Rate:
         if values is None:
             values = self.values.get(ANY) or next(iter(self.values.values()))
         if not self.axes:
+            # A search asks this a million times.
             return values[0]
         # Of each axis two points and their weights; the corners they make are weighed by products.
         places = [_place(points, sizes[name]) for name, points in self.axes.items()]
@@ -120,7 +121,7 @@ def is_amount(value: Any) -> bool:
 def _ascending(values: Any) -> tuple[float, ...] | None:
     if not isinstance(values, list) or not values or not all(map(is_amount, values)):
         return None
-    if any(later <= earlier for earlier, later in zip(values, values[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(values)):
         return None
     return tuple(map(float, values))
 

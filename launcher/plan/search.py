@@ -151,7 +151,8 @@ def nearest(
     leanest: Candidate, world: World, *, document_tokens: int = 0, held: Collection[str] = (), most_ranks: int = 1 << 14
 ) -> Nearest:
     """What would fit, seen from the leanest settings that do not."""
-    config, hardware = settled(leanest.config, world, document_tokens=document_tokens), leanest.hardware
+    hardware = leanest.hardware
+    config = settled(leanest.config, world, document_tokens=document_tokens, device_type=hardware.device_type)
     longest = longest_row(
         lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
         unit=128 * config.parallel.context,
@@ -239,8 +240,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tokens: int) -> Candidate:
-    on_gpus = settled(config, world, document_tokens=document_tokens)
-    ranks, host_bytes = estimate_ranks(on_gpus, world, hardware, documents_of(config, document_tokens), "cuda")
+    on_device = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
+    ranks, host_bytes = estimate_ranks(on_device, world, hardware, documents_of(config, document_tokens))
     return Candidate(
         config=config,
         peak_bytes=max(rank.bytes.peak for rank in ranks),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.plan.world import World
+from longctx.kernels.processor import has_native_bfloat16
 from parallel.layout.select import AUTO, choose_layout
 
 
 def settled(config: RunConfig, world: World, *, document_tokens: int, device_type: str = "cuda") -> RunConfig:
     """The config with its dtype, ZeRO stage and layout. ConfigError for what a run would refuse."""
-    config = config.resolve(native_bfloat16=True, device_type=device_type)
+    # A CPU is this machine's, or one like it.
+    native = device_type == "cuda" or has_native_bfloat16()
+    config = config.resolve(native_bfloat16=native, device_type=device_type)
     model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
     # As a run does once it has seen its data: here the documents are known beforehand.
