@@ -41,9 +41,7 @@ def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
     return [AttentionSlice(start, start + size, start, start + size, lo) for start in range(0, tokens, size)]
 
 
-def _table(
-    clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[int], what: str
-) -> tuple[Figure, Figure]:
+def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[int], what: str) -> tuple[Figure, Figure]:
     axes = {axis: points, "head_dim": sizes.head_dims}
     forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward")
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward")

@@ -123,9 +123,7 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.02)
     x_BtM = _random(clock, num_values // _CHOSEN, _WIDTH, dtype)[None].requires_grad_()
-    call = MoECall(
-        documents_Bt=torch.zeros(x_BtM.shape[:2], device=clock.device, dtype=torch.int64), num_documents=1
-    )
+    call = MoECall(documents_Bt=torch.zeros(x_BtM.shape[:2], device=clock.device, dtype=torch.int64), num_documents=1)
     return _both_ways(clock, lambda: layer(x_BtM, call)[0], (x_BtM, *layer.parameters()))
 
 

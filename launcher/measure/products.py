@@ -23,9 +23,7 @@ def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     forward = Figure("product_flops", axes, "products of a linear layer, forward")
     backward = Figure("product_backward_flops", axes, "its two products of backward")
     for dtype, (N, M) in product(dtypes_of(clock.device), product(sizes.tokens, sizes.widths)):
-        x_NM, weight_MM, dy_NM = (
-            torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N)
-        )
+        x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
         products, flops = fastest_products(), 2 * N * M * M
         with torch.no_grad():
             seconds = clock.seconds(lambda: multiply(x_NM, weight_MM, products=products))  # noqa: B023

@@ -16,28 +16,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from launcher.measure.figures import Figure, mean_over_ranks
+from launcher.measure.sizes import BY_NAME
 from longctx.errors import LongCtxError
 
 
 def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
-    """Every figure, the same on all ranks. Collective."""
+    """Join the others and measure."""
     from parallel.runtime.device import choose_device
-    from parallel.runtime.process import gather_objects, start_process_group, stop_process_group
+    from parallel.runtime.process import start_process_group, stop_process_group
 
     device = choose_device(orders["device"], "--device")
     start_process_group(timeout_seconds=orders["timeout_seconds"], device=device)
-    own: list[Figure] = []
-    for title, figures in _parts(orders, device):
-        say(title)
-        own.extend(figures)
-    found = [mean_over_ranks(of_ranks) for of_ranks in zip(*gather_objects(own), strict=True)]
+    found = measure_together(orders, device, say)
     stop_process_group()
     return found
 
 
-def _parts(orders: dict[str, Any], device: Any) -> Iterator[tuple[str, Iterator[Figure]]]:
+def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
+    """Every figure, the mean over all ranks, on each of them. Collective; the process group must be up."""
+    from parallel.runtime.process import gather_objects
+
+    own: list[Figure] = []
+    for title, figures in _parts(orders, device):
+        say(title)
+        own.extend(figures)
+    return [mean_over_ranks(of_ranks) for of_ranks in zip(*gather_objects(own), strict=True)]
+
+
+def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[Figure]]]:
     """What is measured, in its order, each with a title; nothing is measured before it is asked for."""
+    sizes = BY_NAME[orders["sizes"] or device.type]
     # DeepSpeed decides on a device when it is imported.
     from launcher.measure.attention import measure_attention
     from launcher.measure.clock import Clock
@@ -45,10 +56,8 @@ def _parts(orders: dict[str, Any], device: Any) -> Iterator[tuple[str, Iterator[
     from launcher.measure.links import measure_links
     from launcher.measure.memory import measure_memory
     from launcher.measure.products import measure_products
-    from launcher.measure.sizes import BY_NAME
     from launcher.measure.state import measure_state
 
-    sizes = BY_NAME[orders["sizes"] or device.type]
     clock = Clock(device, round_seconds=sizes.round_seconds, cpu_time=orders["cpu_time"])
     yield "memory and disk", measure_memory(clock, sizes, Path(orders["folder"]))
     yield "links between ranks", measure_links(clock, sizes)

@@ -140,7 +140,7 @@ def estimate_ranks(
         )
         for kind in rank_kinds(config)
     ]
-    return ranks, _host_bytes(config, world, passing)
+    return ranks, _host_bytes(config, world, passing, hardware.device_type)
 
 
 def fits_rows(
@@ -161,13 +161,20 @@ def fits_rows(
         train=dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len),
     )
     passing = _activations(longer)
-    if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
+    if _host_bytes(longer, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
     return _bytes(longer, world, passing, hardware.device_type).peak <= share * hardware.memory_bytes
 
 
-def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
-    """Of the machine's memory, for one rank."""
+def _host_bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> int:
+    """Of the machine's memory, for one rank, where that is not the device's own."""
+    if device_type == "cpu":
+        return 0
+    return _stored_bytes(config, world, passing)
+
+
+def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
+    """What is offloaded or kept in the machine's memory, for one rank."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     counted = 0
     if config.train.store == "host":
@@ -183,7 +190,10 @@ def _activations(config: RunConfig) -> Activations:
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:
-    held = _held(_without_rows(config), world, device_type)
+    held, kept, kept_on_host = _held(_without_rows(config), world, device_type), passing.kept, passing.kept_on_host
+    if device_type == "cpu":
+        # A CPU's memory is the machine's.
+        kept, kept_on_host = kept + _stored_bytes(config, world, passing), 0
     return StepBytes(
         weights=held.weights,
         gradients=held.gradients,
@@ -191,8 +201,8 @@ def _bytes(config: RunConfig, world: World, passing: Activations, device_type: s
         gathered=held.gathered,
         reduction=held.reduction.within_backward,
         after_backward=held.reduction.after_backward,
-        kept=passing.kept,
-        kept_on_host=passing.kept_on_host,
+        kept=kept,
+        kept_on_host=kept_on_host,
         kept_on_disk=passing.kept_on_disk,
         passing=passing.passing,
         optimizer_step=0,

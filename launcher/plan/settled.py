@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.plan.world import World
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.layout.select import AUTO, choose_layout
+from parallel.zero.options import check_device
 
 
 def settled(config: RunConfig, world: World, *, document_tokens: int, device_type: str = "cuda") -> RunConfig:
@@ -16,6 +18,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int, device_typ
     config = config.resolve(native_bfloat16=native, device_type=device_type)
     model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
+    check_device(zero_options(config.zero), device_type)
     # As a run does once it has seen its data: here the documents are known beforehand.
     if parallel.layout != AUTO:
         return config
