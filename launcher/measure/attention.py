@@ -22,12 +22,15 @@ from longctx.kernels.processor import fastest_products
 from parallel.schedule.bands import area
 
 _TOGETHER = 8
+"""Documents, or windows, of one call at most."""
+_MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
+"""Of a call, unless one document has more."""
 
 
 def measure_attention(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     """FLOPs a second, forward and backward, of causal documents, of whole squares, and under windows."""
     yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention of whole documents")
-    yield from _table(clock, sizes, "full_", "length", sizes.lengths, "attention of queries that see all keys")
+    yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention of queries that see all keys")
     yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal attention under a window")
 
 
@@ -46,8 +49,11 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
     forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward")
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward")
     for dtype, (size, D) in product(dtypes_of(clock.device), product(points, sizes.head_dims)):
-        # Several short documents, for a call has some; under a window, rows of which most see all of it.
-        tokens = min(_TOGETHER * size, max(size, *sizes.lengths))
+        # Several short documents, for a call has some; under a window, rows of which at least half see all of it.
+        least = size
+        if kind == "window_":
+            least = 2 * size
+        tokens = min(_TOGETHER * size, max(least, _MOST_TOKENS[clock.device.type]))
         slices = slice_table(slices_of(kind, size, tokens))
         seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
         flops = 4 * sizes.num_heads * D * area(slices.numpy())

@@ -14,6 +14,8 @@ class Sizes:
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     """Of documents, a few of which are measured together, or one of the longest."""
+    squares: tuple[int, ...]
+    """As many queries as keys, of which each query sees all."""
     windows: tuple[int, ...]
     head_dims: tuple[int, ...]
     num_heads: int
@@ -33,7 +35,8 @@ class Sizes:
 ON_CPU = Sizes(
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
-    lengths=(128, 512, 2048),
+    lengths=(128, 512, 2048, 4096),
+    squares=(128, 512, 2048),
     windows=(128, 512, 2048),
     head_dims=(64, 128),
     num_heads=2,
@@ -49,6 +52,7 @@ ON_GPU = Sizes(
     tokens=(128, 1024, 8192, 32768),
     widths=(512, 2048, 4096, 8192),
     lengths=(512, 2048, 8192, 32768),
+    squares=(512, 2048, 8192, 32768),
     windows=(512, 4096),
     head_dims=(64, 128),
     num_heads=16,
@@ -64,6 +68,7 @@ SMALLEST = Sizes(
     tokens=(16, 64),
     widths=(32, 64),
     lengths=(64, 128),
+    squares=(64,),
     windows=(32,),
     head_dims=(16,),
     num_heads=2,

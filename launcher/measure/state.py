@@ -47,8 +47,8 @@ def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     what = "steps of a few tokens, models of two sizes"
     names = ("gradient_parameters", "reduction_parameters", "update_parameters")
     rates = [Figure(name, axes, f"{what}: {name.partition('_')[0]}") for name in names]
-    fixed = [Figure(name, axes, f"{what}, parameters apart") for name in ("micro_batch_seconds", "step_seconds")]
-    layers = []
+    names = ("layer_seconds", "micro_batch_seconds", "step_seconds")
+    fixed = [Figure(name, axes, f"{what}, parameters apart") for name in names]
     for dtype in (torch.float32, torch.bfloat16):
         for stage in _STAGES:
             # DeepSpeed's stage 0 has no bfloat16 with float32 sums: a run is refused, and nothing reads this.
@@ -60,10 +60,8 @@ def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
                 figure.add(dtype, rate)
             for figure, seconds in zip(fixed, of_stage.fixed, strict=True):
                 figure.add(dtype, seconds)
-            layers.append(of_stage.layer_seconds)
     yield from rates
     yield from fixed
-    yield Figure.of("layer_seconds", statistics.median(layers), f"{what}: a layer's operators")
 
 
 def _repeat_last(*figures: list[Figure]) -> None:
@@ -87,11 +85,10 @@ class _Stage:
         self.rates = [
             parameters / max(of_wide - of_deep, _LEAST_SECONDS) for of_wide, of_deep in zip(wide, deep, strict=True)
         ]
-        of_layers = (deep.adding - shallow.adding) / (_LAYERS - _FEW_LAYERS)
-        self.layer_seconds = max(of_layers, _LEAST_SECONDS)
-        micro_batch = deep.adding - _LAYERS * self.layer_seconds
+        layer = max((deep.adding - shallow.adding) / (_LAYERS - _FEW_LAYERS), _LEAST_SECONDS)
+        micro_batch = deep.adding - _LAYERS * layer
         step = deep.updating + deep.reducing - deep.adding
-        self.fixed = [max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
+        self.fixed = [layer, max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
 
 
 def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> RunConfig:
@@ -115,7 +112,8 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
             tokens_per_step=2 * _TOKENS * num_ranks(), dtype=str(dtype).removeprefix("torch."), compile="off"
         ),
         parallel=ParallelSection(layout="contiguous", expert_tile_tokens=0),
-        zero=ZeroSection(stage=stage),
+        # Stage 3 keeps small weights whole: here norms alone, as in models whose matrices are larger.
+        zero=ZeroSection(stage=stage, param_persistence_threshold=width),
     )
 
 

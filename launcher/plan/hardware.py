@@ -89,7 +89,7 @@ class Hardware:
     """Before a message's first byte."""
     hidden_share: float = 1.0
     """How much of a message's time the device can compute besides: less than 1 where ranks share their cores."""
-    layer_seconds: float = 0.0
+    layer_seconds: Rate | None = None
     """The host's, for one layer's operators forward and backward, where nothing hides them."""
     gradient_parameters: Rate | None = None
     """Whose gradients a micro-batch before a step's last adds up; where a profile has none, arithmetic on bytes."""
@@ -146,6 +146,7 @@ SIZES = {
     "gradient_parameters": ("stage",),
     "reduction_parameters": ("stage",),
     "update_parameters": ("stage",),
+    "layer_seconds": ("stage",),
     "micro_batch_seconds": ("stage",),
     "step_seconds": ("stage",),
 }
@@ -244,4 +245,4 @@ def _is_figure(name: str, value: Any) -> bool:
     if name == "hidden_share":
         return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
     # The figures that may be unknown, or nothing.
-    return is_amount(value) or (name in ("peak_flops", "layer_seconds", "ranks") and value == 0)
+    return is_amount(value) or (name in ("peak_flops", "ranks") and value == 0)

@@ -126,13 +126,19 @@ def _host_seconds(config: RunConfig, tokens: int, micro_batches: int, hardware: 
     if config.train.keep != "all" or config.train.chunk_tokens:
         # A second forward pass, of three parts of which backward is two.
         again = 1 / 3
-    layers = config.model.num_layers * chunks * (1 + again) * hardware.layer_seconds
-    of_micro_batch = of_step = 0.0
-    if hardware.micro_batch_seconds is not None and hardware.step_seconds is not None:
-        stage = config.zero_stage + 1
-        of_micro_batch = hardware.micro_batch_seconds.at(config.train.dtype, stage=stage)
-        of_step = hardware.step_seconds.at(config.train.dtype, stage=stage)
+    of_layer, of_micro_batch, of_step = (
+        _of_stage(rate, config)
+        for rate in (hardware.layer_seconds, hardware.micro_batch_seconds, hardware.step_seconds)
+    )
+    layers = config.model.num_layers * chunks * (1 + again) * of_layer
     return micro_batches * (layers + of_micro_batch) + of_step
+
+
+def _of_stage(seconds: Rate | None, config: RunConfig) -> float:
+    """What a measured profile says of the run's ZeRO stage; 0 where none was measured."""
+    if seconds is None:
+        return 0.0
+    return seconds.at(config.train.dtype, stage=config.zero_stage + 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ messages

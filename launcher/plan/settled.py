@@ -26,7 +26,7 @@ def settled(config: RunConfig, world: World, *, document_tokens: int, device_typ
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=bool(document_tokens and config.data.seq_len % document_tokens) or config.train.micro_batch_rows > 1,
+        packed=document_tokens % config.data.seq_len > 0 or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
     )

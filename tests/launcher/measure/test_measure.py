@@ -82,7 +82,7 @@ def test_tables_have_a_value_for_each_point():
 
 @pytest.mark.parametrize("sizes", BY_NAME.values(), ids=BY_NAME)
 def test_sizes_ascend(sizes):
-    for name in ("tokens", "widths", "lengths", "windows", "head_dims", "tensor_bytes", "message_bytes"):
+    for name in ("tokens", "widths", "lengths", "squares", "windows", "head_dims", "tensor_bytes", "message_bytes"):
         points = getattr(sizes, name)
         assert list(points) == sorted(set(points))
 
