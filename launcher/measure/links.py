@@ -84,7 +84,7 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
     """How much of a hop's time a rank computes besides, 0 to 1: of products that take as long."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     x_MM = torch.randn(256, 256, device=clock.device)
-    moving, product = _seconds(clock, lambda: _hop(sent, received)), clock.seconds(lambda: x_MM @ x_MM)
+    moving, product = _seconds(clock, lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
     # The same number on all ranks: they wait for one another.
     times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -92,7 +92,7 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
 
     def multiply() -> None:
         for _ in range(repeats):
-            x_MM @ x_MM
+            torch.mm(x_MM, x_MM)
 
     def both() -> None:
         works = _start_hop(sent, received)

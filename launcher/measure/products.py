@@ -14,7 +14,7 @@ from launcher.measure.clock import Clock
 from launcher.measure.figures import Figure, dtypes_of
 from launcher.measure.sizes import Sizes
 from longctx.kernels.matmul import multiply, multiply_backward
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import Products, fastest_products
 
 
 def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
@@ -24,7 +24,8 @@ def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     backward = Figure("product_backward_flops", axes, "its two products of backward")
     for dtype, (N, M) in product(dtypes_of(clock.device), product(sizes.tokens, sizes.widths)):
         x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
-        products, flops = fastest_products(), 2 * N * M * M
+        products: Products = fastest_products()
+        flops = 2 * N * M * M
         with torch.no_grad():
             seconds = clock.seconds(lambda: multiply(x_NM, weight_MM, products=products))  # noqa: B023
             forward.add(dtype, flops / seconds)

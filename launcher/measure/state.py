@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,8 +17,8 @@ from launcher.config.sections import DataSection, ModelSection, ParallelSection,
 from launcher.measure.clock import Clock, meet, num_ranks
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
-from launcher.plan.batch import synthetic_batch
 from launcher.plan.parameters import num_parameters
+from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
 from parallel.loss import count_step
@@ -29,6 +29,7 @@ _FEW_LAYERS, _LAYERS = 2, 6
 _STEPS = 3
 _STAGES = (0, 1, 2, 3)
 _LEAST_SECONDS = 1e-6
+_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Step(NamedTuple):
@@ -108,9 +109,7 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
     return RunConfig(
         model=model,
         data=DataSection(seq_len=_TOKENS),
-        train=TrainSection(
-            tokens_per_step=2 * _TOKENS * num_ranks(), dtype=str(dtype).removeprefix("torch."), compile="off"
-        ),
+        train=TrainSection(tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], compile="off"),
         parallel=ParallelSection(layout="contiguous", expert_tile_tokens=0),
         # Stage 3 keeps small weights whole: here norms alone, as in models whose matrices are larger.
         zero=ZeroSection(stage=stage, param_persistence_threshold=width),
@@ -130,11 +129,13 @@ def _step(clock: Clock, config: RunConfig) -> _Step:
         loss = engine.forward(shards[number].to(clock.device))
         engine.backward(counts.loss(loss, model))
 
-    for _ in range(_STEPS + 1):
-        seconds = []
-        for number in range(2):
-            meet()
-            seconds.append(clock.once(lambda: micro_batch(number)))  # noqa: B023
+    def timed(action: Callable[[], Any]) -> float:
+        # Ranks wait for one another within: they begin together.
         meet()
-        steps.append(_Step(*seconds, clock.once(lambda: engine.step(1e-4))))
-    return _Step(*(statistics.median(part) for part in zip(*steps[1:], strict=True)))
+        return clock.once(action)
+
+    for _ in range(_STEPS + 1):
+        adding, reducing = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
+        steps.append(_Step(adding, reducing, timed(lambda: engine.step(1e-4))))
+    adding, reducing, updating = (statistics.median(part) for part in zip(*steps[1:], strict=True))
+    return _Step(adding, reducing, updating)

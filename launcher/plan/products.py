@@ -16,7 +16,7 @@ from launcher.config.sections import RunConfig
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import build_shapes
 from launcher.plan.rates import Rate
-from longctx.kernels.cross_entropy import chunk_tokens_of
+from longctx.kernels.cross_entropy import tokens_of_chunk
 from longctx.model.experts.blocks import BLOCK_TOKENS
 from longctx.model.experts.experts import is_expert_weight
 
@@ -70,7 +70,7 @@ def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float
 def _head_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """The logits and their two products back, never computed again."""
     head = Weight(config.model.vocab_size, config.model.hidden_size)
-    at_once = min(tokens, chunk_tokens_of(head.outer, head.inner, hardware.device_type))
+    at_once = min(tokens, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
     return _seconds(config, hardware, head, tokens, at_once, 1)
 
 

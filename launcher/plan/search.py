@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from launcher.config.sections import RunConfig
-from launcher.plan.batch import documents_of
+from launcher.plan.documents import documents_of
 from launcher.plan.estimate import estimate_ranks, fits_rows
 from launcher.plan.hardware import Hardware
 from launcher.plan.longest import longest_row

@@ -16,11 +16,11 @@ from launcher.plan.activations import Activations
 from launcher.plan.attention import Attention, attention_of_rank
 from launcher.plan.elementwise import elementwise_seconds
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_parameters
 from launcher.plan.products import product_seconds
 from launcher.plan.rates import Rate
 from launcher.plan.world import RankKind, World
-from launcher.training.memory import Memory
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 

@@ -174,7 +174,7 @@ def test_norms_and_sums_move_what_they_read_and_write():
     run = plan(profile(norm_bandwidth=1e9))
     assert run.seconds.elementwise == pytest.approx(LAYERS * 2 * 2 * TOKENS * M * 4 / 1e9, rel=1e-6)
     # Two forward; two and one for each further reader of a norm's output backward: q, k, v and gate, up.
-    run = plan(profile(memory_bandwidth=1e9, **{name: HUGE for name in _ELEMENTWISE}))
+    run = plan(profile(memory_bandwidth=1e9, **dict.fromkeys(_ELEMENTWISE, HUGE)))
     sums = LAYERS * (2 + 5) * 3 * TOKENS * M * 4
     assert run.seconds.elementwise == pytest.approx(sums / 1e9, rel=1e-6)
 

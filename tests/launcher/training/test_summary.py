@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
-from launcher.training.memory import GIB, memory_of_rank
+from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
 from longctx.architecture.rope import Rope
