@@ -25,7 +25,7 @@ from benchmarks.decoder import in_process
 from benchmarks.floor import Floor
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import PLAIN, losses_, _whole_losses_
+from longctx.kernels.cross_entropy import PLAIN, _whole_losses_, losses_
 from longctx.kernels.regions import Regions, compile_count
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution

@@ -70,6 +70,11 @@ def _repeat_last(*figures: list[Figure]) -> None:
         figure.add(torch.bfloat16, figure.values["float32"][0])
 
 
+def take_small_steps(clock: Clock, sizes: Sizes) -> None:
+    """Steps of the smallest model, for what they import and allocate."""
+    _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256))
+
+
 class _Stage:
     """The steps of three models in one stage."""
 

@@ -136,7 +136,7 @@ def estimate_ranks(
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
     device_type = hardware.device_type
     memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config, device_type)
-    of_bytes = _bytes(config, world, passing, device_type)
+    of_bytes = _bytes(config, world, passing, hardware)
     ranks = [
         RankEstimate(
             kind=kind,
@@ -168,7 +168,7 @@ def fits_rows(
     passing = _activations(longer, hardware.device_type)
     if _host_bytes(longer, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
-    return _bytes(longer, world, passing, hardware.device_type).peak <= share * hardware.memory_bytes
+    return _bytes(longer, world, passing, hardware).peak <= share * hardware.memory_bytes
 
 
 def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
@@ -203,11 +203,14 @@ def _activations(config: RunConfig, device_type: str) -> Activations:
     return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
 
 
-def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:
-    held, kept, kept_on_host = _held(_without_rows(config), world, device_type), passing.kept, passing.kept_on_host
-    if device_type == "cpu":
+def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:
+    held = _held(_without_rows(config), world, hardware.device_type)
+    kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
+    if hardware.device_type == "cpu":
         # A CPU's memory is the machine's.
-        kept, kept_on_host = kept + _stored_bytes(config, world, passing), 0
+        kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
+        # AdamW's plain form makes its denominator in two steps, each as large as a moment.
+        updating = memory_of_rank(config, config.model.config(), world.ranks).moments
     return StepBytes(
         weights=held.weights,
         gradients=held.gradients,
@@ -219,7 +222,8 @@ def _bytes(config: RunConfig, world: World, passing: Activations, device_type: s
         kept_on_host=kept_on_host,
         kept_on_disk=passing.kept_on_disk,
         passing=passing.passing,
-        optimizer_step=0,
+        optimizer_step=updating,
+        process=process,
     )
 
 

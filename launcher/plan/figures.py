@@ -30,12 +30,14 @@ class StepBytes:
     passing: int
     """Traced: what forward and backward add to that at their peak."""
     optimizer_step: int
-    """Traced: temporaries of AdamW's step, when nothing of forward is alive."""
+    """Traced, or arithmetic: temporaries of AdamW's step, when nothing of forward is alive."""
+    process: int = 0
+    """Measured: of a CPU's memory, what a rank's program takes itself."""
 
     @property
     def held(self) -> int:
         """Bytes that are there all the time."""
-        return self.weights + self.gradients + self.optimizer
+        return self.process + self.weights + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:

@@ -101,6 +101,8 @@ class Hardware:
     """What a micro-batch takes beside all that: DeepSpeed's and the loop's bookkeeping."""
     step_seconds: Rate | None = None
     """What a step does."""
+    process_bytes: float = 0.0
+    """Of a CPU's memory, what a rank's program takes before it has a model."""
     ranks: float = 0.0
     """How many of these devices were measured at once, where the figures depend on it; 0 where they do not."""
     sources: dict[str, str]
@@ -245,4 +247,4 @@ def _is_figure(name: str, value: Any) -> bool:
     if name == "hidden_share":
         return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
     # The figures that may be unknown, or nothing.
-    return is_amount(value) or (name in ("peak_flops", "ranks") and value == 0)
+    return is_amount(value) or (name in ("peak_flops", "process_bytes", "ranks") and value == 0)

@@ -42,7 +42,10 @@ def headline(run: RunEstimate) -> str:
 def memory_rows(run: RunEstimate) -> Rows:
     """Bytes of the device, by kind."""
     b = max((rank.bytes for rank in run.ranks), key=lambda of_rank: of_rank.peak)
-    rows = [
+    rows = []
+    if b.process:
+        rows.append(["the program", gib(b.process), "always"])
+    rows += [
         ["weights", gib(b.weights + b.gathered), "always; with stage 3, also those that are gathered"],
         ["gradients", gib(b.gradients + b.reduction), "always; with what their reduction takes"],
         ["optimizer", gib(b.optimizer), "always"],
