@@ -156,6 +156,23 @@ def generation_batch(result: Result) -> str:
     return markdown(head, rows)
 
 
+def chunks(result: Result) -> str:
+    """Layers by chunks beside whole ones: a row of one length in each way, then the long rows."""
+    whole = {row["tokens"]: row["cpu_seconds"] for row in result["table"] if row["way"] == "whole"}
+    head = ("tokens, layers", "way", "CPU s", "× whole", "s", "MiB above the model", "KiB a token")
+    return markdown(head, (_chunks_row(row, whole) for row in result["table"] + result["longest"]))
+
+
+def _chunks_row(row: dict[str, Any], whole: dict[int, float]) -> list[str]:
+    case, ratio = f"{row['tokens']:,}, {row['layers']}", "–"
+    if "date" in row:
+        case += f" ({row['date']})"
+    if row["tokens"] in whole:
+        ratio = f"{row['cpu_seconds'] / whole[row['tokens']]:.3f}"
+    seconds = [f"{row['cpu_seconds']:,.1f}", ratio, f"{row['seconds']:,.1f}"]
+    return [case, row["way"], *seconds, f"{row['rise_mib']:,.0f}", f"{row['kib_a_token']:.1f}"]
+
+
 def long_prompt(result: Result) -> str:
     """A long prompt and a short answer, on one rank and on two."""
     head = ("prompt and new tokens", "ranks", "CPU s, each rank", "resident rise, each rank", "cache alone")
@@ -422,6 +439,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "loss": ("loss", loss),
     "generation": ("generation", generation),
     "generation-batch": ("generation_batch", generation_batch),
+    "chunks": ("chunks", chunks),
     "long-prompt": ("long_prompt", long_prompt),
     "prompt-growth": ("long_prompt", prompt_growth),
     "ring": ("attention", ring),

@@ -11,15 +11,15 @@ from launcher.config.sections import ParallelSection, RunConfig, TrainSection
 from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
-from launcher.plan.batch import documents_of
+from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
-from launcher.training.memory import memory_of_rank
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
@@ -136,7 +136,7 @@ def estimate_ranks(
     config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments, device_type: str
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
-    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config)
+    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config, device_type)
     of_bytes = _bytes(config, world, passing, device_type)
     ranks = [
         RankEstimate(
@@ -167,7 +167,7 @@ def fits_rows(
         longer = settle_context(longer, world.ranks)
     except ConfigError:
         return False  # more tokens than parallel.tokens_per_rank allows
-    passing = _activations(longer)
+    passing = _activations(longer, device_type)
     if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
         return False
     return _bytes(longer, world, passing, device_type).peak <= share * hardware.memory_bytes
@@ -192,10 +192,10 @@ def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
     return memory.host + max(0, passing.kept_on_host - counted)
 
 
-def _activations(config: RunConfig) -> Activations:
+def _activations(config: RunConfig, device_type: str) -> Activations:
     parallel = config.parallel
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // parallel.context
-    return activations(config, tokens, ring=parallel.context // parallel.ulysses)
+    return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
-from launcher.plan.batch import documents_of
+from launcher.plan.documents import documents_of
 from launcher.plan.estimate import estimate_ranks, fits_rows, with_rows
 from launcher.plan.hardware import Hardware
 from launcher.plan.longest import longest_row

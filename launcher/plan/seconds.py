@@ -17,9 +17,9 @@ from launcher.config.sections import ParallelSection, RunConfig
 from launcher.metrics.throughput import attention_flops, matmul_parameters
 from launcher.plan.activations import Activations
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_layer_parameters, num_parameters
 from launcher.plan.world import RankKind, World
-from launcher.training.memory import Memory
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.layout.sequence import SequenceLayout

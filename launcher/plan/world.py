@@ -1,14 +1,9 @@
-"""The ranks of a planned run, the kinds of them that differ, and this process as one of them.
-
-Nothing is sent: collectives return at once and carry nothing.
-"""
+"""The ranks of a planned run, and the kinds of them that differ."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 from launcher.config.sections import RunConfig
 
@@ -72,22 +67,3 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
         names[0].append("first that shares the experts")
         names.setdefault(parallel.expert - 1, []).append("last that shares the experts")
     return [RankKind(rank=rank, names=tuple(names[rank])) for rank in sorted(names)]
-
-
-def join_world(rank: int, world: World) -> None:
-    """Make this process one of the world's ranks. Every group is one that sends nothing."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from parallel.runtime import groups
-
-    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
-    real = dist.new_group
-
-    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
-        return real(ranks, backend="fake")
-
-    # This process serves nothing but the trace, and nobody answers on a real group.
-    dist.new_group = new_group
-    # Asked of the world group, which has none.
-    groups.world_timeout = timedelta

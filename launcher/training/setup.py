@@ -22,12 +22,12 @@ from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
+from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepFeed
-from launcher.training.memory import check_memory, free_bytes, memory_of_rank
 from launcher.training.model import build_causal_lm, build_layout, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles

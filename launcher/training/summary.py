@@ -10,7 +10,7 @@ from typing import Any
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.model import describe_change, model_changes
 from launcher.config.sections import RunConfig
-from launcher.training.memory import Memory, gib, memory_by_stage
+from launcher.plan.memory import Memory, gib, memory_by_stage
 from launcher.training.origin import Origin
 from launcher.wording import plural
 from longctx.architecture.size import count_parameters

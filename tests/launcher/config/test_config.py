@@ -77,7 +77,6 @@ OF_KEPT = [
         ["needs parallel.ulysses=2 to divide the 3 query heads", "Try parallel.ulysses=1 (any of [1, 3])"],
     ),
     ([*CHUNKS, "--train.recompute_experts", "none"], ["train.recompute_experts=none means nothing", "chunk_tokens=8"]),
-    ([*CHUNKS, "--model.capacity_factor", "2"], ["model.capacity_factor=2.0 and train.chunk_tokens=8", "together yet"]),
     (
         ["--train.keep", "inputs", "--train.recompute_experts", "none"],
         ["train.recompute_experts=none means nothing with train.keep=inputs", "train.keep=all"],

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
 from launcher.config.side_by_side import settle_context
-from launcher.training.memory import GIB, memory_of_rank
+from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
 from longctx.architecture.rope import Rope
