@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -433,6 +434,23 @@ def _data_blocks_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def plan_seconds(result: Result) -> str:
+    """The plan's seconds of a step, and those of the run."""
+    unit = "s"
+    if result["cpu_time"]:
+        unit = "CPU s"
+    head = ("run", "ranks", f"planned, {unit}", f"the run, {unit}", "error", "passed, s")
+    rows = []
+    for row in result["rows"]:
+        name = row["name"]
+        if row["held_out"]:
+            name += " *"
+        passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
+        figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
+        rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -453,6 +471,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
+    "plan-seconds": ("plan_seconds", plan_seconds),
     "start-memory": ("start_memory", start_memory),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),
