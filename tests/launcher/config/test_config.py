@@ -72,6 +72,10 @@ OF_KEPT = [
         [*CHUNKS, "--train.head_groups", "2", "--parallel.context", "2", "--parallel.ulysses", "2", *ONE_A_KEY],
         ["parallel.ulysses=2 divides", "any of [1]"],
     ),
+    (
+        [*CHUNKS, "--model.num_heads", "3", "--model.num_kv_heads", "3", "--parallel.ulysses", "2"],
+        ["needs parallel.ulysses=2 to divide the 3 query heads", "Try parallel.ulysses=1 (any of [1, 3])"],
+    ),
     ([*CHUNKS, "--train.recompute_experts", "none"], ["train.recompute_experts=none means nothing", "chunk_tokens=8"]),
     (
         ["--train.keep", "inputs", "--train.recompute_experts", "none"],

@@ -143,16 +143,13 @@ def test_by_the_command_that_users_give(shards, tmp_path, alone):
     assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
-@pytest.mark.parametrize("way", ["chunks", "capacity"])
-def test_layers_by_chunks_dropout_and_capacity(way, shards, tmp_path):
+@pytest.mark.parametrize("chunks", [False, True])
+def test_dropout_and_capacity_of_whole_layers_and_by_chunks(chunks, shards, tmp_path):
     """What depends on a token's index in the step, and on how many of them a rank has."""
-    model = {"model.residual_dropout": 0.1, "model.router_jitter": 0.1}
+    model = {"model.residual_dropout": 0.1, "model.router_jitter": 0.1, "model.capacity_factor": 1.0}
     together: dict[str, Any] = shared(300) | model
-    if way == "chunks":
+    if chunks:
         together |= {"train.chunk_tokens": 50, "train.keep": "attention", "train.store": "host"}
-    else:
-        model |= {"model.capacity_factor": 1.0}
-        together |= model
     run(train_each, 3, shards, {tmp_path / "shared": together})
     run(train_each, 1, shards, {tmp_path / "alone": ONE | model})
     check_equal(tmp_path / "shared", tmp_path / "alone")
