@@ -259,6 +259,27 @@ def peers(result: Result) -> str:
     return markdown(("", *(f"{case}: over half · MiB · dk error" for case in cases)), lines)
 
 
+def degrees(result: Result) -> str:
+    """Rows side by side, and with fixed degrees."""
+    head = ("rows of", "ranks", "tokens a rank", "rows at once", "attention: mean, worst", "ranks a document (fewest)",
+            "keys received a token", "all ranks a row", "fewest ranks a row: keys, attention")  # fmt: skip
+    return markdown(head, (_degrees_row(row) for row in result["rows"]))
+
+
+def _degrees_row(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['seq_len']:,}",
+        str(row["context"]),
+        f"{row['tokens_per_rank']:,}",
+        str(row["rows"]),
+        f"**{row['attention_mean']:.3f}**, {row['attention_worst']:.3f}",
+        f"{row['ranks']:.2f} ({row['fewest']:.2f})",
+        f"{row['rows_a_token']:.2f}",
+        f"{row['wide_rows_a_token']:.2f}",
+        f"{row['narrow_degree']}: {row['narrow_rows_a_token']:.2f}, {row['narrow_attention_mean']:.2f}",
+    ]
+
+
 # --- experts ------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +428,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "packed": ("attention", packed),
     "exactness": ("attention", exactness),
     "peers": ("peers", peers),
+    "degrees": ("degrees", degrees),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
     "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.plan.described import Rows, describe_run
 from launcher.plan.estimate import RunEstimate
-from launcher.plan.report import Rows, describe_run
+from launcher.plan.memory import gib
 from launcher.plan.search import Candidate
 from launcher.plan.settings import words
-from launcher.training.memory import gib
 from launcher.wording import plural
 
 _PARTS = {

@@ -17,9 +17,9 @@ from launcher.config.sections import ParallelSection, RunConfig
 from launcher.metrics.throughput import attention_flops, matmul_parameters
 from launcher.plan.activations import Activations
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_layer_parameters, num_parameters
 from launcher.plan.world import RankKind, World
-from launcher.training.memory import Memory
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.layout.sequence import SequenceLayout
@@ -80,7 +80,10 @@ def step_seconds(
     hardware: Hardware,
 ) -> StepSeconds:
     """What a step takes a rank; ``config`` has nothing left to the machine."""
-    model, micro_batches = config.model.config(), config.accumulation(world.ranks)
+    model, accumulation = config.model.config(), config.accumulation(world.ranks)
+    # Counted in micro-batches like this one, the largest: with tokens_per_rank others may have a row less.
+    of_rank = config.rows_per_step * config.parallel.context / world.ranks
+    micro_batches = of_rank / config.train.micro_batch_rows
     tokens = documents.num_tokens // config.parallel.context
     forwards = _forwards(config)
     products = _product_flops(config, model, tokens) / hardware.product_flops
@@ -97,7 +100,7 @@ def step_seconds(
     computing = products + attending + elementwise
     moved = 2 * activations.kept_on_host / hardware.host_bandwidth
     moved += 2 * activations.kept_on_disk / min(hardware.host_bandwidth, hardware.disk_bandwidth)
-    reducing, gathering = _zero_seconds(config, world, micro_batches, hardware)
+    reducing, gathering = _zero_seconds(config, world, accumulation, hardware)
     return StepSeconds(
         products=micro_batches * products,
         attention=micro_batches * attending,

@@ -37,7 +37,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
 _BLOCK_ELEMENTS_OF_GPU = 1 << 27
 """Elements of a block on an accelerator: 512 MiB in float32, of which a few copies live at a time."""
-_TILE_ELEMENTS = 1 << 21
+TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
 
@@ -167,7 +167,7 @@ class _LossSums(torch.autograd.Function):
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """total · factor in ``dtype``, without a copy of the total in its own."""
     out_VM = torch.empty_like(total_VM, dtype=dtype)
-    for tile in _slices(len(total_VM), max(1, _TILE_ELEMENTS // total_VM.shape[1])):
+    for tile in _slices(len(total_VM), max(1, TILE_ELEMENTS // total_VM.shape[1])):
         out_VM[tile] = total_VM[tile] * factor
     return out_VM
 
@@ -238,7 +238,7 @@ def _chunks(
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     V, M = weight_VM.shape
-    size = chunk_tokens or _chunk_tokens(V, M, weight_VM.device.type)
+    size = chunk_tokens or tokens_of_chunk(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
@@ -265,7 +265,7 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
     if weight_VM.dtype == dtype:
         yield slice(0, len(weight_VM)), weight_VM
         return
-    for tile in _slices(len(weight_VM), max(1, _TILE_ELEMENTS // weight_VM.shape[1])):
+    for tile in _slices(len(weight_VM), max(1, TILE_ELEMENTS // weight_VM.shape[1])):
         yield tile, weight_VM[tile].to(dtype)
 
 
@@ -278,9 +278,12 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
-def _chunk_tokens(vocab_size: int, width: int, device_type: str) -> int:
-    """Tokens of a chunk, whole tiles of 64. On a CPU their logits are 2^24, or in number a quarter of the weight's
-    elements; on an accelerator 2^29, of 1,024 tokens at least and 8,192 at most."""
+def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
+    """Tokens of a chunk where nobody says, whole tiles of 64.
+
+    On a CPU their logits are 2^24, or in number a quarter of the weight's elements; on an accelerator 2^29, of 1,024
+    tokens at least and 8,192 at most.
+    """
     if device_type == "cpu":
         return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
     return min(max(_CHUNK_ELEMENTS_OF_GPU // vocab_size, 1024), 8192) // 64 * 64

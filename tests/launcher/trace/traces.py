@@ -1,4 +1,4 @@
-"""Traces of tiny runs under PyTorch's CUDA build: ``python -m tests.launcher.plan.traces CASES`` prints one a line."""
+"""Traces of tiny runs under PyTorch's CUDA build: ``python -m tests.launcher.trace.traces CASES`` prints one a line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import sys
 from typing import Any
 
-from launcher.plan.stand_in import has_driver, load_stand_in
+from launcher.trace.stand_in import has_driver, load_stand_in
 
 if __name__ == "__main__" and not has_driver():
     load_stand_in()()
 
 from launcher.config.load import load_run_config
-from launcher.plan.step import trace_rank
-from launcher.plan.trace import traced_config
 from launcher.plan.world import World
+from launcher.trace.step import trace_rank
+from launcher.trace.trace import traced_config
 
 
 def trace(case: dict[str, Any]) -> dict[str, Any]:

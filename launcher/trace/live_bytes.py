@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from launcher.plan.places import current_place
+from launcher.trace.places import current_place
 
 
 class LiveBytes:

@@ -1,4 +1,4 @@
-"""A process that traces one rank and ends: ``python -m launcher.plan.worker RESULT``, its orders on standard input.
+"""A process that traces one rank and ends: ``python -m launcher.trace.worker RESULT``, its orders on standard input.
 
 One process a rank: what stands in for driver and network is of the whole process.
 """
@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.stand_in import has_driver, load_stand_in
+from launcher.trace.stand_in import has_driver, load_stand_in
 from longctx.errors import LongCtxError
 
 
@@ -41,8 +41,8 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     if finish is not None:
         finish()
     from launcher.config.load import from_values
-    from launcher.plan.step import trace_rank
     from launcher.plan.world import World
+    from launcher.trace.step import trace_rank
 
     # PyTorch says of many things what a trace cannot mend.
     logging.disable(logging.WARNING)

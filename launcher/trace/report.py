@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.config.sections import RunConfig
-from launcher.plan.figures import RankTrace
-from launcher.plan.trace import RunTrace
-from launcher.plan.world import RankKind, World
-from launcher.training.memory import gib
-from launcher.wording import plural
-
-Rows = tuple[list[str], list[list[str]]]
-"""Headings and rows of a table."""
+from launcher.plan.described import Rows, describe_run
+from launcher.plan.memory import gib
+from launcher.plan.world import RankKind
+from launcher.trace.figures import RankTrace
+from launcher.trace.trace import RunTrace
 
 
 def heading(run: RunTrace) -> str:
@@ -20,37 +16,6 @@ def heading(run: RunTrace) -> str:
     kernel, (major, minor) = run.config.parallel.kernel, run.capability
     described = describe_run(run.config, run.world, run.document_tokens)
     return f"{described}; attention traced as {kernel}, for compute capability {major}.{minor}"
-
-
-def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
-    """Ranks and degrees, and a micro-batch, a line each."""
-    parallel, tokens = config.parallel, config.data.seq_len * config.train.micro_batch_rows
-    documents = "one document a row"
-    if document_tokens:
-        documents = f"documents of {document_tokens:,} tokens"
-    return (
-        f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
-        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
-        f"{parallel.layout}, keep {config.train.keep} on {config.train.store}{_chunks(config)}{_offload(config)}\n"
-        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
-    )
-
-
-def _chunks(config: RunConfig) -> str:
-    train = config.train
-    if not train.chunk_tokens:
-        return ""
-    return f", chunks of {train.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
-
-
-def _offload(config: RunConfig) -> str:
-    """What the columns of weights, gradients and optimiser leave out."""
-    found = [
-        f"{what} on {where}"
-        for what, where in (("optimizer", config.zero.offload), ("weights", config.zero.offload_parameters))
-        if where != "none"
-    ]
-    return "".join(f", {text}" for text in found)
 
 
 def memory_rows(run: RunTrace) -> Rows:

@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.plan.host_waits import HostWait, HostWaits
-from launcher.plan.links import Links
-from launcher.plan.live_bytes import LiveBytes
+from launcher.trace.host_waits import HostWait, HostWaits
+from launcher.trace.links import Links
+from launcher.trace.live_bytes import LiveBytes
 
 
 class StoppedAtWaitError(Exception):

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
-from launcher.plan.assumed import EvenRouting, even_sizes
-from launcher.plan.batch import synthetic_batch
-from launcher.plan.figures import LinkBytes, RankTrace, StepBytes
-from launcher.plan.host_waits import HostWait, HostWaits
-from launcher.plan.stand_in import torch_cuda_version
+from launcher.plan.figures import StepBytes
 from launcher.plan.world import World, rank_kinds
+from launcher.trace.assumed import EvenRouting, even_sizes
+from launcher.trace.batch import synthetic_batch
+from launcher.trace.figures import LinkBytes, RankTrace
+from launcher.trace.host_waits import HostWait, HostWaits
+from launcher.trace.stand_in import torch_cuda_version
 from parallel.mesh import Mesh
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import tiny_config
@@ -90,7 +91,7 @@ def test_a_trace_needs_no_deepspeed():
         "    if name == 'deepspeed': raise metadata.PackageNotFoundError(name)\n"
         "    return found(name)\n"
         "metadata.version = version\n"
-        "import launcher.cli.plan, launcher.plan.trace, launcher.plan.step"
+        "import launcher.cli.plan, launcher.trace.trace, launcher.trace.step"
     )
     done = subprocess.run([sys.executable, "-c", absent], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

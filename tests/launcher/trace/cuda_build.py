@@ -19,7 +19,7 @@ VARIABLE = "LONGCTX_CUDA_PYTHON"
 @cache
 def cuda_python() -> str | None:
     """An interpreter whose PyTorch is built for CUDA; no GPU is needed."""
-    from launcher.plan.stand_in import torch_cuda_version
+    from launcher.trace.stand_in import torch_cuda_version
 
     if named := os.environ.get(VARIABLE):
         return named

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from launcher.plan.figures import LinkBytes
+from launcher.trace.figures import LinkBytes
 
 WITHIN, BETWEEN = "within a node", "between nodes"
 

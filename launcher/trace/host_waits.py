@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from launcher.plan.live_bytes import LiveBytes
-from launcher.plan.places import current_place
+from launcher.trace.live_bytes import LiveBytes
+from launcher.trace.places import current_place
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")

@@ -1,4 +1,4 @@
-"""Known programs on fake CUDA tensors, run under PyTorch's CUDA build: ``python -m tests.launcher.plan.programs``."""
+"""Known programs on fake CUDA tensors, run under PyTorch's CUDA build: ``python -m tests.launcher.trace.programs``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from launcher.plan.stand_in import has_driver, load_stand_in
+from launcher.trace.stand_in import has_driver, load_stand_in
 
 if __name__ == "__main__" and not has_driver():
     load_stand_in()()
@@ -17,8 +17,8 @@ if __name__ == "__main__" and not has_driver():
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.plan.links import Links
-from launcher.plan.recorder import Recorder, StoppedAtWaitError
+from launcher.trace.links import Links
+from launcher.trace.recorder import Recorder, StoppedAtWaitError
 
 KIB = 1024
 

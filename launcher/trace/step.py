@@ -13,13 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.config.sections import RunConfig
-from launcher.plan.assumed import EvenRouting
-from launcher.plan.batch import synthetic_batch
-from launcher.plan.figures import RankTrace, StepBytes
-from launcher.plan.links import Links
-from launcher.plan.recorder import Recorder, StoppedAtWaitError
-from launcher.plan.world import World, join_world
+from launcher.plan.figures import StepBytes
+from launcher.plan.world import World
 from launcher.plan.zero import partition_bytes
+from launcher.trace.assumed import EvenRouting
+from launcher.trace.batch import synthetic_batch
+from launcher.trace.figures import RankTrace
+from launcher.trace.group import join_world
+from launcher.trace.links import Links
+from launcher.trace.recorder import Recorder, StoppedAtWaitError
 from launcher.training.model import build_causal_lm, shard_batch
 from longctx.batch import Batch
 from longctx.kernels.attention.flash.varlen import VarlenKernel

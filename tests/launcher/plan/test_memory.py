@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
-from launcher.training import memory
-from launcher.training.memory import GIB, Memory, check_memory, gib, memory_by_stage, memory_of_rank, why_too_large
+from launcher.plan import memory
+from launcher.plan.memory import GIB, Memory, check_memory, gib, memory_by_stage, memory_of_rank, why_too_large
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError

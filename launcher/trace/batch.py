@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from launcher.config.sections import RunConfig
-from longctx.batch import Batch, PackedDocuments
+from launcher.plan.documents import documents_of
+from longctx.batch import Batch
 
 
 def synthetic_batch(config: RunConfig, document_tokens: int = 0) -> Batch:
@@ -24,12 +25,3 @@ def synthetic_batch(config: RunConfig, document_tokens: int = 0) -> Batch:
         document_ids=ids.view(shape),
         documents=documents,
     )
-
-
-def documents_of(config: RunConfig, document_tokens: int = 0) -> PackedDocuments:
-    """The documents of such a micro-batch."""
-    rows, tokens = config.train.micro_batch_rows, config.data.seq_len
-    length = min(document_tokens or tokens, tokens)
-    # A row's last document is shorter where the length does not divide it; no document crosses rows.
-    bounds = [row * tokens + start for row in range(rows) for start in range(0, tokens, length)]
-    return PackedDocuments((*bounds, rows * tokens))

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.sections import RunConfig
-from launcher.plan.figures import RankTrace
-from launcher.plan.places import ROOT
 from launcher.plan.settled import settled
-from launcher.plan.stand_in import torch_cuda_version
 from launcher.plan.world import RankKind, World, rank_kinds
+from launcher.trace.figures import RankTrace
+from launcher.trace.places import ROOT
+from launcher.trace.stand_in import torch_cuda_version
 from longctx import errors
 from longctx.errors import ConfigError, LongCtxError
 
@@ -139,7 +139,7 @@ def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.plan.worker", str(result)],
+            [sys.executable, "-m", "launcher.trace.worker", str(result)],
             input=json.dumps(orders),
             text=True,
             capture_output=True,

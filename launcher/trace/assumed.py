@@ -7,7 +7,7 @@ from math import comb
 
 from torch import Tensor
 
-from launcher.plan.host_waits import HostWaits
+from launcher.trace.host_waits import HostWaits
 from longctx.config import ModelConfig
 from longctx.model.experts.dispatch import DispatchSizes
 from parallel.experts.dispatcher import AllToAllDispatcher

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from launcher.config.load import load_run_config
-from launcher.plan.batch import synthetic_batch
-from launcher.plan.links import BETWEEN, WITHIN
+from launcher.trace.batch import synthetic_batch
+from launcher.trace.links import BETWEEN, WITHIN
 from longctx.architecture.size import count_parameters
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
-from tests.launcher.plan.cuda_build import under_cuda_build
+from tests.launcher.trace.cuda_build import under_cuda_build
 
 pytestmark = pytest.mark.timeout(600)
 M, HEADS, KV_HEADS, HEAD, T = 64, 4, 2, 16, 256
@@ -100,12 +100,12 @@ def traces() -> dict[str, dict[str, Any]]:
 def traced(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """These cases, each in a process that the first one forks."""
     cases = [(CASES | MENDED)[name] for name in names]
-    return dict(zip(names, under_cuda_build("tests.launcher.plan.traces", json.dumps(cases)), strict=True))
+    return dict(zip(names, under_cuda_build("tests.launcher.trace.traces", json.dumps(cases)), strict=True))
 
 
 @cache
 def programs() -> dict[str, Any]:
-    return under_cuda_build("tests.launcher.plan.programs")
+    return under_cuda_build("tests.launcher.trace.programs")
 
 
 KIB = 1024
