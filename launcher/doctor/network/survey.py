@@ -204,7 +204,8 @@ class _Surveyor:
         if not rounds:
             return
         orders = {name: _measuring(rank, members, rounds, "gloo") for rank, name in enumerate(members)}
-        seconds = _MEET_SECONDS + PAIR_SECONDS * (len(rounds) + 3)
+        # The others notice one that has stopped after three pairs' time, and tell.
+        seconds = PAIR_SECONDS * (len(rounds) + 5)
         told = self._panel.ask(orders, seconds, lambda value: _gloo_answer(value, len(members)))
         # All that measured tell the same, so that the first one's word is enough.
         self._note_links(GLOO, members, [links for links, _ in told.values() if links])
