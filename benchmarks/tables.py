@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -154,6 +155,23 @@ def generation_batch(result: Result) -> str:
         for row in result["rows"]
     ]
     return markdown(head, rows)
+
+
+def chunks(result: Result) -> str:
+    """Layers by chunks beside whole ones: a row of one length in each way, then the long rows."""
+    whole = {row["tokens"]: row["cpu_seconds"] for row in result["table"] if row["way"] == "whole"}
+    head = ("tokens, layers", "way", "CPU s", "× whole", "s", "MiB above the model", "KiB a token")
+    return markdown(head, (_chunks_row(row, whole) for row in result["table"] + result["longest"]))
+
+
+def _chunks_row(row: dict[str, Any], whole: dict[int, float]) -> list[str]:
+    case, ratio = f"{row['tokens']:,}, {row['layers']}", "–"
+    if "date" in row:
+        case += f" ({row['date']})"
+    if row["tokens"] in whole:
+        ratio = f"{row['cpu_seconds'] / whole[row['tokens']]:.3f}"
+    seconds = [f"{row['cpu_seconds']:,.1f}", ratio, f"{row['seconds']:,.1f}"]
+    return [case, row["way"], *seconds, f"{row['rise_mib']:,.0f}", f"{row['kib_a_token']:.1f}"]
 
 
 def long_prompt(result: Result) -> str:
@@ -416,12 +434,30 @@ def _data_blocks_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def plan_seconds(result: Result) -> str:
+    """The plan's seconds of a step, and those of the run."""
+    unit = "s"
+    if result["cpu_time"]:
+        unit = "CPU s"
+    head = ("run", "ranks", f"planned, {unit}", f"the run, {unit}", "error", "passed, s")
+    rows = []
+    for row in result["rows"]:
+        name = row["name"]
+        if row["held_out"]:
+            name += " *"
+        passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
+        figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
+        rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
     "loss": ("loss", loss),
     "generation": ("generation", generation),
     "generation-batch": ("generation_batch", generation_batch),
+    "chunks": ("chunks", chunks),
     "long-prompt": ("long_prompt", long_prompt),
     "prompt-growth": ("long_prompt", prompt_growth),
     "ring": ("attention", ring),
@@ -435,6 +471,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
+    "plan-seconds": ("plan_seconds", plan_seconds),
     "start-memory": ("start_memory", start_memory),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),

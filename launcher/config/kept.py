@@ -69,9 +69,3 @@ def _check_chunks(config: RunConfig) -> None:
             f"group that parallel.ulysses={ulysses} divides.\n"
             f"Try train.head_groups={nearest(train.head_groups, fits)} (any of {fits})."
         )
-    if model.capacity_factor:
-        raise ConfigError(
-            f"model.capacity_factor={model.capacity_factor} and train.chunk_tokens={train.chunk_tokens} do not go "
-            "together yet: which choices an expert drops depends on all tokens of a row.\n"
-            "Set train.chunk_tokens=0, or model.capacity_factor=0."
-        )

@@ -158,7 +158,8 @@ def nearest(
     leanest: Candidate, world: World, *, document_tokens: int = 0, held: Collection[str] = (), most_ranks: int = 1 << 14
 ) -> Nearest:
     """What would fit, seen from the leanest settings that do not."""
-    config, hardware = settled(leanest.config, world, document_tokens=document_tokens), leanest.hardware
+    hardware = leanest.hardware
+    config = settled(leanest.config, world, document_tokens=document_tokens, device_type=hardware.device_type)
     longest = longest_row(
         lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
         unit=128 * config.parallel.context,
@@ -246,9 +247,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tokens: int) -> Candidate:
-    on_gpus = settled(config, world, document_tokens=document_tokens)
-    documents = padded_documents(on_gpus, documents_of(on_gpus, document_tokens))
-    ranks, host_bytes = estimate_ranks(on_gpus, world, hardware, documents, "cuda")
+    on_device = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
+    documents = padded_documents(on_device, documents_of(on_device, document_tokens))
+    ranks, host_bytes = estimate_ranks(on_device, world, hardware, documents)
     return Candidate(
         config=config,
         peak_bytes=max(rank.bytes.peak for rank in ranks),

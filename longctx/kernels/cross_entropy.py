@@ -125,7 +125,7 @@ def token_nll(
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        nll_N[chunk] = _losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
+        nll_N[chunk] = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
     return nll_N
 
 
@@ -206,7 +206,7 @@ def sums_and_gradients(
         dhidden_NM = torch.empty_like(hidden_NM)
     product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        losses_2n = _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        losses_2n = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
         sums += losses_2n.sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
@@ -323,7 +323,7 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _losses_(
+def losses_(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
 ) -> Tensor:
     """Each token's objective and negative log-likelihood, [2, n] in the accumulation dtype; overwrites the logits.
@@ -345,7 +345,7 @@ def _losses_(
 
 
 def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool) -> Tensor:
-    """``_losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
+    """``losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
     wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype))
     losses = _block_losses_(wide_nV, targets_n, options, with_gradient)
     if with_gradient and wide_nV.dtype != logits_nV.dtype:
@@ -356,7 +356,7 @@ def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, w
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """``_losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
+    """``losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
     f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's])."""
     smoothing, z_loss = options.label_smoothing, options.z_loss
     counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)

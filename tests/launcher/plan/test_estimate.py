@@ -31,7 +31,7 @@ def test_seconds_of_attention_are_its_flops_over_the_rates():
     run = estimate()
     n, hardware = 1048576, load_hardware("h100")
     forward = 32 * 4 * 32 * 128 * (n * (n + 1) // 2) / 8
-    wanted = forward / hardware.attention_flops + 2.5 * forward / hardware.attention_backward_flops
+    wanted = forward / hardware.attention_flops.at() + 2.5 * forward / hardware.attention_backward_flops.at()
     assert run.seconds.attention == pytest.approx(wanted, rel=0.01)
 
 
@@ -102,7 +102,7 @@ def test_an_unknown_device_names_those_that_there_are():
 def test_every_shipped_figure_has_a_source(name):
     hardware = load_hardware(name)
     assert all(len(source) > 10 for source in hardware.sources.values())
-    assert hardware.attention_flops < hardware.product_flops < hardware.peak_flops
+    assert hardware.attention_flops.at() < hardware.product_flops.at() < hardware.peak_flops
 
 
 TRACED = load_rows()
