@@ -26,9 +26,12 @@ def choose_gloo_interface() -> None:
 
 def interface_towards(address: str) -> str | None:
     """Name of the interface from which this machine sends to ``address``; None where the system knows no way."""
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
     try:
         # Connecting a UDP socket sends nothing; the system only chooses the route, and with it the own address.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        with socket.socket(family, socket.SOCK_DGRAM) as s:
             s.connect((address, 9))
             own = s.getsockname()[0]
     except OSError:
@@ -36,7 +39,7 @@ def interface_towards(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         # The loopback has the whole of 127.0.0.0/8, and names one address of it.
         is_loopback = own.startswith("127.") and name == "lo"
-        own_addresses = [a.address for a in addresses if a.family == socket.AF_INET]
+        own_addresses = [a.address for a in addresses if a.family == family]
         if own in own_addresses or (is_loopback and own_addresses):
             return name
     return None

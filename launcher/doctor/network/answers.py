@@ -40,6 +40,7 @@ class HostNetwork:
 def network_from_json(value: Mapping[str, Any]) -> HostNetwork:
     """What ``worker.py`` answers to "listen". ClusterError where it is anything else."""
     environment = _object(value, "environment")
+    # Field by field: a dictionary that is handed on whole would let another machine choose what is set here.
     return HostNetwork(
         interface=text_from_json(value, "interface"),
         address=_address(value),
@@ -109,8 +110,10 @@ def _link(item: Any, world_size: int) -> LinkRate | LinkFailure:
     ):
         raise ClusterError("a link between ranks that there are not")
     first, second = item[:2]
+    # The third is then the reason why there is no speed.
     if len(item) == 3:
         return LinkFailure(first, second, printable(str(item[2])))
+    # JSON as Python reads it knows NaN and infinity, with which no median can be taken.
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in item[2:]):
         raise ClusterError("a link whose speed is no number")
     return LinkRate(first, second, float(item[2]), float(item[3]))
@@ -146,6 +149,7 @@ def _adapter(item: Any) -> Adapter:
 
 def _address(value: Mapping[str, Any]) -> str:
     """An IP address: other machines are going to connect to it."""
+    # No name: that would be looked up on each host anew, and may be found elsewhere.
     try:
         return str(ipaddress.ip_address(text_from_json(value, "address")))
     except ValueError as error:
@@ -161,6 +165,7 @@ def _port(value: Mapping[str, Any]) -> int:
 
 def _count(value: Mapping[str, Any], name: str) -> int:
     count = value.get(name)
+    # True is an int to Python.
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ClusterError(f"its {name} is no number")
     return count

@@ -35,6 +35,7 @@ class Network:
 
 def check_hosts(hosts: Sequence[Host], *, port: int) -> Network:
     """The network between the hosts that answered over ssh; the first host of the hostfile must be one of them."""
+    # A host that ssh does not reach has a finding of its own, and would keep the others waiting.
     names = [host.name for host in hosts if isinstance(host.answer, Answer)]
     if names[:1] != [hosts[0].name]:
         return Network(findings=[skipped(f"{hosts[0].name}, where ranks would meet, does not answer")])

@@ -29,21 +29,17 @@ def skipped(why: str) -> Finding:
 
 def findings_of_hosts(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """What is found of the network between the hosts of a hostfile; ``environment`` is that of this machine."""
-    return [
-        *_silent(survey),
-        *findings_of_variables(survey, environment),
-        *finding_of_gloo(survey),
-        *finding_of_nccl(survey),
-        *_ports(survey),
-        *findings_of_links(survey),
-    ]
+    # What explains the others stands first: a host that is not there, a wrong interface, a blocked port, a link.
+    findings = _silent(survey) + findings_of_variables(survey, environment)
+    findings += finding_of_gloo(survey) + finding_of_nccl(survey)
+    return findings + _ports(survey) + findings_of_links(survey)
 
 
 def findings_of_machine(survey: Survey) -> list[Finding]:
     """What is found of the links between ranks of this machine, and of the network that NCCL takes from it."""
     # By gloo processes of one machine share its cores: which pair is slower is chance.
     links = findings_of_links(survey, compared=(NCCL,))
-    return [*_silent(survey), *finding_of_nccl_here(survey), *_blocked(survey), *links]
+    return _silent(survey) + finding_of_nccl_here(survey) + _blocked(survey) + links
 
 
 def survey_to_json(survey: Survey) -> dict[str, Any]:
@@ -76,6 +72,7 @@ def _link_to_json(link: Link) -> dict[str, Any]:
 def _silent(survey: Survey) -> list[Finding]:
     """A failure for each reason for which hosts took no part."""
     findings = []
+    # Hosts in one trouble share a line; dict.fromkeys keeps the order in which the troubles came.
     for why in dict.fromkeys(survey.silent.values()):
         names = names_of([name for name, said in survey.silent.items() if said == why])
         advice = f"Nothing is known of the links of {names}: see its other findings, then try again"
@@ -121,6 +118,7 @@ def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
             continue
         if (target, source) not in pairs:
             phrases.append(f"{source} does not reach {target} ({place})")
+        # The other way round has its turn too: of both, one is told.
         elif source < target:
             phrases.append(f"{source} and {target} do not reach each other ({place}, {pairs[target, source]})")
     return phrases

@@ -20,6 +20,7 @@ _IN_FILE = "a line of ~/.deepspeed_env"
 def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Variables of ``environment``, this machine's, that deepspeed does not hand over to the hosts."""
     findings = []
+    # A user who sets a variable in his shell sees it work on one machine, and wonders on two.
     for variable in _VARIABLES:
         value = environment.get(variable)
         without = [name for name, network in survey.networks.items() if network.environment.get(variable) != value]
@@ -85,6 +86,7 @@ def finding_of_nccl(survey: Survey) -> list[Finding]:
 def finding_of_nccl_here(survey: Survey) -> list[Finding]:
     """What NCCL takes, or would take, from this machine to others: ranks of the survey are all on this machine."""
     for name in survey.networks:
+        # Ranks of one machine all tell the same.
         network = nccl_of(survey, name)
         value = f"{network.describe()} to other machines ({_source({name: network})})"
         return [Finding(check="NCCL network", verdict="ok", value=value)]
@@ -116,6 +118,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
     if none := [name for name, network in networks.items() if not network.transport]:
         return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
+    # Nothing below can be compared where hosts do not even use the same transport.
     if len(transports) > 1:
         return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(survey.networks[name])]:
@@ -123,6 +126,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
             f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
             "and that a container sees /dev/infiniband"
         )
+    # Names of adapters often differ by kind of machine; adapters of other fabrics do not reach each other.
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
         return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
     return interface_advice(

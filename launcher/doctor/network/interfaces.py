@@ -66,6 +66,7 @@ def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
     """The ports of this machine's RDMA adapters; none where there is no such folder."""
     found = []
     for path in sorted(folder.glob("*/ports/*")):
+        # Ports are numbered from 1; nothing else is expected there, and the kernel's layout may grow.
         if not path.name.isdigit():
             continue
         found.append(

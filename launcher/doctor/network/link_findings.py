@@ -19,6 +19,7 @@ _ON_SLOW_LINKS = (
 def findings_of_links(survey: Survey, *, compared: Sequence[str] = (GLOO, NCCL)) -> list[Finding]:
     """How fast links are, which do not work, and which are slow: those of the backends that are ``compared``."""
     findings = []
+    # Backends are never compared with each other: NCCL is faster by far.
     for backend in (GLOO, NCCL):
         links = [link for link in survey.links if link.backend == backend]
         good = [link for link in links if isinstance(link.found, LinkRate)]
@@ -42,6 +43,7 @@ def _summary(survey: Survey, backend: str, links: Sequence[Link]) -> Finding:
     speeds = sorted(rate.bytes_per_second for rate in rates)
     latencies = sorted(rate.latency_seconds for rate in rates)
     count = plural(len(rates), "pair")
+    # Pairs are missing that are blocked, that failed, or that are not in the sample.
     if backend == GLOO and len(rates) < survey.num_pairs:
         count = f"{len(rates):,} of {plural(survey.num_pairs, 'pair')}"
     value = (
@@ -57,6 +59,7 @@ def _broken(links: Sequence[Link]) -> list[Finding]:
     for link in links:
         if not isinstance(link.found, LinkFailure):
             continue
+        # Which sizes passed tells a broken connection from packets that are too large for a switch.
         advice = "The connection breaks: look at both hosts' logs (dmesg) and at the switch"
         if "bytes pass" in link.found.problem:
             advice = (

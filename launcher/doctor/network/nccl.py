@@ -76,6 +76,7 @@ def would_take(
     names = socket_interfaces(interfaces, environment)
     meets_at = next(iter(names), "")
     active = [adapter for adapter in adapters if adapter.is_active and _is_chosen(adapter, environment)]
+    # Any number but 0 switches it off.
     is_off = environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     wanted = environment.get("NCCL_NET", "")
     if active and meets_at and not is_off and wanted in ("", INFINIBAND):
@@ -92,6 +93,7 @@ def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str,
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     if wanted:
         return list(filter(name_filter(wanted), names))
+    # The order of ncclFindInterfaces: IP over InfiniBand, real interfaces, and only then those of this machine alone.
     for rule in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
         if found := list(filter(name_filter(rule), names)):
             return found
@@ -117,6 +119,7 @@ def _is_chosen(adapter: Adapter, environment: Mapping[str, str]) -> bool:
     rule = environment.get("NCCL_IB_HCA", "")
     if not rule:
         return True
+    # "^" and "=" stand before the whole list, not before each name.
     marks = rule[: len(rule) - len(rule.lstrip("^="))]
     chosen = []
     for part in rule[len(marks) :].split(","):

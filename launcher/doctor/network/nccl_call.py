@@ -69,6 +69,7 @@ class NcclCall:
 
     def _work(self, rounds: Sequence[Round]) -> None:
         try:
+            # A thread has a current device of its own.
             torch.cuda.set_device(self._device)
             dist.init_process_group(
                 "nccl",
@@ -78,6 +79,7 @@ class NcclCall:
                 timeout=timedelta(seconds=START_SECONDS),
             )
             warm(world_group())
+            # The sum is only queued so far: NCCL may still be looking for its ranks.
             torch.cuda.synchronize(self._device)
             self._has_started.set()
             if rounds:

@@ -64,6 +64,7 @@ def try_ports(targets: Sequence[tuple[str, int]], word: str) -> list[str]:
 def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) -> str:
     """What is wrong with a port of another machine, on one line; "" where it answers with the word."""
     deadline = time.monotonic() + seconds
+    # A connection alone proves little: a proxy, or a queue that nobody serves, accepts it too.
     try:
         connection = socket.create_connection((address, port), timeout=seconds)
     except TimeoutError:
@@ -76,6 +77,7 @@ def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) ->
         said = _hear(connection, deadline)
     if said == word.encode():
         return ""
+    # Behind an address that two machines share, or a forwarded port, somebody else may listen.
     if said:
         return "another program answers"
     return f"connected, and no word within {seconds:g} s"

@@ -38,6 +38,7 @@ class Session:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
+        # Threads read both streams: a pipe that is full would stop the worker.
         self._stdin = self._process.stdin
         self._answers: SimpleQueue[str | None] = SimpleQueue()
         self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
@@ -65,6 +66,7 @@ class Session:
 
     def close(self) -> None:
         """End the worker: it does so by itself when its standard input ends."""
+        # What was not sent any more makes closing fail.
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -107,6 +109,7 @@ def _answer(line: str) -> dict[str, Any]:
         raise ClusterError("an answer that is none") from error
     if not isinstance(value, dict):
         raise ClusterError("an answer that is none")
+    # Beside links it is one finding among others, and no reason to drop the answer.
     problem = value.get("problem")
     if isinstance(problem, str) and problem and "links" not in value:
         raise ClusterError(printable(problem))

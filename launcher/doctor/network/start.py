@@ -28,6 +28,7 @@ def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
     chosen = [hosts[index * len(hosts) // MOST_HOSTS] for index in range(MOST_HOSTS)]
     if len(hosts) <= MOST_HOSTS:
         chosen = list(hosts)
+    # The same line for every host, and nothing of a hostfile in it.
     line = line_there(_WORKER)
     return _survey({host: ssh_command(host, line) for host in chosen}, port=port, over_ssh=True)
 
@@ -35,7 +36,8 @@ def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
 def survey_this_machine(num_ranks: int) -> Survey:
     """The links between processes of this machine, one for each rank of a run, but two at least and eight at most."""
     count = min(max(num_ranks, FEWEST_RANKS), MOST_RANKS)
-    command = [sys.executable, *_WORKER]
+    command = [sys.executable]
+    command += _WORKER
     # Ranks of one machine meet at its loopback interface, at a port that is free.
     return _survey({f"rank {rank}": command for rank in range(count)}, port=0, over_ssh=False)
 

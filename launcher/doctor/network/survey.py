@@ -7,10 +7,9 @@ reach each other. What one host cannot do keeps no other host from being measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from launcher.doctor.network.answers import (
     HostNetwork,
@@ -23,15 +22,12 @@ from launcher.doctor.network.answers import (
     text_from_json,
 )
 from launcher.doctor.network.nccl import NcclNetwork
+from launcher.doctor.network.panel import Order, Panel
 from launcher.doctor.network.ports import SECONDS as PORT_SECONDS
 from launcher.doctor.network.ports import new_word
 from launcher.doctor.network.session import Session
-from longctx.errors import ClusterError
 from parallel.runtime.links.rates import LinkFailure, LinkRate
 from parallel.runtime.links.rounds import Round, rounds_of
-
-T = TypeVar("T")
-Order = dict[str, Any]
 
 GLOO, NCCL = "gloo", "NCCL"
 START_SECONDS = 120.0
@@ -108,11 +104,10 @@ class _Surveyor:
     """Asks workers, phase by phase, and notes what they say."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
-        self._sessions = {session.name: session for session in sessions}
-        self._names, self._word = list(self._sessions), new_word()
+        self._panel = Panel(sessions)
+        self._names, self._word = [session.name for session in sessions], new_word()
         self._networks: dict[str, HostNetwork] = {}
         self._nccl: dict[str, NcclNetwork] = {}
-        self._silent: dict[str, str] = {}
         self._blocked: list[Port] = []
         self._links: list[Link] = []
         self._problems: dict[str, str] = {}
@@ -124,7 +119,7 @@ class _Surveyor:
             hosts=self._names,
             networks=self._networks,
             nccl=self._nccl,
-            silent=self._silent,
+            silent=self._panel.silent,
             meeting_place=place,
             blocked=self._blocked,
             links=self._links,
@@ -136,14 +131,14 @@ class _Surveyor:
         """Where ranks of a run would meet: an address of the first host, which listens there now."""
         order = {"do": "lead", "port": port, "word": self._word, "over_ssh": over_ssh}
         first = self._names[0]
-        return self._ask({first: order}, START_SECONDS, place_from_json).get(first)
+        return self._panel.ask({first: order}, START_SECONDS, place_from_json).get(first)
 
     def look_around(self, place: tuple[str, int]) -> None:
         """Every host listens where gloo would, and tells of its network."""
         order = {"do": "listen", "master": place[0], "word": self._word}
         # Those that start slowly have had no order before this one.
         seconds = START_SECONDS + _LOOK_SECONDS
-        self._networks = self._ask(dict.fromkeys(self._names, order), seconds, network_from_json)
+        self._networks = self._panel.ask(dict.fromkeys(self._names, order), seconds, network_from_json)
 
     def try_ports(self, place: tuple[str, int]) -> None:
         """Every host tries the ports of all others."""
@@ -154,9 +149,9 @@ class _Surveyor:
         }
         # A worker tries 64 at a time.
         seconds = _LOOK_SECONDS + 2 * PORT_SECONDS * (1 + len(self._names) // 64)
-        for name, problems in self._ask(orders, seconds, problems_from_json).items():
+        for name, problems in self._panel.ask(orders, seconds, problems_from_json).items():
             if len(problems) != len(ports[name]):
-                self._silent[name] = "it does not tell of every port that it was to try"
+                self._panel.silent[name] = "it does not tell of every port that it was to try"
                 continue
             for port, problem in zip(ports[name], problems, strict=True):
                 if problem:
@@ -186,18 +181,21 @@ class _Surveyor:
         first = self._names[0]
         order = {"do": "meet", "master": place}
         # The first one makes the store that the others look for.
-        if not self._ask({first: {**order, "leads": True}}, _MEET_SECONDS, bool):
+        if not self._panel.ask({first: {**order, "leads": True}}, _MEET_SECONDS, bool):
             return []
         locked_out = {port.source for port in self._blocked if port.is_meeting_place}
         others = {
             name: {**order, "leads": False} for name in self._networks if name != first and name not in locked_out
         }
-        return [first, *self._ask(others, _MEET_SECONDS, bool)]
+        met = [first]
+        met += self._panel.ask(others, _MEET_SECONDS, bool)
+        return met
 
     def measure(self, members: Sequence[str]) -> None:
         """The links between pairs that reach each other, by gloo."""
         self._num_pairs = len(members) * (len(members) - 1) // 2
         apart = {frozenset((port.source, port.target)) for port in self._blocked}
+        # A pair that is blocked in one direction is left out: either rank of a pair may be the one that connects.
         rounds = [
             tuple(pair for pair in pairs if frozenset(members[rank] for rank in pair) not in apart)
             for pairs in rounds_of(range(len(members)))
@@ -205,18 +203,20 @@ class _Surveyor:
         rounds = [pairs for pairs in rounds if pairs]
         if not rounds:
             return
-        orders = {name: self._measuring(rank, members, rounds, "gloo") for rank, name in enumerate(members)}
-        seconds = _MEET_SECONDS + PAIR_SECONDS * (len(rounds) + 3)
-        told = self._ask(orders, seconds, lambda value: _gloo_answer(value, len(members)))
+        orders = {name: _measuring(rank, members, rounds, "gloo") for rank, name in enumerate(members)}
+        # The others notice one that has stopped after three pairs' time, and tell.
+        seconds = PAIR_SECONDS * (len(rounds) + 5)
+        told = self._panel.ask(orders, seconds, lambda value: _gloo_answer(value, len(members)))
+        # All that measured tell the same, so that the first one's word is enough.
         self._note_links(GLOO, members, [links for links, _ in told.values() if links])
         for name in (members[rank] for _, missing in told.values() for rank in missing):
-            self._silent.setdefault(name, "it stopped while links were measured")
+            self._panel.silent.setdefault(name, "it stopped while links were measured")
         if not any(links for links, _ in told.values()):
             self._problems[GLOO] = "not measured, because of a host that stopped"
 
     def ask_nccl(self, members: Sequence[str]) -> None:
         """What NCCL takes and how fast its links are, where hosts have GPUs."""
-        gpus = self._gpus([name for name in members if name not in self._silent])
+        gpus = _gpus(self._networks, [name for name in members if name not in self._panel.silent])
         names = list(gpus)
         if not names:
             return
@@ -227,38 +227,18 @@ class _Surveyor:
         rounds = rounds_of(range(len(names)))
         orders = {}
         for rank, name in enumerate(names):
-            orders[name] = {**self._measuring(rank, names, rounds, "nccl"), "gpu": gpus[name]}
+            orders[name] = {**_measuring(rank, names, rounds, "nccl"), "gpu": gpus[name]}
+            # Each alone still says which network it would take.
             if is_apart:
                 orders[name] |= {"rank": 0, "world_size": 1, "rounds": []}
         seconds = _NCCL_SECONDS + PAIR_SECONDS * (len(rounds) + 4)
-        told = self._ask(orders, seconds, lambda value: _nccl_answer(value, len(names)))
+        told = self._panel.ask(orders, seconds, lambda value: _nccl_answer(value, len(names)))
         for name, (network, _, problem) in told.items():
             if network is not None:
                 self._nccl[name] = network
             if problem:
                 self._problems.setdefault(NCCL, f"{name}: {problem}")
         self._note_links(NCCL, names, [links for _, links, _ in told.values() if links])
-
-    def _gpus(self, members: Sequence[str]) -> dict[str, int]:
-        """The hosts that have a GPU, and which one each takes: two names of one machine take two."""
-        taken: dict[str, int] = {}
-        gpus: dict[str, int] = {}
-        for name in members:
-            network = self._networks[name]
-            number = taken.get(network.machine, 0)
-            if number < network.num_gpus:
-                taken[network.machine] = number + 1
-                gpus[name] = number
-        return gpus
-
-    def _measuring(self, rank: int, members: Sequence[str], rounds: Sequence[Round], backend: str) -> Order:
-        return {
-            "do": backend,
-            "rank": rank,
-            "world_size": len(members),
-            "rounds": rounds,
-            "timeout_seconds": PAIR_SECONDS,
-        }
 
     def _note_links(
         self, backend: str, members: Sequence[str], told: Sequence[Sequence[LinkRate | LinkFailure]]
@@ -269,25 +249,30 @@ class _Surveyor:
                 Link(backend=backend, first=members[found.first], second=members[found.second], found=found)
             )
 
-    def _ask(self, orders: Mapping[str, Order], seconds: float, read: Callable[[dict[str, Any]], T]) -> dict[str, T]:
-        """What hosts answer to their orders, all at the same time. One without an answer is silent from then on."""
 
-        def ask(name: str) -> T | ClusterError:
-            try:
-                return read(self._sessions[name].ask(seconds, **orders[name]))
-            except ClusterError as error:
-                return error
+def _gpus(networks: Mapping[str, HostNetwork], members: Sequence[str]) -> dict[str, int]:
+    """The hosts that have a GPU, and which one each takes: two names of one machine take two."""
+    taken: dict[str, int] = {}
+    gpus: dict[str, int] = {}
+    for name in members:
+        network = networks[name]
+        number = taken.get(network.machine, 0)
+        # NCCL refuses two ranks on one GPU.
+        if number < network.num_gpus:
+            taken[network.machine] = number + 1
+            gpus[name] = number
+    return gpus
 
-        # A host that did not answer once is not waited for again.
-        names = [name for name in orders if name not in self._silent]
-        answers: dict[str, T] = {}
-        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
-            for name, answer in zip(names, pool.map(ask, names), strict=True):
-                if isinstance(answer, ClusterError):
-                    self._silent[name] = str(answer)
-                else:
-                    answers[name] = answer
-        return answers
+
+def _measuring(rank: int, members: Sequence[str], rounds: Sequence[Round], backend: str) -> Order:
+    """The order to measure links."""
+    return {
+        "do": backend,
+        "rank": rank,
+        "world_size": len(members),
+        "rounds": rounds,
+        "timeout_seconds": PAIR_SECONDS,
+    }
 
 
 def _gloo_answer(value: dict[str, Any], world_size: int) -> tuple[list[LinkRate | LinkFailure], list[int]]:

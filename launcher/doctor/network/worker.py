@@ -59,6 +59,7 @@ class Worker:
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """The answer to an order; ``problem`` in it says on one line why there is none."""
+        # One phase that fails is an answer; the next order may succeed.
         try:
             return self._orders[order["do"]](order)
         except (LongCtxError, OSError, RuntimeError) as error:
@@ -107,6 +108,7 @@ class Worker:
         if order["leads"] and self._meeting_place is not None:
             # The store takes its port.
             self._meeting_place.close()
+        # Without waiting for the others: one that does not come must not keep those that do.
         self._store = dist.TCPStore(
             address,
             port,
@@ -188,6 +190,7 @@ def _own_output() -> TextIO:
 def main() -> None:
     """Answer orders until there are no more."""
     output, worker = _own_output(), Worker()
+    # Sums of ranks need no cores, which the ranks of other workers on this machine use.
     torch.set_num_threads(1)
     for order in _orders():
         output.write(f"{MARK}{json.dumps(worker.obey(order))}\n")

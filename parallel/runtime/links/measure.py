@@ -104,9 +104,7 @@ class LinkMeasurement:
             return [store.get(f"{rank}").decode() for rank in range(self._world_size)]
         except RuntimeError as error:
             missing = [rank for rank in range(self._world_size) if not store.check([f"{rank}"])]
-            raise ClusterError(
-                f"ranks {missing} of {self._world_size} ended or hang while links were measured."
-            ) from error
+            raise RanksMissingError(missing, self._world_size) from error
 
     def run(self, rounds: Sequence[Round], nccl: NcclRoom | None = None) -> list[LinkRate | LinkFailure]:
         """Every link of ``rounds``, the same list on every rank. By gloo, unless ``nccl`` is given. Collective."""

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher.doctor.environment import check_environment_files, environment_files, exports
 from launcher.doctor.remote import remote_command
@@ -56,6 +57,15 @@ def test_the_file_goes_before_what_this_process_has(file):
     assert printed(line, "PYTHONPATH", file.parent) == "/there"
     assert printed(exports({"PYTHONPATH": "/here $PATH"}, []), "PYTHONPATH", file.parent) == "/here $PATH"
     assert remote_command(OPTIONS, {}).startswith('export PYTHONPATH="/there"; cd ')
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_variables_of_nccl_are_handed_over_where_deepspeed_does_so(monkeypatch, has_gpus):
+    # From a machine with GPUs, as deepspeed's accelerators have it.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    line = exports({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1"}, [])
+    assert ("NCCL_SOCKET_IFNAME" in line) == has_gpus
+    assert "GLOO" not in line
 
 
 def test_a_file_of_another_name(file, monkeypatch, tmp_path):

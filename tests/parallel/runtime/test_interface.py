@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import pytest
 
 from parallel.runtime.interface import INTERFACE_VARIABLE, choose_gloo_interface, interface_towards
@@ -12,6 +13,12 @@ from parallel.runtime.interface import INTERFACE_VARIABLE, choose_gloo_interface
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
 def test_this_machine_is_reached_by_its_loopback(address):
     assert interface_towards(address) == "lo"
+
+
+def test_new_addresses_are_addresses_too():
+    if not any(each.address == "::1" for each in psutil.net_if_addrs()["lo"]):
+        pytest.skip("no IPv6 here")
+    assert interface_towards("::1") == "lo"
 
 
 def test_no_way_leads_to_what_is_no_address():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+import psutil
 import pytest
 
+from launcher.doctor.network import survey as survey_module
 from launcher.doctor.network.start import survey_this_machine
 from launcher.doctor.network.survey import Survey, survey
 from parallel.runtime.links.rates import LinkFailure, LinkRate
@@ -231,3 +233,21 @@ def test_ranks_of_this_machine_for_real():
         assert isinstance(link.found, LinkRate)
         # A rate of no machine: between a floppy and a GPU's memory.
         assert 1e5 < link.found.bytes_per_second < 1e13
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_links_are_measured_for_real(monkeypatch):
+    measure = survey_module._Surveyor.measure
+
+    def stop_one(self, members):
+        workers = [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]
+        workers[-1].suspend()
+        measure(self, members)
+
+    monkeypatch.setattr(survey_module._Surveyor, "measure", stop_one)
+    monkeypatch.setattr(survey_module, "PAIR_SECONDS", 3.0)
+    found = survey_this_machine(2)
+    assert found.silent == {"rank 1": "no answer within 18 s"}
+    # The pair fails in its own time, and the other rank says who did not come.
+    assert (found.links, list(found.problems)) == ([], ["gloo"])
+    assert not [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]

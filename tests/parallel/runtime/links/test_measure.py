@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from longctx.errors import ClusterError
 from parallel.runtime.groups import world_group
-from parallel.runtime.links.measure import LinkMeasurement, NcclRoom, measure_links
+from parallel.runtime.links.measure import LinkMeasurement, NcclRoom, RanksMissingError, measure_links
 from parallel.runtime.links.outliers import find_outliers
 from parallel.runtime.links.rates import LinkFailure, LinkLimits, LinkRate
 from parallel.runtime.links.rounds import rounds_of
@@ -174,8 +174,9 @@ def test_a_gpu_on_which_nccl_is_stuck_is_not_asked_again():
 def check_missing_rank():
     measuring = LinkMeasurement(_get_default_store(), dist.get_rank(), 3, LinkLimits(timeout_seconds=0.5))
     if dist.get_rank() != 1:
-        with pytest.raises(ClusterError, match=r"ranks \[1\] of 3"):
+        with pytest.raises(RanksMissingError, match=r"ranks \[1\] of 3") as raised:
             measuring.share("here")
+        assert raised.value.ranks == [1]
 
 
 def test_ranks_that_do_not_come_are_named():
