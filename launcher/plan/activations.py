@@ -8,18 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.config.sections import RunConfig
+from launcher.plan.loss_bytes import loss_bytes
 from launcher.plan.parameters import num_layer_parameters
-from longctx.architecture.rules import GATED
-from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
-from longctx.kernels.processor import fastest_products
+from launcher.plan.token_bytes import TokenBytes
 
 _FLOAT32 = 4
-_LOGSUMEXP = 8
-"""Bytes a head."""
-_LOGITS_OF_GPU = 1 << 29
-"""Of a chunk of the loss, at most (longctx/kernels/cross_entropy.py)."""
-_BLOCK_OF_GPU = 1 << 27
-"""Of them, those that are worked on at once, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +32,23 @@ def activations(config: RunConfig, tokens: int, *, ring: int, device_type: str =
     return _Layers(config, tokens, ring, device_type).activations()
 
 
-class _Layers:
+class _Layers(TokenBytes):
     """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
 
     def __init__(self, config: RunConfig, tokens: int, ring: int, device_type: str) -> None:
-        self.config, self.model, self.tokens, self.ring = config, config.model.config(), tokens, ring
-        self.device_type = device_type
-        self.width = config.dtype.itemsize
-        model, width = self.model, self.width
-        self.x = model.hidden_size * width
-        self.q = model.num_heads * model.head_dim * width
-        self.out = model.num_heads * model.value_dim * width
-        self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
-        self.lse = model.num_heads * _LOGSUMEXP
-        self.chunked = bool(config.train.chunk_tokens)
+        super().__init__(config)
+        self.tokens, self.ring, self.device_type = tokens, ring, device_type
 
     def activations(self) -> Activations:
         """The sums."""
         model, train = self.model, self.config.train
-        layers = [self._kept(layer) for layer in range(model.num_layers)]
+        layers = [self.kept_of(layer) for layer in range(model.num_layers)]
         head = model.vocab_size * model.hidden_size * _FLOAT32
         # Rotary tables, ids, positions.
         shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
         if model.num_experts:
             # Of the layer at work: choices and gates, and their order.
-            shared += self.tokens * 2 * self._routing()
+            shared += self.tokens * 2 * self.routing()
         last = self.x
         if self.chunked:
             # The gradient takes the place of the last layer's output.
@@ -84,7 +69,7 @@ class _Layers:
             below += self.tokens * stream
         if train.store == "host" and not self.chunked and len(layers) > 1:
             below += self.tokens * layers[-2]
-        peaks = [kept + self._loss()]
+        peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
         peaks += [below + point for layer in {0, model.num_layers - 1} for point in self._points(layer)]
         return Activations(
             kept=kept,
@@ -92,78 +77,6 @@ class _Layers:
             kept_on_disk=self.tokens * on_disk,
             passing=max(0, max(peaks) - kept),
         )
-
-    def _kept(self, layer: int) -> int:
-        """What forward keeps of a layer."""
-        keep, model = self.config.train.keep, self.model
-        routing = 0
-        if model.has_experts(layer):
-            routing = self._routing()
-        if keep == "inputs":
-            return self.x + routing
-        if keep == "attention":
-            return self.x + self.out + self.lse + routing
-        if self.chunked:
-            return self.x + self.q + self.kv + self.out + self.lse + routing
-        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
-        return 4 * self.x + self._before_core() + self.out + self.lse + routing + self._saved_of_ffn(layer)
-
-    def _routing(self) -> int:
-        """A token's experts and gates."""
-        return 2 * self.model.experts_per_token * 8
-
-    def _before_core(self) -> int:
-        """Queries, keys and values, and what their projections save beside the layer's normed input."""
-        model, saved = self.model, self.q + self.kv
-        if model.qk_norm != "none":
-            saved += self.q + model.num_kv_heads * model.head_dim * self.width
-        if model.is_latent:
-            saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
-        return saved
-
-    def _saved_of_ffn(self, layer: int) -> int:
-        model, width = self.model, self.width
-        if not model.has_experts(layer):
-            return self._inputs_of_activation() * model.ffn_size * width
-        saved = self._inputs_of_activation() * model.shared_ffn_size * width
-        per_token = model.experts_per_token * width
-        wide = self._inputs_of_activation() * model.expert_ffn_size
-        if self.config.train.recompute_experts == "none":
-            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
-        elif self.config.train.recompute_experts == "activation":
-            saved += per_token * wide
-        return saved
-
-    def _inputs_of_activation(self) -> int:
-        if self.model.activation in GATED:
-            return 2
-        return 1
-
-    def _loss(self) -> int:
-        """Bytes of the loss on a chunk of its logits."""
-        if self.device_type == "cpu":
-            return self._loss_on_cpu()
-        logits = min(_LOGITS_OF_GPU, self.tokens * self.model.vocab_size)
-        return logits * self.width + 3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32
-
-    def _loss_on_cpu(self) -> int:
-        """The same where blocks fit a cache: logits, the chunk's own gradient, normed hidden states, products."""
-        vocab_size, model_width = self.model.vocab_size, self.model.hidden_size
-        chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), self.tokens)
-        width, head = self.width, 0
-        if self.width < _FLOAT32 and self._products_in_float32():
-            # Tiles of the head's weight and the chunk's hidden states, converted.
-            width, head = _FLOAT32, 2 * min(TILE_ELEMENTS, vocab_size * model_width) * _FLOAT32
-            head += chunk * model_width * _FLOAT32
-        elif self.width < _FLOAT32:
-            head = vocab_size * model_width * self.width
-        return chunk * (vocab_size + model_width) * width + head + self.tokens * self.x
-
-    def _products_in_float32(self) -> bool:
-        products = self.config.train.products
-        if products == "auto":
-            products = fastest_products()
-        return products == "float32"
 
     def _points(self, layer: int) -> list[int]:
         """Bytes at the points of a layer's backward where it may be largest."""
@@ -173,17 +86,17 @@ class _Layers:
         again = 0
         if self.config.train.keep != "all":
             # What a second run saves: inputs of both norms and parts, queries, keys and values.
-            again = 3 * self.x + self._before_core()
+            again = 3 * self.x + self.before_core()
         if self.config.train.keep == "inputs":
             again += self.out + self.lse
         ffn = self.tokens * again + self._ffn(layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
         # The FFN's inputs are gone by then, and so are plain copies of queries, keys and values.
-        norms = self._before_core() - self.q - self.kv
+        norms = self.before_core() - self.q - self.kv
         attention = self.tokens * (self.x + norms + self._attention_backward())
         if self.config.train.keep == "all":
-            attention -= self.tokens * (2 * self.x + self._saved_of_ffn(layer) + self._before_core())
+            attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core())
         return [ffn, attention]
 
     def _ffn(self, layer: int, tokens: int) -> int:
@@ -192,7 +105,7 @@ class _Layers:
         if not model.has_experts(layer):
             factors = 3
             if self.config.train.keep != "all" or self.chunked:
-                factors += self._inputs_of_activation()
+                factors += self.inputs_of_activation()
             return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
         return self._experts(tokens)
 
@@ -231,7 +144,7 @@ class _Layers:
 
     def _ffn_of_chunk(self, layer: int) -> int:
         chunk = min(self.config.train.chunk_tokens, self.tokens)
-        saved = 6 * self.x + self._before_core() + self.out
+        saved = 6 * self.x + self.before_core() + self.out
         # The input's gradient takes the place of the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + self.out)
         return ffn + self._weight_sums(layer)

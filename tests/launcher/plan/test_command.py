@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from launcher.config.load import load_run_config
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call
 from tests.launcher.trace.cuda_build import environment, need_cuda_build
@@ -16,10 +17,74 @@ pytestmark = pytest.mark.timeout(600)
 QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")
 
 
-def test_without_trace_it_says_that_only_that_is_built(capsys):
+def test_a_plan_is_one_screen(capsys):
     code, out, err = call(capsys, "plan", *QUICK)
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) < 45
+    for said in ("It fits", "memory of a rank", "a step", "tokens a second", "The longest row that fits", "MFU"):
+        assert said in out
+
+
+def test_the_json_of_a_plan_has_bytes_and_seconds_of_each_rank(capsys):
+    code, out, _ = call(capsys, "plan", *QUICK, "--parallel.context", "2", "--ranks", "4", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told["world"] == {"ranks": 4, "ranks_per_node": 4}
+    assert told["fits"] is True
+    assert told["device_hours"] == pytest.approx(4 * told["run_hours"])
+    for rank in told["ranks"]:
+        assert rank["bytes"]["peak"] == told["peak_bytes"]
+        assert 0 < rank["seconds"]["total"] <= told["step_seconds"]
+
+
+def test_a_search_writes_a_config_that_a_run_takes(capsys, tmp_path):
+    path = tmp_path / "found.toml"
+    words = ("--search", "--ranks", "2", "--output", str(path), "--train.keep", "attention")
+    code, out, err = call(capsys, "plan", *QUICK, *words)
+    assert code == 0, err
+    assert "->" in out
+    found = load_run_config(["--config", str(path)])
+    assert found.train.keep == "attention", "a flag is never changed"
+    assert found.data.seq_len == 64
+    code, _, err = call(capsys, "plan", *QUICK, *words)
+    assert code == 2, "a file is not overwritten"
+    assert "--overwrite" in err
+
+
+def test_where_nothing_fits_it_says_what_would(capsys):
+    huge = ("--model.preset", "deepseek-v3", "--parallel.expert", "1", "--data.seq_len", "1048576")
+    code, out, err = call(
+        capsys,
+        "plan",
+        "--config",
+        "quickstart",
+        *huge,
+        "--train.tokens_per_step",
+        "8388608",
+        "--ranks",
+        "8",
+        "--search",
+    )
     assert (code, out) == (2, "")
-    assert "only --trace is built yet" in err
+    assert "Nothing fits 8 ranks" in err
+    assert "ranks: context" in err
+    assert len(err.splitlines()) < 15
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--output", "x.toml"], "Add --search"),
+        (["--search", "--trace"], "Trace what the search found"),
+        (["--device", "h1000"], "did you mean"),
+        (["--ranks", "3", "--parallel.context", "2"], "parallel.context=2 does not divide the 3 ranks"),
+    ],
+)
+def test_wrong_words_are_refused_on_one_screen(capsys, words, says):
+    code, out, err = call(capsys, "plan", *QUICK, *words)
+    assert (code, out) == (2, "")
+    assert says.lower() in err.lower()
+    assert err.count("\n") < 12
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="says what to install where the CPU build is")
