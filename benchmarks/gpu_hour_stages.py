@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.stand_in import torch_cuda_version
+from launcher.trace.stand_in import torch_cuda_version
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable

@@ -153,7 +153,7 @@ def load_config(data: Path, output: Path, settings: dict[str, Any]) -> Any:
 
 def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, Any]) -> dict[str, float]:
     """Build a run as ``launcher/pretrain.py`` does; what it took of this rank."""
-    from launcher.training.memory import memory_of_rank
+    from launcher.plan.memory import memory_of_rank
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -276,6 +277,27 @@ def peers(result: Result) -> str:
     return markdown(("", *(f"{case}: over half · MiB · dk error" for case in cases)), lines)
 
 
+def degrees(result: Result) -> str:
+    """Rows side by side, and with fixed degrees."""
+    head = ("rows of", "ranks", "tokens a rank", "rows at once", "attention: mean, worst", "ranks a document (fewest)",
+            "keys received a token", "all ranks a row", "fewest ranks a row: keys, attention")  # fmt: skip
+    return markdown(head, (_degrees_row(row) for row in result["rows"]))
+
+
+def _degrees_row(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['seq_len']:,}",
+        str(row["context"]),
+        f"{row['tokens_per_rank']:,}",
+        str(row["rows"]),
+        f"**{row['attention_mean']:.3f}**, {row['attention_worst']:.3f}",
+        f"{row['ranks']:.2f} ({row['fewest']:.2f})",
+        f"{row['rows_a_token']:.2f}",
+        f"{row['wide_rows_a_token']:.2f}",
+        f"{row['narrow_degree']}: {row['narrow_rows_a_token']:.2f}, {row['narrow_attention_mean']:.2f}",
+    ]
+
+
 # --- experts ------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +434,23 @@ def _data_blocks_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def plan_seconds(result: Result) -> str:
+    """The plan's seconds of a step, and those of the run."""
+    unit = "s"
+    if result["cpu_time"]:
+        unit = "CPU s"
+    head = ("run", "ranks", f"planned, {unit}", f"the run, {unit}", "error", "passed, s")
+    rows = []
+    for row in result["rows"]:
+        name = row["name"]
+        if row["held_out"]:
+            name += " *"
+        passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
+        figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
+        rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -425,12 +464,14 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "packed": ("attention", packed),
     "exactness": ("attention", exactness),
     "peers": ("peers", peers),
+    "degrees": ("degrees", degrees),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
     "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
+    "plan-seconds": ("plan_seconds", plan_seconds),
     "start-memory": ("start_memory", start_memory),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),

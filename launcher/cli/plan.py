@@ -66,7 +66,7 @@ def plan(
     from launcher.config.load import load_run_config
 
     if trace:
-        from launcher.plan.trace import check_cuda_build
+        from launcher.trace.trace import check_cuda_build
 
         check_cuda_build()
     argv = list(settings)
@@ -169,8 +169,8 @@ def _search(
 
 
 def _trace(run_config: RunConfig, world: World, document_tokens: int, capability: str, *, json: bool) -> None:
-    from launcher.plan.report import heading, link_rows, memory_rows, remarks
-    from launcher.plan.trace import trace_run
+    from launcher.trace.report import heading, link_rows, memory_rows, remarks
+    from launcher.trace.trace import trace_run
 
     traced = trace_run(
         run_config,

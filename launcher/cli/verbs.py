@@ -27,6 +27,7 @@ from launcher.cli import (
     doctor,
     evaluate,
     generate,
+    measure,
     plan,
     practice,
     report,
@@ -102,6 +103,7 @@ VERBS = {
         ),
         takes_settings=True,
     ),
+    "measure": Verb(measure.measure, ("--output hardware.toml", "--ranks 2 --cpu-time --output two.toml")),
     "doctor": Verb(doctor.doctor, ("--folder runs", "--hostfile hostfile")),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }

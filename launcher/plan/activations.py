@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from launcher.config.sections import RunConfig
 from launcher.plan.parameters import num_layer_parameters
 from longctx.architecture.rules import GATED
+from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
+from longctx.kernels.processor import fastest_products
 
 _FLOAT32 = 4
 _LOGSUMEXP = 8
@@ -32,16 +34,17 @@ class Activations:
     """What backward, or the loss, adds to that at its peak."""
 
 
-def activations(config: RunConfig, tokens: int, *, ring: int) -> Activations:
-    """For so many ``tokens`` of a micro-batch on each rank, in a ring of so many ranks."""
-    return _Layers(config, tokens, ring).activations()
+def activations(config: RunConfig, tokens: int, *, ring: int, device_type: str = "cuda") -> Activations:
+    """For so many ``tokens`` of a micro-batch on each rank, in a ring of so many ranks, on devices of this type."""
+    return _Layers(config, tokens, ring, device_type).activations()
 
 
 class _Layers:
     """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
 
-    def __init__(self, config: RunConfig, tokens: int, ring: int) -> None:
+    def __init__(self, config: RunConfig, tokens: int, ring: int, device_type: str) -> None:
         self.config, self.model, self.tokens, self.ring = config, config.model.config(), tokens, ring
+        self.device_type = device_type
         self.width = config.dtype.itemsize
         model, width = self.model, self.width
         self.x = model.hidden_size * width
@@ -138,8 +141,29 @@ class _Layers:
 
     def _loss(self) -> int:
         """Bytes of the loss on a chunk of its logits."""
+        if self.device_type == "cpu":
+            return self._loss_on_cpu()
         logits = min(_LOGITS_OF_GPU, self.tokens * self.model.vocab_size)
         return logits * self.width + 3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32
+
+    def _loss_on_cpu(self) -> int:
+        """The same where blocks fit a cache: logits, the chunk's own gradient, normed hidden states, products."""
+        vocab_size, model_width = self.model.vocab_size, self.model.hidden_size
+        chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), self.tokens)
+        width, head = self.width, 0
+        if self.width < _FLOAT32 and self._products_in_float32():
+            # Tiles of the head's weight and the chunk's hidden states, converted.
+            width, head = _FLOAT32, 2 * min(TILE_ELEMENTS, vocab_size * model_width) * _FLOAT32
+            head += chunk * model_width * _FLOAT32
+        elif self.width < _FLOAT32:
+            head = vocab_size * model_width * self.width
+        return chunk * (vocab_size + model_width) * width + head + self.tokens * self.x
+
+    def _products_in_float32(self) -> bool:
+        products = self.config.train.products
+        if products == "auto":
+            products = fastest_products()
+        return products == "float32"
 
     def _points(self, layer: int) -> list[int]:
         """Bytes at the points of a layer's backward where it may be largest."""

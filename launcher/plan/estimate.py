@@ -8,18 +8,20 @@ from functools import cache
 from typing import Any
 
 from launcher.config.sections import ParallelSection, RunConfig, TrainSection
+from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
-from launcher.plan.batch import documents_of
+from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
+from launcher.plan.memory import memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
-from launcher.training.memory import memory_of_rank
 from longctx.batch import PackedDocuments
+from longctx.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class RunEstimate:
             "config": dataclasses.asdict(self.config),
             "world": dataclasses.asdict(self.world),
             "document_tokens": self.document_tokens,
-            "hardware": dataclasses.asdict(self.hardware),
+            "hardware": self.hardware.to_json(),
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
             "fits": self.fits,
@@ -106,15 +108,15 @@ class RunEstimate:
         }
 
 
-def estimate_run(
-    config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = "cuda"
-) -> RunEstimate:
+def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
     """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
-    config = settled(config, world, document_tokens=document_tokens, device_type=device_type)
+    config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
-    ranks, host_bytes = estimate_ranks(config, world, hardware, documents, device_type)
-    copies = config.train.tokens_per_step // documents.num_tokens
+    padded = padded_documents(config, documents)
+    ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
+    # Of the largest micro-batch; with tokens_per_rank others may have a row less.
+    copies = config.train.tokens_per_step / documents.num_tokens
     flops = training_flops(model, documents.lengths) * copies
     return RunEstimate(
         config=config,
@@ -129,10 +131,11 @@ def estimate_run(
 
 
 def estimate_ranks(
-    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments, device_type: str
+    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
-    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config)
+    device_type = hardware.device_type
+    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config, device_type)
     of_bytes = _bytes(config, world, passing, device_type)
     ranks = [
         RankEstimate(
@@ -142,7 +145,7 @@ def estimate_ranks(
         )
         for kind in rank_kinds(config)
     ]
-    return ranks, _host_bytes(config, world, passing)
+    return ranks, _host_bytes(config, world, passing, device_type)
 
 
 def fits_rows(
@@ -152,25 +155,40 @@ def fits_rows(
     seq_len: int,
     *,
     share: float = 1.0,
-    device_type: str = "cuda",
 ) -> bool:
     """Whether the run would fit, with rows of another length, into a share of the device's memory.
 
     ``config`` is as ``estimate_run`` settled it.
     """
-    longer = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, seq_len=seq_len),
-        train=dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len),
-    )
-    passing = _activations(longer)
-    if _host_bytes(longer, world, passing) > hardware.host_memory_bytes:
+    longer = with_rows(config, seq_len)
+    try:
+        longer = settle_context(longer, world.ranks)
+    except ConfigError:
+        return False  # more tokens than parallel.tokens_per_rank allows
+    passing = _activations(longer, hardware.device_type)
+    if _host_bytes(longer, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
-    return _bytes(longer, world, passing, device_type).peak <= share * hardware.memory_bytes
+    return _bytes(longer, world, passing, hardware.device_type).peak <= share * hardware.memory_bytes
 
 
-def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
-    """Of the machine's memory, for one rank."""
+def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
+    """The config with rows of another length, as many a step."""
+    train = dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len)
+    if config.parallel.tokens_per_rank:
+        # How many go through the model at once depends on their length.
+        train = dataclasses.replace(train, micro_batch_rows=1)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len), train=train)
+
+
+def _host_bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> int:
+    """Of the machine's memory, for one rank, where that is not the device's own."""
+    if device_type == "cpu":
+        return 0
+    return _stored_bytes(config, world, passing)
+
+
+def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
+    """What is offloaded or kept in the machine's memory, for one rank."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     counted = 0
     if config.train.store == "host":
@@ -179,14 +197,17 @@ def _host_bytes(config: RunConfig, world: World, passing: Activations) -> int:
     return memory.host + max(0, passing.kept_on_host - counted)
 
 
-def _activations(config: RunConfig) -> Activations:
+def _activations(config: RunConfig, device_type: str) -> Activations:
     parallel = config.parallel
-    tokens = config.data.seq_len * config.train.micro_batch_rows // parallel.context
-    return activations(config, tokens, ring=parallel.context // parallel.ulysses)
+    tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // parallel.context
+    return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> StepBytes:
-    held = _held(_without_rows(config), world, device_type)
+    held, kept, kept_on_host = _held(_without_rows(config), world, device_type), passing.kept, passing.kept_on_host
+    if device_type == "cpu":
+        # A CPU's memory is the machine's.
+        kept, kept_on_host = kept + _stored_bytes(config, world, passing), 0
     return StepBytes(
         weights=held.weights,
         gradients=held.gradients,
@@ -194,8 +215,8 @@ def _bytes(config: RunConfig, world: World, passing: Activations, device_type: s
         gathered=held.gathered,
         reduction=held.reduction.within_backward,
         after_backward=held.reduction.after_backward,
-        kept=passing.kept,
-        kept_on_host=passing.kept_on_host,
+        kept=kept,
+        kept_on_host=kept_on_host,
         kept_on_disk=passing.kept_on_disk,
         passing=passing.passing,
         optimizer_step=0,

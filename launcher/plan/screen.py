@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.plan.described import Rows, describe_run
 from launcher.plan.estimate import RunEstimate
-from launcher.plan.report import Rows, describe_run
+from launcher.plan.memory import gib
 from launcher.plan.search import Candidate
 from launcher.plan.settings import words
-from launcher.training.memory import gib
 from launcher.wording import plural
 
 _PARTS = {
@@ -20,6 +20,7 @@ _PARTS = {
     "moves": "waiting for what is stored elsewhere",
     "zero": "waiting for gradients and weights",
     "optimizer": "optimizer",
+    "host": "calling operators, bookkeeping",
 }
 
 
@@ -92,7 +93,23 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
         )
     else:
         lines.append("Longer rows fit with none: these ranks, what they keep and where were all tried (--search).")
-    return [*lines, "", *_NOTES]
+    return [*lines, "", _OF_BYTES, *_of_seconds(run)]
+
+
+def _of_seconds(run: RunEstimate) -> list[str]:
+    """Where seconds come from, and what they are worth."""
+    hardware, ranks = run.hardware, run.world.ranks_per_node
+    if not hardware.ranks and hardware.device_type == "cpu":
+        return ["Seconds are those of an assumed core. `longctx measure` measures yours, for --device measured."]
+    if not hardware.ranks:
+        return [_OF_SECONDS]
+    lines = ["Seconds come from what `longctx measure` found on a machine (--json has every figure and its source)."]
+    if hardware.ranks != ranks:
+        lines.append(
+            f"{plural(int(hardware.ranks), 'rank')} measured it at once, and this run has {ranks} on a machine, which "
+            f"share its cores, memory and links: `longctx measure --ranks {ranks}` measures as many."
+        )
+    return lines
 
 
 def _hours(hours: float) -> str:
@@ -101,9 +118,11 @@ def _hours(hours: float) -> str:
     return f"{hours:.2g}"
 
 
-_NOTES = (
+_OF_BYTES = (
     "Bytes are arithmetic that follows the trace (`plan --trace`); NCCL's buffers, kernels' workspaces and the "
-    "allocator's gaps come on top.",
+    "allocator's gaps come on top."
+)
+_OF_SECONDS = (
     "Seconds come from the profile's rates, each of which names its source (--json). No GPU has been measured by this "
-    "project yet: take them for an order, not for a promise.",
+    "project yet: take them for an order, not for a promise."
 )

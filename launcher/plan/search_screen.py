@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from launcher.plan.described import Rows
 from launcher.plan.hardware import Hardware
-from launcher.plan.report import Rows
+from launcher.plan.memory import gib
 from launcher.plan.search import HEADROOM, Candidate, Found, Nearest
 from launcher.plan.settings import words
 from launcher.plan.world import World
-from launcher.training.memory import gib
 from launcher.wording import plural
 
 _MOST_ROWS = 10

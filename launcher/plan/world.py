@@ -1,14 +1,9 @@
-"""The ranks of a planned run, the kinds of them that differ, and this process as one of them.
-
-Nothing is sent: collectives return at once and carry nothing.
-"""
+"""The ranks of a planned run, and the kinds of them that differ."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 from launcher.config.sections import RunConfig
 
@@ -27,8 +22,17 @@ class World:
     def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
         """The world that was asked for; 0 is the smallest that the config's degrees make, 8 ranks a machine."""
         if not ranks:
-            ranks = math.lcm(config.parallel.context, config.parallel.expert)
+            ranks = math.lcm(_fewest_ranks(config), config.parallel.expert)
         return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, RANKS_IN_A_NODE))
+
+
+def _fewest_ranks(config: RunConfig) -> int:
+    """Ranks that share a micro-batch; where the run takes all there are, as many as a row needs."""
+    parallel = config.parallel
+    if parallel.tokens_per_rank <= 0 or parallel.context > 1:
+        return parallel.context
+    needed = -(-config.data.seq_len // parallel.tokens_per_rank)
+    return -(-needed // parallel.ulysses) * parallel.ulysses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +67,3 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
         names[0].append("first that shares the experts")
         names.setdefault(parallel.expert - 1, []).append("last that shares the experts")
     return [RankKind(rank=rank, names=tuple(names[rank])) for rank in sorted(names)]
-
-
-def join_world(rank: int, world: World) -> None:
-    """Make this process one of the world's ranks. Every group is one that sends nothing."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from parallel.runtime import groups
-
-    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
-    real = dist.new_group
-
-    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
-        return real(ranks, backend="fake")
-
-    # This process serves nothing but the trace, and nobody answers on a real group.
-    dist.new_group = new_group
-    # Asked of the world group, which has none.
-    groups.world_timeout = timedelta

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from launcher.config.sections import RunConfig
+from launcher.plan.memory import memory_of_rank
 from launcher.plan.reduction import Reduction, reduction_bytes
-from launcher.training.memory import memory_of_rank
 from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from launcher.config.sections import RunConfig
-from launcher.training.memory import gib, memory_of_rank
+from launcher.plan.memory import gib, memory_of_rank
 from launcher.wording import plural
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError

@@ -37,7 +37,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
 _BLOCK_ELEMENTS_OF_GPU = 1 << 27
 """Elements of a block on an accelerator: 512 MiB in float32, of which a few copies live at a time."""
-_TILE_ELEMENTS = 1 << 21
+TILE_ELEMENTS = 1 << 21
 """Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
 
 
@@ -125,7 +125,7 @@ def token_nll(
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        nll_N[chunk] = _losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
+        nll_N[chunk] = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
     return nll_N
 
 
@@ -167,7 +167,7 @@ class _LossSums(torch.autograd.Function):
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """total · factor in ``dtype``, without a copy of the total in its own."""
     out_VM = torch.empty_like(total_VM, dtype=dtype)
-    for tile in _slices(len(total_VM), max(1, _TILE_ELEMENTS // total_VM.shape[1])):
+    for tile in _slices(len(total_VM), max(1, TILE_ELEMENTS // total_VM.shape[1])):
         out_VM[tile] = total_VM[tile] * factor
     return out_VM
 
@@ -206,7 +206,7 @@ def sums_and_gradients(
         dhidden_NM = torch.empty_like(hidden_NM)
     product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        losses_2n = _losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        losses_2n = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
         sums += losses_2n.sum(1, dtype=torch.float64)
         dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
@@ -238,7 +238,7 @@ def _chunks(
     All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
     """
     V, M = weight_VM.shape
-    size = chunk_tokens or _chunk_tokens(V, M, weight_VM.device.type)
+    size = chunk_tokens or tokens_of_chunk(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
@@ -265,7 +265,7 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
     if weight_VM.dtype == dtype:
         yield slice(0, len(weight_VM)), weight_VM
         return
-    for tile in _slices(len(weight_VM), max(1, _TILE_ELEMENTS // weight_VM.shape[1])):
+    for tile in _slices(len(weight_VM), max(1, TILE_ELEMENTS // weight_VM.shape[1])):
         yield tile, weight_VM[tile].to(dtype)
 
 
@@ -278,9 +278,12 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
 
-def _chunk_tokens(vocab_size: int, width: int, device_type: str) -> int:
-    """Tokens of a chunk, whole tiles of 64. On a CPU their logits are 2^24, or in number a quarter of the weight's
-    elements; on an accelerator 2^29, of 1,024 tokens at least and 8,192 at most."""
+def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
+    """Tokens of a chunk where nobody says, whole tiles of 64.
+
+    On a CPU their logits are 2^24, or in number a quarter of the weight's elements; on an accelerator 2^29, of 1,024
+    tokens at least and 8,192 at most.
+    """
     if device_type == "cpu":
         return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
     return min(max(_CHUNK_ELEMENTS_OF_GPU // vocab_size, 1024), 8192) // 64 * 64
@@ -320,7 +323,7 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _losses_(
+def losses_(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
 ) -> Tensor:
     """Each token's objective and negative log-likelihood, [2, n] in the accumulation dtype; overwrites the logits.
@@ -342,7 +345,7 @@ def _losses_(
 
 
 def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool) -> Tensor:
-    """``_losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
+    """``losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
     wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype))
     losses = _block_losses_(wide_nV, targets_n, options, with_gradient)
     if with_gradient and wide_nV.dtype != logits_nV.dtype:
@@ -353,7 +356,7 @@ def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, w
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """``_losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
+    """``losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
     f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's])."""
     smoothing, z_loss = options.label_smoothing, options.z_loss
     counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)

@@ -155,11 +155,16 @@ def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int
 
 def area(table: ndarray) -> int:
     """Pairs of rows inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
+    return int(areas(table).sum())
+
+
+def areas(table: ndarray) -> ndarray:
+    """The pairs of each slice."""
     q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
     # Pairs with i − j ≤ hi, less those with i − j < lo, both counted from the corner of the slice.
     n, m, first = q_stop - q_start, k_stop - k_start, q_start - k_start
     below = np.where(lo == OPEN, -OPEN, lo) - 1
-    return int((_num_at_most(n, m, hi - first) - _num_at_most(n, m, below - first)).sum())
+    return _num_at_most(n, m, hi - first) - _num_at_most(n, m, below - first)
 
 
 def _num_at_most(n: ndarray, m: ndarray, bound: ndarray) -> ndarray:

@@ -18,8 +18,8 @@ from launcher.cli import main
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
+from launcher.plan.memory import GIB, memory_of_rank
 from launcher.recipes.find import recipes
-from launcher.training.memory import GIB, memory_of_rank
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.architecture.size import count_parameters

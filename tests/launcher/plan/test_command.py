@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call
-from tests.launcher.plan.cuda_build import environment, need_cuda_build
+from tests.launcher.trace.cuda_build import environment, need_cuda_build
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")

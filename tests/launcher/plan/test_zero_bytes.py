@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
-from launcher.plan.live_bytes import LiveBytes
 from launcher.plan.zero import Held, partition_bytes
+from launcher.trace.live_bytes import LiveBytes
 from launcher.training.model import build_causal_lm
 from parallel.loss import count_step
 from parallel.mesh import Mesh

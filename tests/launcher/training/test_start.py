@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.training.memory
+import launcher.plan.memory
 import launcher.training.setup
 from launcher.training.setup import build_run
 from longctx.checkpoint_format import CHECKPOINTS
@@ -74,7 +74,7 @@ def warn_of_each(shards: Path, folder: Path) -> None:
 
 def refuse_for_memory(shards: Path, folder: Path) -> None:
     """On every rank alike, and nothing is left."""
-    launcher.training.memory.available_bytes = lambda: 2**20
+    launcher.plan.memory.available_bytes = lambda: 2**20
     with pytest.raises(ConfigError, match="does not fit: a rank needs at least"):
         build_run(tiny_config(shards, folder / "large", {}), torch.device("cpu"))
     assert not (folder / "large").exists()

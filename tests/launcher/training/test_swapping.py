@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
+from launcher.plan.memory import GIB
 from launcher.training import swap_folder
-from launcher.training.memory import GIB
 from launcher.training.swap_folder import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError

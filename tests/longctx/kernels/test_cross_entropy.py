@@ -102,7 +102,7 @@ def test_a_weight_converted_in_tiles_counts_as_a_whole_one(rows, monkeypatch):
     hidden, weight, targets = inputs(torch.bfloat16)
     results = []
     for elements in (1 << 21, rows * M):
-        monkeypatch.setattr(chunked, "_TILE_ELEMENTS", elements)
+        monkeypatch.setattr(chunked, "TILE_ELEMENTS", elements)
         objective, nll = loss_sums(hidden, weight, targets, options=ALL, products="float32", chunk_tokens=7)
         results.append((objective.detach(), nll, *torch.autograd.grad(objective, (hidden, weight))))
     # Sums in another order: a gradient may round to its other neighbour, which is up to 2^-7 of it away.
@@ -250,13 +250,13 @@ def test_token_nll(options):
 
 @pytest.mark.parametrize(("vocab", "width", "tokens"), [(32_768, 512, 512), (128_256, 4096, 1024), (300, 64, 55_872)])
 def test_a_chunk_needs_64_mib_or_a_quarter_of_the_weight(vocab, width, tokens):
-    assert chunked._chunk_tokens(vocab, width, "cpu") == tokens
+    assert chunked.tokens_of_chunk(vocab, width, "cpu") == tokens
     assert tokens * vocab <= max(1 << 24, width * vocab // 4)
 
 
 @pytest.mark.parametrize(("vocab", "tokens"), [(300, 8192), (32_768, 8192), (128_256, 4160), (2_000_000, 1024)])
 def test_a_chunk_of_a_gpu_is_large_enough_to_fill_it(vocab, tokens):
-    assert chunked._chunk_tokens(vocab, 4096, "cuda") == tokens
+    assert chunked.tokens_of_chunk(vocab, 4096, "cuda") == tokens
 
 
 def test_blocks_within_a_chunk_change_no_loss(monkeypatch):

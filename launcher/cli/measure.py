@@ -1,0 +1,57 @@
+"""The verb ``measure``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from launcher.cli.console import Json, command, note, say, say_json
+from longctx.errors import ConfigError
+
+
+def measure(
+    *,
+    output: Path = Path("hardware.toml"),
+    overwrite: bool = False,
+    ranks: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    cpu_time: bool = False,
+    hostfile: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Measure how fast this machine is, in about a minute, and write a profile for `plan --device measured`.
+
+    Products by shape, attention by length and mask, norms, activations, copies, the loss, gradients and the optimizer
+    in each ZeRO stage, links between ranks, the disk of the working folder: by the code that a run would use, on as
+    many processes at the same time as a run would have, for they share cores, memory and links.
+
+    Args:
+        output: File to write.
+        overwrite: Replace it if it exists.
+        ranks: Processes that measure at the same time: as many as a run has on this machine. 0 is one for each GPU, or
+            one on a CPU.
+        device: auto takes GPUs where there are any.
+        cpu_time: Count the CPU seconds of each process in place of time that passes: for a machine that other programs
+            use as well. Ranks that share a core then count as often as they share it.
+        hostfile: Not measured yet: links between machines.
+    """
+    if hostfile is not None:
+        raise ConfigError(
+            f"--hostfile {hostfile}: links between machines are not measured by this verb.\n"
+            "Run it on one of the machines, set [network_bandwidth] in the profile to what `longctx doctor` or the "
+            "maker says of the network, and plan with --device FILE."
+        )
+    if output.exists() and not overwrite:
+        raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}. Make it, or name another one.")
+    from launcher.measure.run import MeasureOptions, measure_machine, save_profile
+
+    options = MeasureOptions(ranks=ranks, device=device, cpu_time=cpu_time)
+    text, hardware = measure_machine(options, output.parent, lambda title: note(f"measuring {title} …"))
+    save_profile(text, output)
+    if json:
+        say_json(hardware.to_json())
+        return
+    say(f"{hardware.name}: written to {output}.")
+    say(f"Plan with it: {command('plan', '--device', 'measured' if output == Path('hardware.toml') else output)} …")

@@ -1,0 +1,85 @@
+"""Attention by length, mask and head size, by the kernel that a run would choose.
+
+Axes: T tokens of all documents, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from launcher.measure.clock import Clock
+from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.sizes import Sizes
+from launcher.plan.attention import BACKWARD_FLOPS
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.processor import fastest_products
+from parallel.schedule.bands import area
+
+_TOGETHER = 8
+"""Documents, or windows, of one call at most."""
+_MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
+"""Of a call, unless one document has more."""
+
+
+def measure_attention(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """FLOPs a second, forward and backward, of causal documents, of whole squares, and under windows."""
+    yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention of whole documents")
+    yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention of queries that see all keys")
+    yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal attention under a window")
+
+
+def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
+    """A mask of this kind over so many tokens: documents of ``size``, or one document under a window of ``size``."""
+    if kind == "window_":
+        return [AttentionSlice(0, tokens, 0, tokens, 0, size - 1)]
+    lo = None
+    if kind == "":
+        lo = 0
+    return [AttentionSlice(start, start + size, start, start + size, lo) for start in range(0, tokens, size)]
+
+
+def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[int], what: str) -> tuple[Figure, Figure]:
+    axes = {axis: points, "head_dim": sizes.head_dims}
+    forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward")
+    backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward")
+    for dtype, (size, D) in product(dtypes_of(clock.device), product(points, sizes.head_dims)):
+        # Several short documents, for a call has some; under a window, rows of which at least half see all of it.
+        least = size
+        if kind == "window_":
+            least = 2 * size
+        tokens = min(_TOGETHER * size, max(least, _MOST_TOKENS[clock.device.type]))
+        slices = slice_table(slices_of(kind, size, tokens))
+        seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
+        flops = 4 * sizes.num_heads * D * area(slices.numpy())
+        forward.add(dtype, flops / seconds[0])
+        backward.add(dtype, BACKWARD_FLOPS * flops / seconds[1])
+    return forward, backward
+
+
+def _seconds(
+    clock: Clock, H: int, D: int, T: int, dtype: torch.dtype, slices: Tensor, *, window: bool
+) -> tuple[float, float]:
+    """(forward, backward) of one call."""
+    request = KernelRequest(
+        device_type=clock.device.type,
+        dtype=dtype,
+        head_dim=D,
+        num_heads=H,
+        num_kv_heads=H,
+        window=window,
+        products=fastest_products(),
+    )
+    kernel, scores = choose_kernel("auto", request), Scores(scale=D**-0.5)
+    q, k, v, dout = (torch.randn(1, T, H, D, device=clock.device, dtype=dtype) for _ in range(4))
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, slices, scores=scores)
+        out = out.to(dtype)
+        forward = clock.seconds(lambda: kernel.forward(q, k, v, slices, scores=scores))
+        backward = clock.seconds(lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=scores))
+    return forward, backward

@@ -1,0 +1,86 @@
+"""``Clock``: seconds of an action on this rank while every other rank does the same."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ROUNDS, _LONG = 3, 5
+
+
+class Clock:
+    """Times actions of one rank; all ranks must ask for the same ones in the same order."""
+
+    def __init__(self, device: torch.device, *, round_seconds: float, cpu_time: bool = False) -> None:
+        """A round repeats its action for about ``round_seconds``.
+
+        ``cpu_time`` counts what the threads of this process compute, and not what other programs take from them; ranks
+        that share a core then count as often as they share it.
+        """
+        self.device, self.round_seconds, self.cpu_time = device, round_seconds, cpu_time
+        self.factor = 1.0
+        if cpu_time:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self.factor = max(1.0, num_ranks() / cores)
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        """Of one call, the median of rounds. What a first call prepares is not in it."""
+        meet()
+        action()
+        once = self._once(action, 1)
+        if once > _LONG * self.round_seconds:
+            # Long enough to be told apart from what disturbs it.
+            return min(once, self._once(action, 1))
+        repeats = max(1, int(self.round_seconds / max(once, 1e-9)))
+        return statistics.median(self._once(action, repeats) for _ in range(_ROUNDS))
+
+    def together(self, action: Callable[[], Any], repeats: int) -> float:
+        """The same of an action in which ranks wait for one another: equally often on all of them."""
+        action()
+        times = []
+        for _ in range(_ROUNDS):
+            meet()
+            times.append(self._once(action, repeats))
+        return statistics.median(times)
+
+    def once(self, action: Callable[[], Any]) -> float:
+        """Of a single call."""
+        return self._once(action, 1)
+
+    def _once(self, action: Callable[[], Any], repeats: int) -> float:
+        """Of one of so many calls."""
+        self._finish()
+        begun = self._now()
+        for _ in range(repeats):
+            action()
+        self._finish()
+        return self.factor * (self._now() - begun) / repeats
+
+    def _finish(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _now(self) -> float:
+        if self.cpu_time:
+            return time.process_time()
+        return time.perf_counter()
+
+
+def meet() -> None:
+    """Wait for the other ranks, so that all compute at once."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def num_ranks() -> int:
+    """Ranks that measure, on this machine."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return 1

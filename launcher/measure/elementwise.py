@@ -1,0 +1,137 @@
+"""What is done beside products and attention: sums, copies, norms, rotation, activations, experts' tokens, the loss.
+
+Axes: N tokens, M width, F inner width of an FFN, V vocabulary, H heads, D head size, C channel pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.measure.clock import Clock
+from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.sizes import Sizes
+from longctx.config import ModelConfig
+from longctx.kernels.cross_entropy import PLAIN, losses_
+from longctx.kernels.rms_norm import rms_norm
+from longctx.model.experts.layer import MixtureOfExperts, MoECall
+from longctx.model.layers.activations import gated, gated_backward
+from longctx.model.rotary import apply_rotary
+
+_WIDTH, _HEAD_DIM, _EXPERTS, _CHOSEN = 512, 64, 8, 2
+_FLOAT32, _DRAWN_ROWS = 4, 256
+
+Pass = Callable[[Clock, int, torch.dtype], tuple[float, ...]]
+"""Seconds, forward and where there is one backward, on tensors of so many bytes."""
+
+
+def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """Bytes a second of each kind, as ``launcher/plan/elementwise.py`` counts bytes."""
+    yield from _table(clock, sizes, ("memory_bandwidth",), (3,), _sums, "sums of two tensors")
+    yield from _table(clock, sizes, ("copy_bandwidth",), (2,), _copies, "copies to the other dtype")
+    yield from _table(clock, sizes, ("norm_bandwidth", "norm_backward_bandwidth"), (2, 4), _norms, "RMSNorm")
+    yield from _table(clock, sizes, ("rotary_bandwidth",), (2,), _rotations, "rotary positions")
+    names = ("activation_bandwidth", "activation_backward_bandwidth")
+    yield from _table(clock, sizes, names, (3, 6), _activations, "gated activation")
+    names = ("routing_bandwidth", "routing_backward_bandwidth")
+    yield from _table(clock, sizes, names, (4, 8), _routing, "tokens to local experts and back, routing with it")
+    loss = Figure("loss_bandwidth", {}, "logits to losses and gradients")
+    N, V = sizes.logits
+    for dtype in dtypes_of(clock.device):
+        logits_NV = torch.randn(N, V, device=clock.device, dtype=dtype)
+        targets_N = torch.zeros(N, device=clock.device, dtype=torch.int64)
+        seconds = clock.seconds(lambda: losses_(logits_NV, targets_N, PLAIN, with_gradient=True))  # noqa: B023
+        loss.add(dtype, 5 * _FLOAT32 * N * V / seconds)
+    yield loss
+
+
+def _table(
+    clock: Clock, sizes: Sizes, names: tuple[str, ...], passes: tuple[int, ...], of_pass: Pass, what: str
+) -> Iterator[Figure]:
+    directions = ("forward", "backward") if len(names) > 1 else ("both ways",)
+    axes = {"bytes": sizes.tensor_bytes}
+    figures = [Figure(name, axes, f"{what}, {way}") for name, way in zip(names, directions, strict=True)]
+    for dtype in dtypes_of(clock.device):
+        for num_bytes in sizes.tensor_bytes:
+            seconds = of_pass(clock, num_bytes // dtype.itemsize, dtype)
+            for figure, times, of_figure in zip(figures, passes, seconds, strict=True):
+                figure.add(dtype, times * num_bytes / of_figure)
+    yield from figures
+
+
+def _random(clock: Clock, num_values: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Values that repeat: of large tensors, to draw each one would take longer than what is measured."""
+    rows = max(1, num_values // width)
+    few = torch.randn(min(rows, _DRAWN_ROWS), width, device=clock.device)
+    return few.to(dtype).repeat(-(-rows // len(few)), 1)[:rows].contiguous()
+
+
+def _sums(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    x_NM, y_NM = (_random(clock, num_values, _WIDTH, dtype) for _ in range(2))
+    return (clock.seconds(lambda: x_NM + y_NM),)
+
+
+def _copies(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    other = torch.bfloat16
+    if dtype == torch.bfloat16:
+        other = torch.float32
+    x_NM = _random(clock, num_values, _WIDTH, dtype)
+    return (clock.seconds(lambda: x_NM.to(other)),)
+
+
+def _norms(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    x_NM = _random(clock, num_values, _WIDTH, dtype).requires_grad_()
+    weight_M = torch.ones(_WIDTH, device=clock.device, dtype=dtype).requires_grad_()
+    return _both_ways(clock, lambda: rms_norm(x_NM, weight_M, 1e-5), (x_NM, weight_M))
+
+
+def _rotations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    x_BtHD = _random(clock, num_values, _WIDTH, dtype).view(1, -1, _WIDTH // _HEAD_DIM, _HEAD_DIM)
+    cos, sin = (torch.randn(1, x_BtHD.shape[1], 1, _HEAD_DIM // 2, device=clock.device) for _ in range(2))
+    with torch.no_grad():
+        return (clock.seconds(lambda: apply_rotary(x_BtHD, cos, sin)),)
+
+
+def _activations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    gate_NF, up_NF, dout_NF = (_random(clock, num_values, _WIDTH, dtype) for _ in range(3))
+
+    def backward() -> None:
+        # What ``GatedLinear`` does around its products: the inner values once more, then both gradients.
+        gated("swiglu", gate_NF, up_NF)
+        gated_backward("swiglu", dout_NF, gate_NF, up_NF)
+
+    return clock.seconds(lambda: gated("swiglu", gate_NF, up_NF)), clock.seconds(backward)
+
+
+def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+    """Of a layer of experts that are as good as nothing: two channels wide."""
+    config = ModelConfig(
+        hidden_size=_WIDTH,
+        num_heads=_WIDTH // _HEAD_DIM,
+        num_kv_heads=_WIDTH // _HEAD_DIM,
+        head_dim=_HEAD_DIM,
+        ffn_size=_WIDTH,
+        num_experts=_EXPERTS,
+        experts_per_token=_CHOSEN,
+        expert_ffn_size=2,
+        shared_ffn_size=0,
+    )
+    layer = MixtureOfExperts(config).to(device=clock.device, dtype=dtype)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    x_BtM = _random(clock, num_values // _CHOSEN, _WIDTH, dtype)[None].requires_grad_()
+    call = MoECall(documents_Bt=torch.zeros(x_BtM.shape[:2], device=clock.device, dtype=torch.int64), num_documents=1)
+    return _both_ways(clock, lambda: layer(x_BtM, call)[0], (x_BtM, *layer.parameters()))
+
+
+def _both_ways(clock: Clock, forward: Callable[[], Tensor], inputs: tuple[Any, ...]) -> tuple[float, float]:
+    """Seconds of a function, and of its gradient alone."""
+    of_forward = clock.seconds(forward)
+    out = forward()
+    dout = torch.randn_like(out)
+    return of_forward, clock.seconds(
+        lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True, allow_unused=True)
+    )

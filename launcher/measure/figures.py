@@ -1,0 +1,92 @@
+"""``Figure``: one figure of a profile while it is measured, and the file that profiles are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from launcher.plan.rates import ANY, nested
+
+_DIGITS = 4
+
+
+@dataclass
+class Figure:
+    """Values in the order of the axes' points, the last axis running fastest."""
+
+    name: str
+    axes: Mapping[str, Sequence[float]]
+    what: str
+    """What was measured, for the source."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """By dtype, or ``ANY``."""
+
+    @classmethod
+    def of(cls, name: str, value: float, what: str) -> Figure:
+        """One value."""
+        return cls(name, {}, what, {ANY: [value]})
+
+    def add(self, dtype: torch.dtype | None, value: float) -> None:
+        """The next value of a dtype; None for all dtypes."""
+        key = ANY
+        if dtype is not None:
+            key = str(dtype).removeprefix("torch.")
+        self.values.setdefault(key, []).append(value)
+
+    def section(self, source: str) -> str:
+        """The figure as a section of the file."""
+        lines = [f"[{self.name}]"]
+        lines += [f"{name} = {json.dumps(list(points))}" for name, points in self.axes.items()]
+        shape = [len(points) for points in self.axes.values()]
+        for dtype, values in self.values.items():
+            lines.append(f"{dtype} = {_text(nested([_rounded(value) for value in values], shape))}")
+        lines.append(f"source = {json.dumps(source, ensure_ascii=False)}")
+        return "\n".join(lines) + "\n"
+
+
+def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
+    """One rank's figure from those of all: seconds a unit are averaged, for each rank has as many units to do."""
+    first = figures[0]
+    values = {}
+    for dtype in first.values:
+        columns = zip(*(figure.values[dtype] for figure in figures), strict=True)
+        values[dtype] = [_harmonic(column) for column in columns]
+    return Figure(first.name, first.axes, first.what, values)
+
+
+def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes that runs have: float32 on GPUs too, for those who ask for it."""
+    return torch.float32, torch.bfloat16
+
+
+def profile_text(name: str, device_type: str, figures: Sequence[Figure], when: str, notes: Sequence[str]) -> str:
+    """The whole file."""
+    head = [f"# {line}" for line in notes]
+    head += [f"name = {json.dumps(name, ensure_ascii=False)}", f'device_type = "{device_type}"', ""]
+    return "\n".join(head) + "\n" + "\n".join(figure.section(f"{figure.what}; {when}") for figure in figures)
+
+
+def _harmonic(values: Sequence[float]) -> float:
+    if not all(values):
+        return 0.0
+    return len(values) / sum(1 / value for value in values)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _text(values: Any) -> str:
+    """Numbers as TOML has them, a row of a table a line."""
+    if isinstance(values, list) and values and isinstance(values[0], list):
+        return "[\n" + "".join(f"  {_text(row)},\n" for row in values) + "]"
+    if isinstance(values, list):
+        return "[" + ", ".join(map(_text, values)) + "]"
+    text = f"{values:.{_DIGITS}g}"
+    if "." not in text and "e" not in text:
+        text += ".0"
+    return text

@@ -1,0 +1,104 @@
+"""Links between the ranks of this machine: hops of a ring by size, all-to-alls, and what computing hides of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.measure.clock import Clock, meet, num_ranks
+from launcher.measure.figures import Figure
+from launcher.measure.sizes import Sizes
+
+_SECONDS_OF_A_SIZE = 0.05
+_MOST_REPEATS = 50
+
+
+def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """Bytes a second that each rank sends while it receives as many, all ranks at once."""
+    if num_ranks() == 1:
+        yield from _of_one_rank(clock, sizes)
+        return
+    axes = {"bytes": sizes.message_bytes}
+    hops = Figure("node_bandwidth", axes, "hops of a ring, all ranks at once")
+    exchanges = Figure("exchange_bandwidth", axes, "all-to-all of all ranks")
+    ranks, of_hops = num_ranks(), []
+    for num_bytes in sizes.message_bytes:
+        sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
+        of_hops.append(_seconds(clock, lambda: _hop(sent, received)))  # noqa: B023
+        hops.add(None, num_bytes / of_hops[-1])
+        # A part stays where it is.
+        leaving = num_bytes // ranks * (ranks - 1)
+        sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
+        exchanges.add(None, leaving / _seconds(clock, lambda: dist.all_to_all_single(received, sent)))  # noqa: B023
+    yield hops
+    yield exchanges
+    yield Figure("network_bandwidth", hops.axes, "this machine's own links stand for a network", dict(hops.values))
+    # What the smallest message takes beyond its bytes, at the rate of the largest one.
+    smallest = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
+    yield Figure.of("message_seconds", smallest, "the smallest hop")
+    yield Figure.of("hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a product beside a hop, and alone")
+
+
+def _of_one_rank(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """What a profile must say of links, where there are none."""
+    what = "one rank has no links: copies within memory stand for them"
+    x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=clock.device)
+    bandwidth = sizes.message_bytes[-1] / clock.seconds(x.clone)
+    for name in ("node_bandwidth", "network_bandwidth"):
+        yield Figure.of(name, bandwidth, what)
+    small = x[: sizes.message_bytes[0]]
+    yield Figure.of("message_seconds", clock.seconds(small.clone), what)
+
+
+def _seconds(clock: Clock, action: Callable[[], Any]) -> float:
+    """Of a collective action, repeated as often on every rank."""
+    action()
+    meet()
+    once = torch.tensor([clock.once(action)], dtype=torch.float64, device=clock.device)
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    repeats = min(max(1, int(_SECONDS_OF_A_SIZE / max(once.item(), 1e-6))), _MOST_REPEATS)
+    return clock.together(action, repeats)
+
+
+def _hop(sent: Tensor, received: Tensor) -> None:
+    for work in _start_hop(sent, received):
+        work.wait()
+
+
+def _start_hop(sent: Tensor, received: Tensor) -> list[Any]:
+    """To the next rank, from the one before."""
+    rank, ranks = dist.get_rank(), num_ranks()
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
+            dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
+        ]
+    )
+
+
+def _hidden_share(clock: Clock, num_bytes: int) -> float:
+    """How much of a hop's time a rank computes besides, 0 to 1: of products that take as long."""
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    x_MM = torch.randn(256, 256, device=clock.device)
+    moving, product = _seconds(clock, lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
+    # The same number on all ranks: they wait for one another.
+    times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    repeats = min(int(times.item()), 10000)
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.mm(x_MM, x_MM)
+
+    def both() -> None:
+        works = _start_hop(sent, received)
+        multiply()
+        for work in works:
+            work.wait()
+
+    computing = clock.seconds(multiply)
+    return min(1.0, max(0.0, (moving + computing - _seconds(clock, both)) / moving))

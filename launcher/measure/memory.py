@@ -1,0 +1,78 @@
+"""Memory and disk: how much there is, and how fast it is beside the device's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from launcher.measure.clock import Clock, num_ranks
+from launcher.measure.figures import Figure
+from launcher.measure.sizes import Sizes
+from launcher.metrics.throughput import peak_device_flops
+from longctx.kernels.memory import available_bytes
+from parallel.runtime.device import device_name
+
+_CONTEXT_BYTES = 1 << 30
+"""Of a GPU's memory, what its CUDA context takes."""
+
+
+def measure_memory(clock: Clock, sizes: Sizes, folder: Path) -> Iterator[Figure]:
+    """Bytes of device and host, copies between them, the host's own copies, and a file in ``folder``."""
+    ranks, host = num_ranks(), available_bytes()
+    yield Figure.of("host_memory_bytes", host / ranks, "what is free of the machine's memory, a rank's share")
+    device_bytes, what = host / ranks, "what is free of the machine's memory, a rank's share"
+    if clock.device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(clock.device).total_memory - _CONTEXT_BYTES
+        what = "the device's memory, less 1 GiB for its context"
+    yield Figure.of("memory_bytes", device_bytes, what)
+    peak = peak_device_flops(device_name(clock.device), "bfloat16") or 0.0
+    yield Figure.of("peak_flops", peak, "the maker's data sheet for bfloat16; 0 is not known")
+    x = torch.zeros(sizes.tensor_bytes[-1], dtype=torch.uint8)
+    copied = 2 * len(x) / clock.seconds(x.clone)
+    yield Figure.of("host_memory_bandwidth", copied, "copies within the machine's memory")
+    yield Figure.of("host_bandwidth", _to_host(clock, sizes.tensor_bytes[-1]), "copies to the machine's memory")
+    yield Figure.of("disk_bandwidth", _file_bandwidth(clock, folder, sizes.file_bytes), "a file in the working folder")
+
+
+def _to_host(clock: Clock, num_bytes: int) -> float:
+    """Bytes a second from the device to the host's memory, while as many come back."""
+    on_device, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    pinned = clock.device.type == "cuda"
+    to, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    if not pinned:
+        return num_bytes / clock.seconds(lambda: to.copy_(on_device))
+    streams = [torch.cuda.Stream(clock.device) for _ in range(2)]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            to.copy_(on_device, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            target.copy_(back, non_blocking=True)
+
+    return num_bytes / clock.seconds(both)
+
+
+def _file_bandwidth(clock: Clock, folder: Path, num_bytes: int) -> float:
+    """Of writing a file to the disk and of reading it from there, the slower one."""
+    data = os.urandom(1 << 16) * (num_bytes >> 16)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+
+        def write() -> None:
+            file.seek(0)
+            file.write(data)
+            os.fsync(file.fileno())
+
+        def read() -> None:
+            file.seek(0)
+            if hasattr(os, "posix_fadvise"):
+                # What lies in the page cache says nothing of the disk.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.readall()
+
+        # Waiting for a disk takes no CPU time.
+        clock = Clock(clock.device, round_seconds=0.0)
+        return num_bytes / max(clock.seconds(write), clock.seconds(read))

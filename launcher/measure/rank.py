@@ -1,0 +1,93 @@
+"""One of the processes that measure at the same time: ``python -m launcher.measure.rank RESULT``.
+
+Its orders are JSON on standard input, its rank is in the environment, as launchers set it. Rank 0 writes a line with
+what it is about to measure to standard output, and the mean of all ranks' figures to the file RESULT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.measure.figures import Figure, mean_over_ranks
+from launcher.measure.sizes import BY_NAME
+from longctx.errors import LongCtxError
+
+
+def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
+    """Join the others and measure."""
+    from parallel.runtime.device import choose_device
+    from parallel.runtime.process import start_process_group, stop_process_group
+
+    device = choose_device(orders["device"], "--device")
+    start_process_group(timeout_seconds=orders["timeout_seconds"], device=device)
+    found = measure_together(orders, device, say)
+    stop_process_group()
+    return found
+
+
+def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
+    """Every figure, the mean over all ranks, on each of them. Collective; the process group must be up."""
+    from parallel.runtime.process import gather_objects
+
+    own: list[Figure] = []
+    for title, figures in _parts(orders, device):
+        say(title)
+        own.extend(figures)
+    return [mean_over_ranks(of_ranks) for of_ranks in zip(*gather_objects(own), strict=True)]
+
+
+def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[Figure]]]:
+    """What is measured, in its order, each with a title; nothing is measured before it is asked for."""
+    sizes = BY_NAME[orders["sizes"] or device.type]
+    # DeepSpeed decides on a device when it is imported.
+    from launcher.measure.attention import measure_attention
+    from launcher.measure.clock import Clock
+    from launcher.measure.elementwise import measure_elementwise
+    from launcher.measure.links import measure_links
+    from launcher.measure.memory import measure_memory
+    from launcher.measure.products import measure_products
+    from launcher.measure.state import measure_state
+
+    clock = Clock(device, round_seconds=sizes.round_seconds, cpu_time=orders["cpu_time"])
+    yield "memory and disk", measure_memory(clock, sizes, Path(orders["folder"]))
+    yield "links between ranks", measure_links(clock, sizes)
+    yield "products", measure_products(clock, sizes)
+    yield "attention", measure_attention(clock, sizes)
+    yield "norms, activations, copies, loss", measure_elementwise(clock, sizes)
+    yield "gradients and optimizer", measure_state(clock, sizes)
+
+
+def main(result: Path, orders: dict[str, Any]) -> None:
+    """Measure, and write the figures or the reason why there are none."""
+    logging.disable(logging.WARNING)
+    is_first = os.environ["RANK"] == "0"
+
+    def say(title: str) -> None:
+        if is_first:
+            print(title, flush=True)  # noqa: T201
+
+    written: dict[str, Any] = {}
+    try:
+        figures = measure(orders, say)
+        written = {"figures": [dataclasses.asdict(figure) for figure in figures]}
+    except LongCtxError as error:
+        written = {"error": str(error), "kind": type(error).__name__}
+    except Exception:
+        written = {"error": traceback.format_exc(), "kind": ""}
+    if is_first or "error" in written:
+        result.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(written))
+    sys.exit(int("error" in written))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.load(sys.stdin))

@@ -1,0 +1,196 @@
+"""``measure_machine``: start the ranks, wait for their figures, and write the profile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launcher.measure.figures import Figure, profile_text
+from launcher.plan.hardware import Hardware, from_values
+from longctx import errors
+from longctx.errors import ClusterError, ConfigError
+from longctx.files import write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT_SECONDS = 600.0
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """What is measured."""
+
+    ranks: int = 0
+    """Processes at the same time; 0 is one for each GPU, or one."""
+    device: str = "auto"
+    """"auto", "cpu" or "cuda"."""
+    cpu_time: bool = False
+    """Count what ranks compute, and not what other programs take from them."""
+    sizes: str = ""
+    """A name of ``sizes.BY_NAME``; empty is that of the device."""
+
+
+def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[str], None]) -> tuple[str, Hardware]:
+    """The text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
+    ranks = _num_ranks(options)
+    with tempfile.TemporaryDirectory() as place:
+        figures = _figures(options, ranks, folder, Path(place), progress)
+    text = profile_text(_name(options, ranks), _device_type(options), figures, _when(options, ranks), _NOTES)
+    import tomllib
+
+    # Read as ``plan`` will: a profile that it would refuse is never written.
+    return text, from_values(tomllib.loads(text), "measured")
+
+
+_NOTES = (
+    "What one rank of this machine attains while the others do the same; `longctx plan --device measured` reads it.",
+    "A table's rows are its first sizes, its columns the second ones. Bytes, FLOPs or parameters a second.",
+)
+
+
+def save_profile(text: str, path: Path) -> None:
+    """Write the file, whole or not at all."""
+    write_atomically(path, text.encode(), ConfigError)
+
+
+def _num_ranks(options: MeasureOptions) -> int:
+    """Processes to start; ConfigError where there cannot be so many."""
+    import torch
+
+    gpus = 0
+    if options.device != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+    if options.device == "cuda" and gpus < max(options.ranks, 1):
+        raise ConfigError(
+            f"--device cuda: {max(options.ranks, 1)} ranks need as many GPUs, and torch {torch.__version__} sees "
+            f"{gpus} here.\nUse --device cpu, or at most that many --ranks."
+        )
+    if not 0 <= options.ranks <= _MOST_RANKS:
+        raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one each GPU.")
+    return options.ranks or max(1, gpus)
+
+
+def _figures(
+    options: MeasureOptions, ranks: int, folder: Path, place: Path, progress: Callable[[str], None]
+) -> list[Figure]:
+    """The mean of all ranks' figures."""
+    orders = {
+        "device": options.device,
+        "cpu_time": options.cpu_time,
+        "sizes": options.sizes,
+        "folder": str(folder.resolve()),
+        "timeout_seconds": _TIMEOUT_SECONDS,
+    }
+    result, port, workers = place / "figures", _free_port(), []
+    try:
+        for rank in range(ranks):
+            workers.append(_start(rank, ranks, port, result, place / f"{rank}.log"))
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps(orders))
+            worker.stdin.close()
+        _watch(workers, progress)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    return _read(result, ranks, place)
+
+
+def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
+    """A process that measures."""
+    environment = {
+        **os.environ,
+        # The worker imports the packages from where this process has them, whatever the folder it starts in.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    # The log lies open no longer than the process that writes it needs.
+    with log.open("w") as errors_of_rank:
+        return subprocess.Popen(
+            [sys.executable, "-m", "launcher.measure.rank", str(result)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors_of_rank,
+            text=True,
+            env=environment,
+        )
+
+
+def _watch(workers: list[subprocess.Popen[str]], progress: Callable[[str], None]) -> None:
+    """Pass on what rank 0 says until all have ended, or one has failed."""
+    assert workers[0].stdout is not None
+    for line in workers[0].stdout:
+        progress(line.strip())
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+        if any(worker.poll() for worker in workers):
+            return
+        time.sleep(0.02)
+
+
+def _read(result: Path, ranks: int, place: Path) -> list[Figure]:
+    """Rank 0's file, or the error of the first rank that has one."""
+    answers: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        path = result.with_suffix(f".{rank}")
+        if path.exists():
+            answers.append(json.loads(path.read_text()))
+    for answer in answers:
+        if answer.get("kind"):
+            raise getattr(errors, answer["kind"], ClusterError)(answer["error"])
+    for answer in answers:
+        if "error" in answer:
+            raise RuntimeError(f"a process that measures failed:\n{answer['error']}")
+    if not answers:
+        said = "\n".join((place / f"{rank}.log").read_text()[-1000:] for rank in range(ranks))
+        raise ClusterError(f"The processes that measure ended without a word. Their last ones:\n{said.strip()[-2000:]}")
+    return [Figure(**values) for values in answers[0]["figures"]] + [
+        Figure.of("ranks", ranks, "processes that measured at the same time")
+    ]
+
+
+def _device_type(options: MeasureOptions) -> str:
+    import torch
+
+    if options.device != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
+
+
+def _name(options: MeasureOptions, ranks: int) -> str:
+    """What the profile is called."""
+    import torch
+
+    if _device_type(options) == "cuda":
+        return f"{torch.cuda.get_device_name(0)}, measured"
+    return f"CPU of {socket.gethostname()}, one of {ranks}, measured"
+
+
+def _when(options: MeasureOptions, ranks: int) -> str:
+    """The end of every source."""
+    seconds = ""
+    if options.cpu_time:
+        seconds = ", CPU seconds"
+    return f"measured, {ranks} at once{seconds}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,84 @@
+"""The sizes that are measured: few enough for a minute, far enough apart for what lies between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Points of each table, ascending."""
+
+    tokens: tuple[int, ...]
+    """Of products."""
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Of documents, a few of which are measured together, or one of the longest."""
+    squares: tuple[int, ...]
+    """As many queries as keys, of which each query sees all."""
+    windows: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    num_heads: int
+    tensor_bytes: tuple[int, ...]
+    """Of one tensor that is moved, normed, rotated …"""
+    message_bytes: tuple[int, ...]
+    state_widths: tuple[int, int]
+    """Of two models whose gradients are reduced and whose weights are updated."""
+    state_vocabularies: tuple[int, int]
+    logits: tuple[int, int]
+    """Tokens and vocabulary."""
+    file_bytes: int
+    round_seconds: float
+    """How long an action is repeated, in each of three rounds."""
+
+
+ON_CPU = Sizes(
+    tokens=(16, 128, 512, 2048),
+    widths=(64, 192, 512, 1024),
+    lengths=(128, 512, 2048, 4096),
+    squares=(128, 512, 2048),
+    windows=(128, 512, 2048),
+    head_dims=(64, 128),
+    num_heads=2,
+    tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 3 << 24),
+    message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
+    state_widths=(64, 384),
+    state_vocabularies=(512, 8192),
+    logits=(512, 8192),
+    file_bytes=1 << 27,
+    round_seconds=0.02,
+)
+ON_GPU = Sizes(
+    tokens=(128, 1024, 8192, 32768),
+    widths=(512, 2048, 4096, 8192),
+    lengths=(512, 2048, 8192, 32768),
+    squares=(512, 2048, 8192, 32768),
+    windows=(512, 4096),
+    head_dims=(64, 128),
+    num_heads=16,
+    tensor_bytes=(1 << 20, 1 << 24, 1 << 27, 1 << 29),
+    message_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28),
+    state_widths=(256, 2048),
+    state_vocabularies=(4096, 65536),
+    logits=(4096, 65536),
+    file_bytes=1 << 28,
+    round_seconds=0.02,
+)
+SMALLEST = Sizes(
+    tokens=(16, 64),
+    widths=(32, 64),
+    lengths=(64, 128),
+    squares=(64,),
+    windows=(32,),
+    head_dims=(16,),
+    num_heads=2,
+    tensor_bytes=(1 << 12, 1 << 14),
+    message_bytes=(1 << 10, 1 << 14),
+    state_widths=(16, 32),
+    state_vocabularies=(64, 512),
+    logits=(16, 64),
+    file_bytes=1 << 20,
+    round_seconds=0.0,
+)
+"""For tests of everything but the figures."""
+BY_NAME = {"cpu": ON_CPU, "cuda": ON_GPU, "smallest": SMALLEST}

@@ -1,0 +1,141 @@
+"""What a step takes beside its tokens: gradients, their reduction, the update, and bookkeeping, in each ZeRO stage.
+
+Steps of a few tokens, by the engine that a run has, of models of two sizes: what a larger one takes longer is its
+parameters', and what is left is what any step takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from launcher.config.sections import DataSection, ModelSection, ParallelSection, RunConfig, TrainSection, ZeroSection
+from launcher.measure.clock import Clock, meet, num_ranks
+from launcher.measure.figures import Figure
+from launcher.measure.sizes import Sizes
+from launcher.plan.parameters import num_parameters
+from launcher.trace.batch import synthetic_batch
+from launcher.training.model import shard_batch
+from launcher.training.setup import build_engine
+from parallel.loss import count_step
+from parallel.mesh import Mesh
+
+_TOKENS = 16
+_FEW_LAYERS, _LAYERS = 2, 6
+_STEPS = 3
+_STAGES = (0, 1, 2, 3)
+_LEAST_SECONDS = 1e-6
+_NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Step(NamedTuple):
+    """Seconds of its parts."""
+
+    adding: float
+    """The first of two micro-batches, whose gradients are added up."""
+    reducing: float
+    """The second one, whose gradients are then reduced."""
+    updating: float
+
+
+def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """Parameters a second of each part, by stage and dtype, and seconds that do not depend on parameters."""
+    axes = {"stage": [stage + 1 for stage in _STAGES]}
+    what = "steps of a few tokens, models of two sizes"
+    names = ("gradient_parameters", "reduction_parameters", "update_parameters")
+    rates = [Figure(name, axes, f"{what}: {name.partition('_')[0]}") for name in names]
+    names = ("layer_seconds", "micro_batch_seconds", "step_seconds")
+    fixed = [Figure(name, axes, f"{what}, parameters apart") for name in names]
+    for dtype in (torch.float32, torch.bfloat16):
+        for stage in _STAGES:
+            # DeepSpeed's stage 0 has no bfloat16 with float32 sums: a run is refused, and nothing reads this.
+            if stage == 0 and dtype == torch.bfloat16:
+                _repeat_last(rates, fixed)
+                continue
+            of_stage = _Stage(clock, sizes, stage, dtype)
+            for figure, rate in zip(rates, of_stage.rates, strict=True):
+                figure.add(dtype, rate)
+            for figure, seconds in zip(fixed, of_stage.fixed, strict=True):
+                figure.add(dtype, seconds)
+    yield from rates
+    yield from fixed
+
+
+def _repeat_last(*figures: list[Figure]) -> None:
+    for figure in (one for several in figures for one in several):
+        figure.add(torch.bfloat16, figure.values["float32"][0])
+
+
+class _Stage:
+    """The steps of three models in one stage."""
+
+    def __init__(self, clock: Clock, sizes: Sizes, stage: int, dtype: torch.dtype) -> None:
+        small, large = sizes.state_widths
+        few, many = sizes.state_vocabularies
+        configs = [
+            _config(stage, dtype, width=small, layers=_FEW_LAYERS, vocabulary=few),
+            _config(stage, dtype, width=small, layers=_LAYERS, vocabulary=few),
+            _config(stage, dtype, width=large, layers=_LAYERS, vocabulary=many),
+        ]
+        shallow, deep, wide = (_step(clock, config) for config in configs)
+        parameters = num_parameters(configs[2]) - num_parameters(configs[1])
+        self.rates = [
+            parameters / max(of_wide - of_deep, _LEAST_SECONDS) for of_wide, of_deep in zip(wide, deep, strict=True)
+        ]
+        layer = max((deep.adding - shallow.adding) / (_LAYERS - _FEW_LAYERS), _LEAST_SECONDS)
+        micro_batch = deep.adding - _LAYERS * layer
+        step = deep.updating + deep.reducing - deep.adding
+        self.fixed = [layer, max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
+
+
+def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> RunConfig:
+    """A dense model of this width over as many data ranks as there are, two micro-batches a step."""
+    heads = max(1, width // 64)
+    model = ModelSection(
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        ffn_size=8 * width // 3 // 8 * 8,
+        vocab_size=vocabulary,
+        tie_embeddings=False,
+        qkv_bias=False,
+    )
+    return RunConfig(
+        model=model,
+        data=DataSection(seq_len=_TOKENS),
+        train=TrainSection(tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], compile="off"),
+        parallel=ParallelSection(layout="contiguous", expert_tile_tokens=0),
+        # Stage 3 keeps small weights whole: here norms alone, as in models whose matrices are larger.
+        zero=ZeroSection(stage=stage, param_persistence_threshold=width),
+    )
+
+
+def _step(clock: Clock, config: RunConfig) -> _Step:
+    """Median seconds of a step's parts; the first one, which allocates, is left out."""
+    mesh = Mesh.build(context=1, ulysses=1, expert=1)
+    engine = build_engine(config, mesh, accumulation=2)
+    engine.initialize(0)
+    shards = [shard_batch(synthetic_batch(config), config, mesh) for _ in range(2)]
+    shards = [dataclasses.replace(shard, targets=shard.targets + 1) for shard in shards]
+    counts, model, steps = count_step(shards), config.model.config(), []
+
+    def micro_batch(number: int) -> None:
+        loss = engine.forward(shards[number].to(clock.device))
+        engine.backward(counts.loss(loss, model))
+
+    def timed(action: Callable[[], Any]) -> float:
+        # Ranks wait for one another within: they begin together.
+        meet()
+        return clock.once(action)
+
+    for _ in range(_STEPS + 1):
+        adding, reducing = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
+        steps.append(_Step(adding, reducing, timed(lambda: engine.step(1e-4))))
+    adding, reducing, updating = (statistics.median(part) for part in zip(*steps[1:], strict=True))
+    return _Step(adding, reducing, updating)

@@ -1,0 +1,163 @@
+"""What attention of all layers takes a rank in one micro-batch: FLOPs by the kind and size of its parts, and hops."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from launcher.config.sections import ParallelSection
+from launcher.metrics.throughput import attention_flops
+from launcher.plan.hardware import Hardware
+from launcher.plan.world import World
+from longctx.batch import PackedDocuments
+from longctx.config import ModelConfig
+from longctx.kernels.attention.slices import K_START, K_STOP, LO, OPEN, Q_START, Q_STOP
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.bands import areas
+from parallel.schedule.heads import AttentionShape
+from parallel.schedule.schedule import Schedule
+
+BACKWARD_FLOPS = 2.5
+"""Backward's five products over forward's two."""
+
+
+class Part(NamedTuple):
+    """Pieces of attention that run at one rate."""
+
+    kind: Literal["causal", "full", "window"]
+    size: float
+    """Tokens of a document, the root of queries times keys, or a window."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One forward pass of all layers on a rank."""
+
+    flops: dict[Part, float]
+    received_in_node: float = 0.0
+    received_from_afar: float = 0.0
+    messages: int = 0
+
+    @property
+    def total_flops(self) -> float:
+        """Of all parts."""
+        return sum(self.flops.values())
+
+    def seconds(self, model: ModelConfig, dtype: str, hardware: Hardware) -> tuple[float, float]:
+        """(forward, backward) of a device."""
+        forward = backward = 0.0
+        for part, flops in self.flops.items():
+            rates = {
+                "causal": (hardware.attention_flops, hardware.attention_backward_flops),
+                "full": (hardware.full_attention_flops, hardware.full_attention_backward_flops),
+                "window": (hardware.window_attention_flops, hardware.window_attention_backward_flops),
+            }[part.kind]
+            sizes = {"length": part.size, "window": part.size, "head_dim": model.head_dim}
+            forward += flops / rates[0].at(dtype, **sizes)
+            backward += BACKWARD_FLOPS * flops / rates[1].at(dtype, **sizes)
+        return forward, backward
+
+
+@cache
+def attention_of_rank(
+    model: ModelConfig, parallel: ParallelSection, width: int, world: World, rank: int, documents: PackedDocuments
+) -> Attention:
+    """What a rank computes and receives in all layers, forward. ``width``: bytes of a value."""
+    layers = Counter(model.layer_kind(layer) for layer in range(model.num_layers))
+    flops: dict[Part, float] = {}
+    within = afar = 0.0
+    messages = 0
+    for of_kind, count in layers.items():
+        one = _one_layer(model, of_kind, parallel, width, world, rank, documents)
+        for part, of_part in one.flops.items():
+            flops[part] = flops.get(part, 0.0) + count * of_part
+        within += count * one.received_in_node
+        afar += count * one.received_from_afar
+        messages += count * one.messages
+    return Attention(flops, within, afar, messages)
+
+
+def _one_layer(
+    model: ModelConfig,
+    of_kind: str,
+    parallel: ParallelSection,
+    width: int,
+    world: World,
+    rank: int,
+    documents: PackedDocuments,
+) -> Attention:
+    if parallel.context == 1 or of_kind == "linear":
+        # Linear attention sends states, which are small.
+        return Attention(_of_documents(model, of_kind, documents.lengths, parallel.context))
+    schedule = _schedule(model, of_kind, parallel, documents)
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, width, value_dim=model.value_dim)
+    ring_rank, ring = rank // parallel.ulysses, parallel.context // parallel.ulysses
+    ring_in_node = max(1, world.ranks_per_node // parallel.ulysses)
+    within, afar = schedule.rows_received(rank), 0
+    if ring > ring_in_node:
+        within, afar = schedule.rows_by_link(ring_rank, ring_in_node)
+    row = model.num_kv_heads / parallel.ulysses * shape.key_and_value_dim * shape.bytes_per_value
+    return Attention(
+        _of_schedule(model, of_kind, schedule, rank, shape),
+        received_in_node=within * row,
+        received_from_afar=afar * row,
+        messages=2 * (ring - 1),
+    )
+
+
+def _of_documents(model: ModelConfig, of_kind: str, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
+    """FLOPs of whole documents, divided over so many ranks."""
+    found: dict[Part, float] = {}
+    for length, count in Counter(lengths).items():
+        part = Part("causal", length)
+        if of_kind in ("window", "sparse") and length > model.window:
+            part = Part("window", model.window)
+        found[part] = found.get(part, 0.0) + count * attention_flops(model, of_kind, [length]) / ranks
+    return found
+
+
+def _of_schedule(
+    model: ModelConfig, of_kind: str, schedule: Schedule, rank: int, shape: AttentionShape
+) -> dict[Part, float]:
+    """FLOPs of the slices that a rank's schedule has."""
+    pairs: Counter[Part] = Counter()
+    for hop in schedule.hops(rank):
+        for work in hop.work:
+            table = work.slices.numpy()
+            causal = _is_causal(table)
+            queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
+            for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
+                part = Part("full", math.sqrt(int(q) * int(k)))
+                if of_kind != "full":
+                    part = Part("window", model.window)
+                elif is_causal:
+                    part = Part("causal", int(q))
+                pairs[part] += int(num_pairs)
+    every = sum(pairs.values())
+    # The schedule's own sum: a rank's heads, which may be one more than another's.
+    a_pair = schedule.flops(rank, shape) / max(1, every)
+    return {part: count * a_pair for part, count in pairs.items()}
+
+
+def _is_causal(table: np.ndarray) -> np.ndarray:
+    """Which slices a diagonal cuts: a query of theirs does not see the last key."""
+    lo = table[:, LO]
+    return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
+
+
+def _schedule(model: ModelConfig, of_kind: str, parallel: ParallelSection, documents: PackedDocuments) -> Schedule:
+    layout = SequenceLayout.build(
+        parallel.layout, documents.num_tokens, parallel.context, documents, ulysses=parallel.ulysses
+    )
+    if of_kind == "full":
+        return Schedule.build(layout, documents)
+    stride = 0
+    if of_kind == "sparse":
+        stride = model.sparse_stride
+    return Schedule.build(layout, documents, window=model.window, stride=stride)

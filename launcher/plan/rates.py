@@ -1,0 +1,143 @@
+"""``Rate``: how much a device does in a second, which may depend on sizes and on the dtype.
+
+A small table by size, read between its points in the logarithms of sizes and rate, and at its border beyond them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+ANY = "value"
+"""Stands for every dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Something a second."""
+
+    values: Mapping[str, tuple[float, ...]]
+    """By dtype, or ``ANY`` for all: a value for each point of the axes, the last axis running fastest."""
+    axes: Mapping[str, tuple[float, ...]]
+    """Names of sizes, and the sizes of the points, ascending; none where a rate is the same for all sizes."""
+
+    @classmethod
+    def plain(cls, value: float) -> Rate:
+        """One value for everything."""
+        return cls(values={ANY: (value,)}, axes={})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sizes and dtype make no difference."""
+        return not self.axes and ANY in self.values
+
+    def at(self, dtype: str = ANY, **sizes: float) -> float:
+        """The rate for these sizes; those that it does not depend on are not read."""
+        values = self.values.get(dtype)
+        if values is None:
+            values = self.values.get(ANY) or next(iter(self.values.values()))
+        if not self.axes:
+            # A search asks this a million times.
+            return values[0]
+        # Of each axis two points and their weights; the corners they make are weighed by products.
+        places = [_place(points, sizes[name]) for name, points in self.axes.items()]
+        total = 0.0
+        for corner in product((0, 1), repeat=len(places)):
+            weight, index = 1.0, 0
+            for end, (low, share), points in zip(corner, places, self.axes.values(), strict=True):
+                weight *= share if end else 1 - share
+                index = index * len(points) + min(low + end, len(points) - 1)
+            if weight:
+                total += weight * math.log(values[index])
+        return math.exp(total)
+
+    def to_json(self) -> Any:
+        """A number, or tables."""
+        if self.is_plain:
+            return self.values[ANY][0]
+        return {name: list(points) for name, points in self.axes.items()} | {
+            dtype: nested(values, [len(points) for points in self.axes.values()])
+            for dtype, values in self.values.items()
+        }
+
+
+def _place(points: Sequence[float], size: float) -> tuple[int, float]:
+    """The point below a size, and how far it is from there to the next one, 0 to 1, in logarithms."""
+    if size <= points[0]:
+        return 0, 0.0
+    if size >= points[-1]:
+        return len(points) - 1, 0.0
+    low = bisect_right(points, size) - 1
+    return low, math.log(size / points[low]) / math.log(points[low + 1] / points[low])
+
+
+def nested(values: Sequence[float], shape: Sequence[int]) -> Any:
+    """Flat values as lists of lists of this shape; a number without axes."""
+    if not shape:
+        return values[0]
+    if len(shape) == 1:
+        return list(values)
+    step = len(values) // shape[0]
+    return [nested(values[start : start + step], shape[1:]) for start in range(0, len(values), step)]
+
+
+def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
+    """The rate that a profile's section says, or what is wrong with it. ``axes`` are the sizes that it may name."""
+    points: dict[str, tuple[float, ...]] = {}
+    for name in axes:
+        if name in given:
+            found = _ascending(given[name])
+            if found is None:
+                return f"{name} = {given[name]!r} is no ascending list of sizes above 0"
+            points[name] = found
+    tables = {name: given[name] for name in (ANY, *DTYPES) if name in given}
+    if set(tables) not in ({ANY}, set(DTYPES)):
+        return "it must have either a value, or one for float32 and one for bfloat16"
+    unknown = sorted(set(given) - set(points) - set(tables) - {"source"})
+    if unknown:
+        return f"{', '.join(unknown)} means nothing to it"
+    shape, values = [len(of_axis) for of_axis in points.values()], {}
+    for name, table in tables.items():
+        flat = _flat(table, shape)
+        if flat is None:
+            wanted = "a number above 0"
+            if shape:
+                wanted = f"{' lists of '.join(map(str, shape))} numbers above 0, one for each size"
+            return f"{name} = {str(table)[:60]} is not {wanted}"
+        values[name] = flat
+    return Rate(values=values, axes=points)
+
+
+def is_amount(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _ascending(values: Any) -> tuple[float, ...] | None:
+    if not isinstance(values, list) or not values or not all(map(is_amount, values)):
+        return None
+    if any(later <= earlier for earlier, later in pairwise(values)):
+        return None
+    return tuple(map(float, values))
+
+
+def _flat(table: Any, shape: Sequence[int]) -> tuple[float, ...] | None:
+    """The numbers of nested lists of this shape; None for what has another one."""
+    if not shape:
+        if not is_amount(table):
+            return None
+        return (float(table),)
+    if not isinstance(table, list) or len(table) != shape[0]:
+        return None
+    found: list[float] = []
+    for part in table:
+        flat = _flat(part, shape[1:])
+        if flat is None:
+            return None
+        found.extend(flat)
+    return tuple(found)

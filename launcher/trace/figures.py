@@ -1,0 +1,59 @@
+"""What a trace says of a rank: plain values, which become JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.plan.figures import StepBytes
+from launcher.trace.host_waits import HostWait
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBytes:
+    """What a rank sends and receives over one kind of link in a step."""
+
+    what: str
+    link: str
+    sent_bytes: int
+    received_bytes: int
+    messages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """One step of one rank."""
+
+    rank: int
+    bytes: StepBytes
+    peak_operator: str
+    peak_place: str
+    operators: int
+    host_waits: list[HostWait]
+    copies: int
+    copied_bytes: int
+    copied_to_host_bytes: int
+    links: list[LinkBytes]
+    is_whole: bool
+    """False where the trace ended at a host wait; then its bytes are of the part before."""
+    seconds: float
+    most_called: list[tuple[str, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        values = dataclasses.asdict(self)
+        values["bytes"] |= {"held": self.bytes.held, "peak": self.bytes.peak}
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RankTrace:
+        """The inverse of ``to_json``."""
+        of_bytes = {f.name: values["bytes"][f.name] for f in dataclasses.fields(StepBytes)}
+        rest = {name: value for name, value in values.items() if name not in ("bytes", "host_waits", "links")}
+        return cls(
+            bytes=StepBytes(**of_bytes),
+            host_waits=[HostWait(**wait) for wait in values["host_waits"]],
+            links=[LinkBytes(**link) for link in values["links"]],
+            **rest,
+        )

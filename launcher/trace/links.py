@@ -1,0 +1,178 @@
+"""``Links``: bytes and messages that a rank sends and receives, by what they are and by the kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from launcher.trace.figures import LinkBytes
+
+WITHIN, BETWEEN = "within a node", "between nodes"
+
+_NAMES = {
+    "send": "ring hop",
+    "recv_": "ring hop",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+}
+"""What an operator of torch.distributed is called in the report."""
+
+
+@dataclass
+class Traffic:
+    """What a rank sends and receives over one kind of link."""
+
+    sent_bytes: float = 0
+    received_bytes: float = 0
+    messages: int = 0
+    """Messages that it sends: one for each peer of a collective."""
+
+
+class Links:
+    """Sums of a step, by (what is sent, link)."""
+
+    def __init__(self, rank: int, ranks_per_node: int) -> None:
+        self.rank, self.ranks_per_node = rank, ranks_per_node
+        self.sums: dict[tuple[str, str], Traffic] = {}
+        self._suffixes: dict[str, str] = {}
+
+    def name(self, group: ProcessGroup | None, suffix: str) -> None:
+        """Say what a group's collectives are about. Of two names for one group the first stays."""
+        if group is not None:
+            self._suffixes.setdefault(group.group_name, suffix)
+
+    def see(self, func: Any, args: Sequence[Any]) -> None:
+        """Count a call, where it is one of torch.distributed."""
+        if func.namespace != "c10d":
+            return
+        name = func.name().removeprefix("c10d::").split(".")[0]
+        if name not in _NAMES:
+            return
+        group = next((g for g in map(_as_group, args) if g is not None), None)
+        if group is None:
+            return
+        self._count(name, group, args)
+
+    def answered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """The result of a call on the CPU; of a collective, as if every other rank said what this one says."""
+        out = call()
+        if func.namespace != "c10d":
+            return out
+        name = func.name().removeprefix("c10d::").split(".")[0]
+        group = next((g for g in map(_as_group, args) if g is not None), None)
+        if group is None:
+            return out
+        # Nothing arrives from ranks that are not there: agreements would find that all of them differ.
+        if name == "allgather_":
+            for outputs, own in zip(args[0], args[1], strict=True):
+                for x in outputs:
+                    x.copy_(own)
+        elif name == "_allgather_base_":
+            args[0].view(group.size(), -1).copy_(args[1].flatten())
+        elif name == "allreduce_":
+            # A step counts by all-reduce on the CPU, and does nothing else by it: sums.
+            for x in args[0]:
+                x.mul_(group.size())
+        return out
+
+    def figures(self) -> list[LinkBytes]:
+        """The sums, by name and link."""
+        return [
+            LinkBytes(
+                what=what,
+                link=link,
+                sent_bytes=round(traffic.sent_bytes),
+                received_bytes=round(traffic.received_bytes),
+                messages=traffic.messages,
+            )
+            for (what, link), traffic in sorted(self.sums.items())
+        ]
+
+    def _count(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> None:
+        # Peers are numbered within their group; which node they are in follows from their number in the world.
+        ranks = dist.get_process_group_ranks(group)
+        what = _NAMES[name]
+        if name not in ("send", "recv_") and group.group_name in self._suffixes:
+            what = f"{what} {self._suffixes[group.group_name]}"
+        tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
+        # What lies on the CPU goes by gloo: agreements and counts.
+        if name == "barrier" or all(x.device.type == "cpu" for x in tensors):
+            what = "control"
+        if name == "send":
+            self._add(what, ranks[args[2]], sent=_bytes(args[0]), messages=1)
+        elif name == "recv_":
+            self._add(what, ranks[args[2]], received=_bytes(args[0]))
+        else:
+            for peer, sent, received in _by_peer(name, ranks, self.rank, args):
+                self._add(what, peer, sent=sent, received=received, messages=1)
+
+    def _add(self, what: str, peer: int, *, sent: float = 0, received: float = 0, messages: int = 0) -> None:
+        link = BETWEEN
+        if peer // self.ranks_per_node == self.rank // self.ranks_per_node:
+            link = WITHIN
+        traffic = self.sums.setdefault((what, link), Traffic())
+        traffic.sent_bytes += sent
+        traffic.received_bytes += received
+        traffic.messages += messages
+
+
+def _by_peer(name: str, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> Iterator[tuple[int, float, float]]:
+    """(peer, bytes sent, bytes received) of a collective, as a direct exchange between every two ranks moves them."""
+    own, others = ranks.index(rank), [n for n, peer in enumerate(ranks) if peer != rank]
+    for n in others:
+        sent, received = _of_pair(name, args, n, own, len(ranks))
+        yield ranks[n], sent, received
+
+
+def _of_pair(name: str, args: Sequence[Any], peer: int, own: int, size: int) -> tuple[float, float]:
+    if name == "alltoall_base_":
+        out, given, out_sizes, in_sizes = args[0], args[1], args[3], args[4]
+        return _part(given, in_sizes, peer, size), _part(out, out_sizes, peer, size)
+    if name == "alltoall_":
+        return _bytes(args[1][peer]), _bytes(args[0][peer])
+    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):
+        return _bytes(args[1]), _bytes(args[1])
+    if name in ("_reduce_scatter_base_", "reduce_scatter_"):
+        return _bytes(args[0]), _bytes(args[0])
+    if name in ("allreduce_", "allreduce_coalesced_"):
+        # A reduce-scatter and an all-gather.
+        return 2 * _bytes(args[0]) / size, 2 * _bytes(args[0]) / size
+    if name == "broadcast_":
+        return _bytes(args[0]) / size, _bytes(args[0]) / size
+    return 0, 0
+
+
+def _part(tensor: Tensor, sizes: Sequence[int], peer: int, size: int) -> float:
+    if not sizes:
+        return _bytes(tensor) / size
+    return sizes[peer] * _bytes(tensor[:1])
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(tensors) if isinstance(x, Tensor))
+
+
+def _as_group(value: Any) -> ProcessGroup | None:
+    """The process group that an argument is; None for another."""
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return ProcessGroup.unbox(value)
+        except RuntimeError:
+            return None
+    return None

@@ -1,0 +1,60 @@
+"""``LiveBytes``: the device memory that is alive, its peak, and the operator that made the peak."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from launcher.trace.places import current_place
+
+
+class LiveBytes:
+    """Counts the storages that operators make and that are still alive. One that several tensors share counts once."""
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        """``device_type`` is the device whose storages count."""
+        self.now = self.peak = 0
+        self.peak_operator = ""
+        """The operator whose result made the peak."""
+        self.peak_place = ""
+        """Where in our code that was; empty inside of PyTorch's own gradients."""
+        self._device_type = device_type
+        self._sizes: dict[int, int] = {}
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Leave these tensors out, which were there before."""
+        for x in tensors:
+            self._sizes[x.untyped_storage()._cdata] = 0
+
+    def restart_peak(self) -> None:
+        """Forget the peak: the next one counts from what is alive now."""
+        self.peak, self.peak_operator, self.peak_place = self.now, "", ""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is among those that are counted."""
+        return tensor.untyped_storage()._cdata in self._sizes
+
+    def see(self, operator: str, results: Any) -> None:
+        """Count what an operator has returned."""
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._device_type:
+                self._add(operator, leaf)
+
+    def _add(self, operator: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        # A view, or a result that was written into memory that is known.
+        if key in self._sizes:
+            return
+        # Python keeps one object a storage for as long as the storage lives, so its end is that of the memory.
+        self._sizes[key] = storage.nbytes()
+        weakref.finalize(storage, self._gone, key)
+        self.now += storage.nbytes()
+        if self.now > self.peak:
+            self.peak, self.peak_operator, self.peak_place = self.now, operator, current_place()
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)

@@ -1,0 +1,85 @@
+"""A trace as text: one screen for each question, with what is traced and what is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.plan.described import Rows, describe_run
+from launcher.plan.memory import gib
+from launcher.plan.world import RankKind
+from launcher.trace.figures import RankTrace
+from launcher.trace.trace import RunTrace
+
+
+def heading(run: RunTrace) -> str:
+    """What was traced, on a few lines."""
+    kernel, (major, minor) = run.config.parallel.kernel, run.capability
+    described = describe_run(run.config, run.world, run.document_tokens)
+    return f"{described}; attention traced as {kernel}, for compute capability {major}.{minor}"
+
+
+def memory_rows(run: RunTrace) -> Rows:
+    """Bytes by kind, a line a rank."""
+    # Most of the peak is one sum: what stays, and the larger of forward with backward and the optimiser's temporaries.
+    headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak"]
+    headings += ["operators", "host waits"]
+    rows = []
+    for trace in run.traces:
+        b = trace.bytes
+        state = (b.weights + b.gathered, b.gradients + b.reduction, b.optimizer)
+        sizes = [gib(n) for n in (*state, b.kept, b.kept_on_host, b.passing, b.peak)]
+        rows.append([f"{trace.rank}", *sizes, f"{trace.operators:,}", f"{_num_waits(trace)}"])
+    return headings, rows
+
+
+def link_rows(run: RunTrace) -> Rows:
+    """What is sent in a micro-batch, a line a rank and link."""
+    rows = []
+    for trace in run.traces:
+        for link in trace.links:
+            sent, received = gib(link.sent_bytes), gib(link.received_bytes)
+            rows.append([f"{trace.rank}", link.what, link.link, sent, received, f"{link.messages:,}"])
+    return ["rank", "what", "link", "sent", "received", "messages"], rows
+
+
+def remarks(run: RunTrace) -> list[str]:
+    """What the tables do not say: which rank is which, where the peak is, every host wait."""
+    lines: list[str] = []
+    for kind, trace in zip(run.kinds, run.traces, strict=True):
+        lines.append(_peak(kind, trace))
+        lines.extend(_waits(trace))
+    return [*lines, "", *_NOTES]
+
+
+_NOTES = (
+    "kept, kept on host, passing, operators, host waits and links are traced: forward and backward of one micro-batch, "
+    "on tensors without data.",
+    "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
+    "makes to gather weights and to reduce gradients. What "
+    "DeepSpeed sends for them is not among the links.",
+    "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
+    "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
+    "kept on host is pinned memory that holds what train.store=host moves off the device until backward; peak is that "
+    "of the device. PyTorch rounds each pinned allocation up to a power of two.",
+    "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",
+    "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
+)
+
+
+def _peak(kind: RankKind, trace: RankTrace) -> str:
+    where = trace.peak_place or "a gradient of PyTorch's own"
+    return f"{kind.describe()}: forward and backward are largest at {trace.peak_operator}, {where}"
+
+
+def _waits(trace: RankTrace) -> Sequence[str]:
+    lines = [
+        f"  host wait, {wait.times} times a micro-batch: {wait.place} ({wait.operator}): {wait.why}"
+        for wait in trace.host_waits
+    ]
+    if not trace.is_whole:
+        lines.append("  The trace ends at that wait: what comes after it is not counted.")
+    return lines
+
+
+def _num_waits(trace: RankTrace) -> int:
+    return sum(wait.times for wait in trace.host_waits)

@@ -1,0 +1,212 @@
+"""``trace_rank``: one step of one rank, on tensors without data.
+
+Forward and backward are those of a run. What DeepSpeed does around them is not traced: the bytes that a ZeRO stage
+holds are arithmetic (``launcher/plan/zero.py``), and AdamW is traced on the part of the model that a rank updates.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from launcher.config.sections import RunConfig
+from launcher.plan.figures import StepBytes
+from launcher.plan.world import World
+from launcher.plan.zero import partition_bytes
+from launcher.trace.assumed import EvenRouting
+from launcher.trace.batch import synthetic_batch
+from launcher.trace.figures import RankTrace
+from launcher.trace.group import join_world
+from launcher.trace.links import Links
+from launcher.trace.recorder import Recorder, StoppedAtWaitError
+from launcher.training.model import build_causal_lm, shard_batch
+from longctx.batch import Batch
+from longctx.kernels.attention.flash.varlen import VarlenKernel
+from longctx.kernels.attention.select import KERNELS
+from longctx.model.training_pass import TrainingPass
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.loss_sum import LossSum
+from parallel.loss import count_step
+from parallel.mesh import Mesh
+from parallel.zero.options import uses_fused_adamw
+from parallel.zero.uncompiled import AdamW
+
+DEVICE = torch.device("cuda", 0)
+
+
+def trace_rank(
+    config: RunConfig, world: World, rank: int, *, document_tokens: int = 0, capability: tuple[int, int] = (9, 0)
+) -> RankTrace:
+    """What one step of a rank takes. This process is that rank from now on, and good for nothing else.
+
+    ``config`` has nothing left to the machine. ``document_tokens`` (0: whole rows) is the length of the documents that
+    rows are packed from; kernels are chosen for a GPU of this compute ``capability``.
+    """
+    started = time.perf_counter()
+    join_world(rank, world)
+    parallel = config.parallel
+    mesh = Mesh.build(
+        context=parallel.context,
+        ulysses=parallel.ulysses,
+        expert=parallel.expert,
+        ranks_per_node=world.ranks_per_node,
+    )
+    # There may be no device to ask, and kernels go by what it can do.
+    for kernel in KERNELS.values():
+        if isinstance(kernel, VarlenKernel):
+            kernel.capability = capability
+    batch = synthetic_batch(config, document_tokens)
+    recorder = Recorder(_links(rank, world, mesh))
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        module = _build(config, mesh, recorder)
+        step = _Step(config, mesh, module, recorder)
+        try:
+            step.run(batch)
+        except StoppedAtWaitError:
+            step.end_early()
+    return step.figures(rank, seconds=time.perf_counter() - started)
+
+
+def _links(rank: int, world: World, mesh: Mesh) -> Links:
+    links = Links(rank, world.ranks_per_node)
+    links.name(mesh.expert_group, "of tokens to experts")
+    links.name(mesh.ulysses_group, "of heads")
+    links.name(mesh.ring_group, "over the sequence")
+    return links
+
+
+def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
+    """The module of a run, its weights in the run's dtype, with gradients beside them."""
+    dispatcher = None
+    if config.parallel.expert > 1:
+        dispatcher = EvenRouting(mesh, config.model.config(), recorder.waits)
+    with DEVICE:
+        module = build_causal_lm(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
+    _convert(module, config.dtype)
+    # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    return module
+
+
+def _convert(module: CausalLM, dtype: torch.dtype) -> None:
+    """Give every weight and buffer of a floating dtype this one, as DeepSpeed does."""
+    # By hand: ``Module.to`` swaps tensors in place, which those without data refuse.
+    for part in module.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
+
+
+class _Step:
+    """One step under way, and what it has been seen to take."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, module: CausalLM, recorder: Recorder) -> None:
+        self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
+        self.is_whole = True
+        """Whether the trace came to the step's end."""
+        self.kept = self.kept_on_host = self.peak = self.optimizer_peak = 0
+        self.peak_operator = self.peak_place = ""
+
+    def run(self, batch: Batch) -> None:
+        """Forward, backward and the optimiser's step."""
+        live = self.recorder.live
+        held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
+        live.ignore(*held, *self.module.buffers())
+        self._begin()
+        shard = shard_batch(batch, self.config, self.mesh)
+        # Counted on the CPU before the first forward, as in a run.
+        counts = count_step([shard])
+        training_pass = TrainingPass(seed=self.config.run.seed, first_token=0)
+        loss = LossSum.from_tensors(self.module(shard.to(DEVICE), training_pass))
+        self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
+        # DeepSpeed averages over all ranks, which a run undoes in the same way.
+        (counts.loss(loss, self.config.model) * self.mesh.world_size).backward()
+        self._note_peak()
+        self._update()
+
+    def end_early(self) -> None:
+        """The trace could not go on: what was alive so far is all that is known."""
+        self.is_whole = False
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        live = self.recorder.live
+        self.peak, self.peak_operator, self.peak_place = live.peak, live.peak_operator, live.peak_place
+
+    def _begin(self) -> None:
+        """Count from here: what building has made is there before."""
+        live, links = self.recorder.live, self.recorder.links
+        live.now = 0
+        live.restart_peak()
+        self.recorder.operators.clear()
+        links.sums.clear()
+
+    def _update(self) -> None:
+        """AdamW on the float32 masters that this rank updates, unless they are updated elsewhere."""
+        if self.config.zero.offload != "none":
+            return
+        live, train = self.recorder.live, self.config.train
+        masters = [self._master(numel) for numel in _partition(self.module, self.config, self.mesh)]
+        fused = uses_fused_adamw(DEVICE.type, None)
+        optimizer = AdamW(
+            masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False, fused=fused
+        )
+        # The first step makes the moments, which count as held; the second is one of those that follow.
+        optimizer.step()
+        before = live.now
+        live.restart_peak()
+        optimizer.step()
+        self.optimizer_peak = live.peak - before
+
+    def _master(self, numel: int) -> Tensor:
+        master = torch.zeros(numel, dtype=torch.float32, device=DEVICE).requires_grad_()
+        master.grad = torch.zeros_like(master)
+        return master
+
+    def figures(self, rank: int, *, seconds: float) -> RankTrace:
+        """What the step has taken."""
+        recorder = self.recorder
+        held = partition_bytes(self.config, self.module, self.mesh)
+        return RankTrace(
+            rank=rank,
+            bytes=StepBytes(
+                weights=held.weights,
+                gradients=held.gradients,
+                optimizer=held.optimizer,
+                gathered=held.gathered,
+                reduction=held.reduction.within_backward,
+                after_backward=held.reduction.after_backward,
+                kept=self.kept,
+                kept_on_host=self.kept_on_host,
+                passing=max(0, self.peak - self.kept),
+                optimizer_step=self.optimizer_peak,
+            ),
+            peak_operator=self.peak_operator,
+            peak_place=self.peak_place,
+            operators=recorder.operators.total(),
+            host_waits=recorder.waits.found,
+            copies=recorder.waits.copies,
+            copied_bytes=recorder.waits.copied_bytes,
+            copied_to_host_bytes=recorder.waits.copied_to_host_bytes,
+            links=recorder.links.figures(),
+            is_whole=self.is_whole,
+            seconds=seconds,
+            most_called=recorder.operators.most_common(8),
+        )
+
+
+def _partition(module: CausalLM, config: RunConfig, mesh: Mesh) -> list[int]:
+    """Values of the flat masters that this rank updates: matrices, then norms and biases."""
+    ranks = mesh.world_size
+    if config.zero_stage == 0:
+        ranks = 1
+    sizes: dict[bool, int] = {True: 0, False: 0}
+    for p in module.parameters():
+        sizes[p.ndim >= 2] += p.numel()
+    return [-(-size // ranks) for size in sizes.values() if size]

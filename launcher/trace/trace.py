@@ -1,0 +1,155 @@
+"""``trace_run``: every kind of rank of a run, each traced in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.config.sections import RunConfig
+from launcher.plan.settled import settled
+from launcher.plan.world import RankKind, World, rank_kinds
+from launcher.trace.figures import RankTrace
+from launcher.trace.places import ROOT
+from launcher.trace.stand_in import torch_cuda_version
+from longctx import errors
+from longctx.errors import ConfigError, LongCtxError
+
+_NO_CUDA = """\
+plan --trace needs PyTorch's CUDA build, and {python} has the CPU build ({version}).
+No GPU is needed, and no driver: tensors have shapes and no data. Make an environment beside this one:
+  python3 -m venv cuda && cuda/bin/pip install torch==2.13.0 && cuda/bin/pip install -e .
+  cuda/bin/python -m launcher plan --trace …
+It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTrace:
+    """A run's step, as each kind of rank meets it."""
+
+    config: RunConfig
+    world: World
+    document_tokens: int
+    capability: tuple[int, int]
+    kinds: list[RankKind]
+    traces: list[RankTrace]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "world": dataclasses.asdict(self.world),
+            "document_tokens": self.document_tokens,
+            "capability": list(self.capability),
+            "ranks": [
+                {"kind": kind.describe(), **trace.to_json()}
+                for kind, trace in zip(self.kinds, self.traces, strict=True)
+            ],
+        }
+
+
+def check_cuda_build() -> None:
+    """LongCtxError, saying what to install, unless this PyTorch is built for CUDA."""
+    if torch_cuda_version() is None:
+        import torch
+
+        raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__))
+
+
+def traced_config(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
+    """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
+    config = settled(config, world, document_tokens=document_tokens)
+    # A compiler's graphs do not go through the trace; the report says so.
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
+    _check_store(config)
+    if config.parallel.kernel == "auto":
+        _check_scores(config)
+        # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
+    return config
+
+
+def _check_store(config: RunConfig) -> None:
+    """ConfigError where values would be written to a disk: there are none."""
+    if config.train.store == "disk":
+        raise ConfigError(
+            "plan --trace has no values that train.store=disk could write.\n"
+            "Try --train.store host: the device holds as much, and what it counts on the host is on the disk."
+        )
+
+
+def trace_run(
+    config: RunConfig,
+    world: World,
+    *,
+    document_tokens: int = 0,
+    capability: tuple[int, int] = (9, 0),
+    progress: Callable[[RankKind], None] = lambda kind: None,
+) -> RunTrace:
+    """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
+    check_cuda_build()
+    config = traced_config(config, world, document_tokens=document_tokens)
+    kinds, traces = rank_kinds(config), []
+    # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
+    for kind in kinds:
+        progress(kind)
+        orders = {
+            "config": dataclasses.asdict(config),
+            "world": dataclasses.asdict(world),
+            "rank": kind.rank,
+            "document_tokens": document_tokens,
+            "capability": list(capability),
+        }
+        traces.append(RankTrace.from_json(_ask_worker(orders)))
+    return RunTrace(
+        config=config,
+        world=world,
+        document_tokens=document_tokens,
+        capability=capability,
+        kinds=kinds,
+        traces=traces,
+    )
+
+
+def _check_scores(config: RunConfig) -> None:
+    """ConfigError where scores are more than products: FlexAttention, which has them, wants data."""
+    model, rule = config.model, None
+    if model.attention_softcap:
+        rule = f"model.attention_softcap={model.attention_softcap}"
+    if model.position in ("alibi", "t5"):
+        rule = f"model.position={model.position}"
+    if rule is not None:
+        raise ConfigError(
+            f"{rule}: a GPU computes such scores by FlexAttention, which is not traced yet: it compiles kernels for "
+            "data.\nTry --parallel.kernel blockwise, whose temporaries are larger."
+        )
+
+
+def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
+    """The trace of one rank, from a process of its own."""
+    # The worker imports the packages from where this process has them, whatever the folder it starts in.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.trace.worker", str(result)],
+            input=json.dumps(orders),
+            text=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        if not result.exists():
+            raise RuntimeError(f"the process that traces rank {orders['rank']} died: {done.stderr.strip()[-2000:]}")
+        answer = json.loads(result.read_text())
+    if "trace" in answer:
+        return answer["trace"]
+    if not answer["kind"]:
+        raise RuntimeError(f"the trace of rank {orders['rank']} failed:\n{answer['error']}")
+    raise getattr(errors, answer["kind"], ConfigError)(answer["error"])

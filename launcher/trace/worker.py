@@ -1,0 +1,64 @@
+"""A process that traces one rank and ends: ``python -m launcher.trace.worker RESULT``, its orders on standard input.
+
+One process a rank: what stands in for driver and network is of the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from launcher.trace.stand_in import has_driver, load_stand_in
+from longctx.errors import LongCtxError
+
+
+def main(result: Path, orders: dict[str, Any]) -> None:
+    """Trace, and write the figures or the reason why there are none."""
+    try:
+        written = {"trace": _trace(orders)}
+    except LongCtxError as error:
+        written = {"error": str(error), "kind": type(error).__name__}
+    except Exception:
+        written = {"error": traceback.format_exc(), "kind": ""}
+    result.write_text(json.dumps(written))
+    sys.stdout.flush()
+    # The end of a process whose driver is a stand-in is nobody's business: PyTorch would tidy up devices.
+    os._exit(0)
+
+
+def _trace(orders: dict[str, Any]) -> dict[str, Any]:
+    finish = None
+    if not has_driver():
+        finish = load_stand_in()
+    # Torch comes here, after the stand-in.
+    import torch
+
+    if finish is not None:
+        finish()
+    from launcher.config.load import from_values
+    from launcher.plan.world import World
+    from launcher.trace.step import trace_rank
+
+    # PyTorch says of many things what a trace cannot mend.
+    logging.disable(logging.WARNING)
+    # A GPU that is here is the one to choose kernels for.
+    capability = tuple(orders["capability"])
+    if finish is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    trace = trace_rank(
+        from_values(orders["config"]),
+        World(**orders["world"]),
+        orders["rank"],
+        document_tokens=orders["document_tokens"],
+        capability=capability,
+    )
+    return trace.to_json()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.load(sys.stdin))

@@ -1,0 +1,161 @@
+"""``measure``: a profile of one and of two ranks, written and read back; what stands in a file; the command."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.measure.clock import Clock
+from launcher.measure.elementwise import measure_elementwise
+from launcher.measure.figures import Figure, mean_over_ranks, profile_text
+from launcher.measure.rank import measure_together
+from launcher.measure.run import MeasureOptions, measure_machine
+from launcher.measure.sizes import BY_NAME, SMALLEST
+from launcher.plan.hardware import SIZES, Hardware, from_values, load_hardware
+from launcher.plan.rates import Rate
+from longctx.errors import ConfigError
+from tests.helpers import run_distributed
+from tests.launcher.cli.calls import call
+
+ORDERS = {"device": "cpu", "cpu_time": False, "sizes": "smallest", "timeout_seconds": 60.0}
+ALWAYS_MEASURED = {name for name in SIZES if name != "network_bandwidth"}
+
+
+def profile_of(figures: list[Figure]) -> Hardware:
+    """The profile that these figures make."""
+    figures = [*figures, Figure.of("ranks", 2, "ranks")]
+    return from_values(tomllib.loads(profile_text("mine", "cpu", figures, "today", ["a note"])), "measured")
+
+
+def measure_on_ranks(folder: str) -> None:
+    titles: list[str] = []
+    figures = measure_together({**ORDERS, "folder": folder}, torch.device("cpu"), titles.append)
+    hardware = profile_of(figures)
+    assert len(titles) == 6
+    assert all(name in hardware.sources for name in ALWAYS_MEASURED - {"exchange_bandwidth"})
+    for name in SIZES:
+        rate = getattr(hardware, name)
+        assert all(value > 0 for values in rate.values.values() for value in values), name
+    assert 0 <= hardware.hidden_share <= 1
+    # On every rank the same: each one's own figures differ.
+    said = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(said, json.dumps(hardware.to_json()))
+    assert len(set(said)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_measure_together_and_have_one_profile(ranks, tmp_path):
+    run_distributed(measure_on_ranks, ranks, str(tmp_path))
+
+
+def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    titles: list[str] = []
+    options = MeasureOptions(device="cpu", sizes="smallest", cpu_time=True)
+    text, hardware = measure_machine(options, tmp_path, titles.append)
+    assert titles[0] == "memory and disk"
+    assert hardware.ranks == 1
+    assert hardware.device_type == "cpu"
+    assert "CPU seconds" in hardware.sources["product_flops"]
+    Path("hardware.toml").write_text(text)
+    assert load_hardware("measured") == hardware
+
+
+def test_what_fails_in_a_process_is_said(tmp_path):
+    with pytest.raises(RuntimeError, match="KeyError: 'no such sizes'"):
+        measure_machine(MeasureOptions(device="cpu", sizes="no such sizes"), tmp_path, lambda _: None)
+
+
+def test_tables_have_a_value_for_each_point():
+    clock = Clock(torch.device("cpu"), round_seconds=0.0)
+    for figure in measure_elementwise(clock, SMALLEST):
+        points = 1
+        for axis in figure.axes.values():
+            points *= len(axis)
+        assert set(figure.values) == {"float32", "bfloat16"}
+        assert all(len(values) == points for values in figure.values.values())
+
+
+@pytest.mark.parametrize("sizes", BY_NAME.values(), ids=BY_NAME)
+def test_sizes_ascend(sizes):
+    for name in ("tokens", "widths", "lengths", "squares", "windows", "head_dims", "tensor_bytes", "message_bytes"):
+        points = getattr(sizes, name)
+        assert list(points) == sorted(set(points))
+
+
+def test_the_mean_over_ranks_is_that_of_their_seconds():
+    fast, slow = (Figure("memory_bandwidth", {}, "sums", {"value": [rate]}) for rate in (3e9, 1e9))
+    # A byte takes 1/3 and 1 ns: 2/3 ns in the mean.
+    assert mean_over_ranks([fast, slow]).values == {"value": [pytest.approx(1.5e9)]}
+
+
+def test_a_section_is_read_back_as_it_was():
+    figure = Figure("product_flops", {"tokens": (16, 64), "width": (8,)}, "products")
+    for dtype in (torch.float32, torch.bfloat16):
+        figure.add(dtype, 1.5e9)
+        figure.add(dtype, 250.0)
+    section = tomllib.loads(figure.section('of a "test"'))["product_flops"]
+    assert section["source"] == 'of a "test"'
+    assert section["float32"] == [[1.5e9], [250.0]]
+
+
+def test_a_clock_counts_one_call_of_many():
+    clock, calls = Clock(torch.device("cpu"), round_seconds=0.01), []
+    seconds = clock.seconds(lambda: calls.append(1))
+    assert 0 < seconds < 0.01
+    assert len(calls) > 3
+
+
+class FakeEvents:
+    """In place of ``torch.cuda``: counts how often the host waits."""
+
+    waits = 0
+
+    @classmethod
+    def synchronize(cls, device: torch.device) -> None:
+        cls.waits += 1
+
+
+def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", FakeEvents.synchronize)
+    FakeEvents.waits = 0
+    Clock(torch.device("cuda"), round_seconds=0.0).once(lambda: None)
+    assert FakeEvents.waits == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "-1"), "must be 1 to"),
+        (("--ranks", "5000"), "must be 1 to"),
+        (("--hostfile", "hosts"), "links between machines are not measured"),
+        (("--output", "there.toml"), "there.toml exists"),
+        (("--output", "nowhere/there.toml"), "there is no folder nowhere"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("there.toml").touch()
+    code, _, said = call(capsys, "measure", *arguments, "--device", "cpu")
+    assert code == 2
+    assert message in said
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="2 ranks need as many GPUs"):
+        measure_machine(MeasureOptions(ranks=2, device="cuda"), tmp_path, lambda _: None)
+
+
+def test_measured_names_the_command_where_there_is_no_profile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="longctx measure"):
+        load_hardware("measured")
+
+
+def test_a_plain_rate_is_a_number_in_json():
+    assert Rate.plain(5.0).to_json() == 5.0
