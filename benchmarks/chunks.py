@@ -74,9 +74,12 @@ class Case:
 
     def config(self) -> ModelConfig:
         """The model."""
+        layers, window = LAYERS[self.layers], 0
+        if "window" in layers:
+            window = 512
         return ModelConfig(
-            layers=LAYERS[self.layers],
-            window=512,
+            layers=layers,
+            window=window,
             vocab_size=1024,
             hidden_size=WIDTH,
             num_layers=4,

@@ -178,7 +178,7 @@ class ChunkedLayer:
         """The layer's output, and the router's statistics."""
         y: Stored | None = None
         stats: list[Tensor] = []
-        experts = self._admit(x, attended)
+        experts = _admitted(self.parts, self.chunks, x, attended.out)
         for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
             y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, experts, self._new_routing())
             y = y or self.store.empty_chunks(self.stream.num_tokens, y_BcM)
@@ -189,17 +189,6 @@ class ChunkedLayer:
             stats = of_chunk
         assert y is not None
         return y, stats
-
-    def _admit(self, x: Stored, attended: Attended) -> MoECall:
-        """The call of the experts. Where they have a capacity, all tokens choose before the first is dispatched."""
-        call = self.parts.call.experts
-        if not self.parts.admits_together:
-            return call
-        chosen = []
-        for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
-            chosen.append(self.parts.choose_experts(x_BcM, heads_BcHV, tokens))
-        # One collective a layer, as for whole rows.
-        return call.admit(torch.cat(chosen, dim=1))
 
     def _finish_backward(
         self, x: Stored, out: ByGroups, dstats: Sequence[Tensor | None], differentiate: Differentiate
@@ -268,3 +257,15 @@ class ChunkedLayer:
             return None
         self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store, by_chunks=True))
         return self.routing[-1]
+
+
+def _admitted(parts: LayerParts, chunks: Sequence[slice], x: Stored, out: ByGroups) -> MoECall:
+    """The call of the experts. Where they have a capacity, all tokens choose before the first is dispatched."""
+    call = parts.call.experts
+    if not parts.admits_together:
+        return call
+    chosen = []
+    for tokens, (x_BcM, heads_BcHV) in in_turn(chunks, [x, out]):
+        chosen.append(parts.choose_experts(x_BcM, heads_BcHV, tokens))
+    # One collective a layer, as for whole rows.
+    return call.admit(torch.cat(chosen, dim=1))

@@ -56,9 +56,11 @@ class LayerParts:
         return isinstance(self.block.mlp, MixtureOfExperts) and self.call.experts.capacity is not None
 
     def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
-        """The experts [B, c, k] that a chunk's tokens choose."""
-        call = replace(self.call, experts=self.call.experts.of_tokens(tokens, self.num_tokens))
-        return self.block.choose_experts(x_BcM, heads_BcHV, self._draws_of(tokens), call)
+        """The experts [B, c, k] that a chunk's tokens choose, before any capacity."""
+        assert isinstance(self.block.mlp, MixtureOfExperts)
+        draws = self._draws_of(tokens)
+        _, normed_BcM = self.call.run(Block.join_attention, self.block, x_BcM, heads_BcHV, draws, False)
+        return self.block.mlp.choose(normed_BcM, self.call.experts.of_tokens(tokens, self.num_tokens))
 
     def finish(
         self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice, experts: MoECall, cache: RecomputeCache | None

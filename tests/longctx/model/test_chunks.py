@@ -37,6 +37,11 @@ CONFIGS = {
     "t5, sinks": dense_config(**RANDOM, position="t5"),
     "sinks": dense_config(**RANDOM, sinks=True),
     "alibi": dense_config(**RANDOM, position="alibi"),
+    "relative": dense_config(**RANDOM, position="relative"),
+    "norms of queries and keys": dense_config(**RANDOM, qk_norm="head"),
+    "latent": dense_config(
+        **RANDOM, num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, rope_head_dim=4, value_head_dim=8
+    ),
 }
 BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
 
