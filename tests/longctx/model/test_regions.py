@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longctx.batch import Batch
-from longctx.kernels.cross_entropy import PLAIN, LossOptions, _losses_, _whole_losses_
+from longctx.kernels.cross_entropy import PLAIN, LossOptions, _whole_losses_, losses_
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Regions, call_function, compile_count, missing_for_compiling
 from longctx.model.decoder import Decoder
@@ -174,7 +174,7 @@ def test_losses_of_whole_rows_are_those_of_blocks(options, dtype):
         targets = torch.arange(tokens)
         targets[2] = -100
         memories = [logits.clone(), logits.clone()]
-        wanted = _losses_(memories[0], targets, options, with_gradient=True, run=call_function)
+        wanted = losses_(memories[0], targets, options, with_gradient=True, run=call_function)
         found = run(_whole_losses_, memories[1], targets, options, True, tokens_dim=0)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(memories[1], memories[0], rtol=1e-6, atol=1e-6)
