@@ -31,7 +31,8 @@ METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
 
 TIMING_KEYS = frozenset(
-    {"tokens_per_second", "step_seconds", "data_wait_seconds", "max_memory_bytes", "model_tflops", "mfu", "time"}
+    {"bytes", "hardware", "peak_bytes", "peak_error", "seconds", "seconds_error"}
+    | {"tokens_per_second", "step_seconds", "data_wait_seconds", "max_memory_bytes", "model_tflops", "mfu", "time"}
 )
 """Keys that may differ between two runs that computed the same thing."""
 

@@ -16,6 +16,7 @@ from launcher.metrics.record import Record
 from launcher.report import experts, figures
 from launcher.report.evaluation.sections import evaluation_sections
 from launcher.report.head import key_figures, progress, remarks, state
+from launcher.report.planned import planned_section
 from launcher.report.run import Run, load_run
 from launcher.report.section import Section, Table
 from launcher.report.template import fill_template
@@ -71,7 +72,7 @@ def render(run: Run) -> str:
 def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
     parts = [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
-    parts += [*_work_sections(run), _optimizer_section(run)]
+    parts += [*_work_sections(run), *planned_section(run), _optimizer_section(run)]
     parts += _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)

@@ -23,6 +23,7 @@ from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
+from launcher.plan.world import World
 from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
@@ -30,6 +31,7 @@ from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepFeed
 from launcher.training.model import build_causal_lm, build_layout, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
+from launcher.training.planned import Expected, check_planned_memory, expect
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
@@ -82,6 +84,8 @@ class Run:
     """Where the run begins."""
     tokenizer_files: dict[str, bytes]
     """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
+    expected: Expected
+    """What the plan says of a step."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -152,7 +156,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     # The others wait: rank 0 alone needs a first block of rows now.
-    on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
+    expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
@@ -181,13 +185,14 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         model_type=hf_type(origin),
         progress=progress,
         tokenizer_files=tokenizer_files,
+        expected=expected,
     )
 
 
 def _say_start(
     config: RunConfig, model: ModelConfig, device: torch.device, origin: Origin, loader: Loader, *, mesh: Mesh
-) -> None:
-    """Log what the run is, and what it may not have meant."""
+) -> Expected:
+    """Log what the run is, what it may not have meant, and what it will take; ConfigError where it has less memory."""
     start = Start(
         config=config,
         model=model,
@@ -204,6 +209,16 @@ def _say_start(
         log.info("%s", line)
     for line in warnings(start):
         log.warning("%s", line)
+    expected = expect(
+        config,
+        World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node),
+        padded_documents(config, loader.next_documents()[0]),
+        device_name=device_name(device),
+        steps=start.num_steps,
+    )
+    check_planned_memory(config, expected, ranks_here=mesh.ranks_per_node, free_bytes=start.free_bytes)
+    log.info("%s", expected.line())
+    return expected
 
 
 def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:

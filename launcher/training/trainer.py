@@ -17,6 +17,7 @@ from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.planned import PlanWatch, checked_line
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
@@ -47,6 +48,7 @@ class Trainer:
         if run.validation is not None and run.config.validation.sample_tokens:
             self._sampler = Sampler(run)
         self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
+        self._plan_watch = PlanWatch(run.expected)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
 
     def train(self) -> None:
@@ -67,6 +69,7 @@ class Trainer:
         with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
+            writer.write(run.expected.record(self.progress.step))
             # The first point of the curve: what the weights can do before this run changes them.
             if run.origin == "started" and config.validation.rows:
                 self._validate(writer)
@@ -78,6 +81,7 @@ class Trainer:
                 if self._is_due(config.checkpoint.every_steps):
                     writer.doing("saving a checkpoint")
                     self._save()
+            self._compare_with_plan(writer)
         self._finish()
 
     def take_step(self) -> Record:
@@ -109,7 +113,9 @@ class Trainer:
     def _take_recorded_step(self, writer: RecordWriter) -> None:
         """Take a step and write its record, also that of a step that could not be taken."""
         try:
-            writer.write(self.take_step())
+            record = self.take_step()
+            self._plan_watch.see(record)
+            writer.write(record)
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))
@@ -132,6 +138,12 @@ class Trainer:
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         writer.write({**record, "step": self.progress.step})
+
+    def _compare_with_plan(self, writer: RecordWriter) -> None:
+        """Say how far the plan was from what the steps took."""
+        record = self._plan_watch.record(self.progress.step)
+        writer.write(record)
+        log.info("%s", checked_line(record))
 
     def _is_due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""

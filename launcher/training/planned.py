@@ -1,0 +1,182 @@
+"""What a run expects of itself, by the arithmetic of ``longctx plan``: said at its start, compared at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.config.sections import RunConfig
+from launcher.metrics.record import Record
+from launcher.plan.estimate import estimate_ranks
+from launcher.plan.figures import StepBytes
+from launcher.plan.hardware import FOLDER, MEASURED, MEASURED_FILE, Hardware, load_hardware
+from launcher.plan.memory import gib
+from launcher.plan.seconds import StepSeconds, slowest
+from launcher.plan.world import World
+from longctx.batch import PackedDocuments
+from longctx.errors import ConfigError
+
+_STEPS = 1000
+"""The last ones, whose median is compared: a long run must not remember all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One step of the rank that needs most, and of the one that takes longest."""
+
+    hardware: str
+    bytes: StepBytes
+    host_bytes: int
+    """Of the machine's memory, for each rank, beside a GPU's own."""
+    seconds: StepSeconds | None
+    """None on a GPU that no profile describes."""
+    steps: int
+    """That this process takes."""
+
+    def line(self) -> str:
+        """One line for the log."""
+        b = self.bytes
+        parts = {
+            "program": b.process,
+            "weights": b.weights + b.gathered,
+            "gradients": b.gradients + b.reduction,
+            "optimizer": b.optimizer,
+            "kept": b.kept,
+            "passing": b.passing,
+        }
+        told = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        line = f"Plan: {gib(b.peak)} a rank at the peak ({told})"
+        if self.host_bytes:
+            line += f", {gib(self.host_bytes)} on its host"
+        if self.seconds is None:
+            return f"{line}; no profile says how fast {self.hardware} is."
+        total = self.seconds.total
+        return f"{line}; {total:.3g} s a step, {_duration(total * self.steps)} for all steps, as {self.hardware}."
+
+    def record(self, step: int) -> Record:
+        """The same for metrics.jsonl."""
+        found: Record = {
+            "kind": "event",
+            "event": "plan",
+            "step": step,
+            "hardware": self.hardware,
+            "peak_bytes": self.bytes.peak,
+            "bytes": dataclasses.asdict(self.bytes),
+            "host_bytes": self.host_bytes,
+        }
+        if self.seconds is not None:
+            found |= {"step_seconds": self.seconds.total, "seconds": dataclasses.asdict(self.seconds)}
+        return found
+
+
+def expect(config: RunConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int) -> Expected:
+    """The arithmetic for a settled ``config``; ``documents`` are those of a micro-batch on this rank's context group.
+
+    ``device_name`` is "cpu" or a GPU's name.
+    """
+    hardware = find_hardware(device_name)
+    known = hardware is not None
+    if hardware is None:
+        # Bytes do not depend on how fast a GPU is.
+        hardware = load_hardware("h100")
+    if hardware.device_type == "cpu":
+        resident = psutil.Process().memory_info().rss
+        hardware = dataclasses.replace(hardware, process_bytes=max(resident, hardware.process_bytes))
+    ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
+    seconds, name = None, device_name
+    if known:
+        seconds, name = slowest([rank.seconds for rank in ranks]), hardware.name
+    largest = max((rank.bytes for rank in ranks), key=lambda of_rank: of_rank.peak)
+    return Expected(hardware=name, bytes=largest, host_bytes=host_bytes, seconds=seconds, steps=steps)
+
+
+def find_hardware(device_name: str) -> Hardware | None:
+    """The profile of a run's devices: the one that ``measure`` left in the working folder, else a shipped one.
+
+    None for a GPU that neither describes. ConfigError where the measured one cannot be read.
+    """
+    device_type = "cuda"
+    if device_name == "cpu":
+        device_type = "cpu"
+    if Path(MEASURED_FILE).is_file():
+        measured = load_hardware(MEASURED)
+        if measured.device_type == device_type:
+            return measured
+    if device_type == "cpu":
+        return load_hardware("cpu")
+    shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
+    return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
+
+
+class PlanWatch:
+    """Compares a run's steps with what was expected of them. On rank 0."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self._peak_bytes = 0
+        self._is_first = True
+
+    def see(self, record: Record) -> None:
+        """Take in a step. The first one of a process allocates and compiles: its seconds do not count."""
+        self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
+        if not self._is_first:
+            self._seconds.append(record["step_seconds"])
+        self._is_first = False
+
+    def record(self, step: int) -> Record:
+        """The end's event: what was measured, and by which share the plan was above it."""
+        found: Record = {"kind": "event", "event": "plan_checked", "step": step, "peak_bytes": self._peak_bytes}
+        if self._peak_bytes:
+            found["peak_error"] = self.expected.bytes.peak / self._peak_bytes - 1
+        if self._seconds:
+            found["step_seconds"] = statistics.median(self._seconds)
+        if self._seconds and self.expected.seconds is not None:
+            found["seconds_error"] = self.expected.seconds.total / found["step_seconds"] - 1
+        return found
+
+
+def checked_line(record: dict[str, Any]) -> str:
+    """The end's line for the log."""
+    line = f"Plan and run: {gib(record['peak_bytes'])} at the peak{_signed(record.get('peak_error'))}"
+    if "step_seconds" in record:
+        line += f", {record['step_seconds']:.3g} s a step in the median{_signed(record.get('seconds_error'))}"
+    return f"{line}."
+
+
+def _signed(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f" (plan {error:+.0%})"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:,.1f} hours"
+
+
+def check_planned_memory(config: RunConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
+    """ConfigError where a rank's peak is more than is free; ``free_bytes`` are a GPU's, or for all ranks."""
+    if not config.run.memory_check:
+        return
+    needs, whose = expected.bytes.peak, "on its GPU"
+    if expected.bytes.process:
+        # What the ranks hold already is not among what is free.
+        needs, whose = ranks_here * (needs - expected.bytes.process), f"for the {ranks_here} of this machine"
+    if needs <= free_bytes:
+        return
+    raise ConfigError(
+        f"This run does not fit: its plan comes to {gib(expected.bytes.peak)} a rank at the peak, and "
+        f"{gib(free_bytes)} are free {whose}.\n{expected.line()}\n"
+        "`longctx plan --search` with the same config finds settings that fit. --run.memory_check false starts all the "
+        "same."
+    )
