@@ -25,6 +25,9 @@ class Sizes:
     state_widths: tuple[int, int]
     """Of two models whose gradients are reduced and whose weights are updated."""
     state_vocabularies: tuple[int, int]
+    state_layers: tuple[int, int]
+    """Of the smaller of them, which is made twice: what a layer takes is the difference."""
+    state_steps: int
     logits: tuple[int, int]
     """Tokens and vocabulary."""
     file_bytes: int
@@ -44,6 +47,8 @@ ON_CPU = Sizes(
     message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     state_widths=(64, 384),
     state_vocabularies=(512, 8192),
+    state_layers=(2, 6),
+    state_steps=3,
     logits=(512, 8192),
     file_bytes=1 << 27,
     round_seconds=0.02,
@@ -60,6 +65,8 @@ ON_GPU = Sizes(
     message_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28),
     state_widths=(256, 2048),
     state_vocabularies=(4096, 65536),
+    state_layers=(2, 6),
+    state_steps=5,
     logits=(4096, 65536),
     file_bytes=1 << 28,
     round_seconds=0.02,
@@ -76,6 +83,8 @@ SMALLEST = Sizes(
     message_bytes=(1 << 10, 1 << 14),
     state_widths=(16, 32),
     state_vocabularies=(64, 512),
+    state_layers=(1, 2),
+    state_steps=1,
     logits=(16, 64),
     file_bytes=1 << 20,
     round_seconds=0.0,
