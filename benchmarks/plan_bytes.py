@@ -1,12 +1,13 @@
 """``plan`` beside ``plan --trace``: bytes by arithmetic, and those of the code itself, for twelve runs of three models.
 
-    LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--quick] [NAME …]
+    LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--few] [NAME …]
 
-All layers of each model, 131,072 tokens a rank, bfloat16, ZeRO 2. PYTHON has PyTorch's CUDA build; no GPU is needed. A
-trace takes one to five minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations
-take as well: the peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it.
-Saved in ``benchmarks/results/plan_bytes.json``, which the tests hold the arithmetic to; ``--quick`` takes three layers
-(five of DeepSeek-V3, whose first three have no experts).
+131,072 tokens a rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (five of DeepSeek-V3,
+whose first three have no experts). PYTHON has PyTorch's CUDA build; no GPU is needed. A trace of all layers takes one
+to ten minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations take as well: the
+peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it. Each row is saved in
+``benchmarks/results/plan_bytes.json``, which the tests hold the arithmetic to; one of few layers does not take the
+place of one of all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks.machine import machine
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
+from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import load_hardware
 from launcher.plan.world import World
 
@@ -49,12 +51,12 @@ class Case:
     flags: tuple[str, ...]
     few_layers: int = 3
 
-    def argv(self, *, quick: bool) -> list[str]:
+    def argv(self, *, few: bool) -> list[str]:
         """What ``plan`` takes."""
         tokens = str(_TOKENS * self.context)
         argv = ["--config", "quickstart", "--model.preset", self.preset, "--parallel.context", str(self.context)]
         argv += ["--data.seq_len", tokens, "--train.tokens_per_step", tokens, "--train.micro_batch_rows", "1"]
-        if quick:
+        if few:
             argv += ["--model.num_layers", str(self.few_layers)]
         return [*argv, *self.flags]
 
@@ -81,51 +83,70 @@ CASES = (
 )
 
 
-def planned(case: Case, *, quick: bool) -> RunEstimate:
+def planned(case: Case, *, few: bool) -> RunEstimate:
     """The arithmetic."""
-    config = load_run_config(case.argv(quick=quick))
+    config = load_run_config(case.argv(few=few))
     return estimate_run(config, World.of(config), load_hardware("h100"))
 
 
 def errors(run: RunEstimate, traced: dict[str, int]) -> tuple[float, float]:
     """Signed errors of the peak, and of what activations take of it, as shares of the trace."""
-    of_bytes = max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
+    of_bytes = largest(run)
     activations = (of_bytes.kept + of_bytes.passing) / (traced["kept"] + traced["passing"]) - 1
     return of_bytes.peak / traced["peak"] - 1, activations
 
 
-def trace(case: Case, *, quick: bool) -> dict[str, int]:
+def trace(case: Case, *, few: bool) -> dict[str, int]:
     """Bytes of the rank that needs most, by ``plan --trace``."""
     python = os.environ.get("LONGCTX_CUDA_PYTHON", sys.executable)
-    command = [python, "-m", "launcher", "plan", "--trace", "--json", *case.argv(quick=quick)]
+    command = [python, "-m", "launcher", "plan", "--trace", "--json", *case.argv(few=few)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     ranks: list[dict[str, Any]] = [rank["bytes"] for rank in json.loads(done.stdout)["ranks"]]
     most = max(ranks, key=lambda one: one["peak"])
     return {name: most[name] for name in ("kept", "kept_on_host", "passing", "peak")}
 
 
+def largest(run: RunEstimate) -> StepBytes:
+    """Of the rank that needs most."""
+    return max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
+
+
+def load_rows() -> dict[str, dict[str, Any]]:
+    """What was traced so far, by name."""
+    if not RESULTS.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(RESULTS.read_text())["traced"]}
+
+
+def save(row: dict[str, Any]) -> None:
+    """Put a row among those of the file, in their order."""
+    rows = load_rows()
+    if row["few_layers"] and not rows.get(row["name"], row)["few_layers"]:
+        return
+    rows[row["name"]] = row
+    ordered = [rows[case.name] for case in CASES if case.name in rows]
+    RESULTS.write_text(json.dumps({"machine": machine(), "traced": ordered}, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Trace, compare, save; exit code 1 where a row is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few layers; nothing is saved")
-    parser.add_argument("names", nargs="*", help="these runs alone; nothing is saved")
+    parser.add_argument("--few", action="store_true", help="few layers of each model")
+    parser.add_argument("names", nargs="*", help="these runs alone")
     options = parser.parse_args(argv)
-    rows, missed = [], 0
+    missed = 0
     print("run | kept + passing, GiB | planned | traced peak, GiB | planned | error of peak | of activations")
     for case in CASES:
         if options.names and case.name not in options.names:
             continue
-        traced, run = trace(case, quick=options.quick), planned(case, quick=options.quick)
+        traced, run = trace(case, few=options.few), planned(case, few=options.few)
         of_peak, of_activations = errors(run, traced)
         missed += not all(LEAST <= error <= MOST for error in (of_peak, of_activations))
-        rows.append({"name": case.name, **traced})
-        of_bytes = max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
+        save({"name": case.name, "few_layers": options.few, **traced})
+        of_bytes = largest(run)
         figures = (traced["kept"] + traced["passing"], of_bytes.kept + of_bytes.passing, traced["peak"], of_bytes.peak)
         cells = [f"{figure / 2**30:.1f}" for figure in figures]
         print(" | ".join([case.name, *cells, f"{of_peak:+.1%}", f"{of_activations:+.1%}"]), flush=True)
-    if not options.quick and not options.names:
-        RESULTS.write_text(json.dumps({"machine": machine(), "traced": rows}, indent=1) + "\n")
-        print(f"saved {RESULTS}")
     return int(bool(missed))
 
 

@@ -157,6 +157,23 @@ def generation_batch(result: Result) -> str:
     return markdown(head, rows)
 
 
+def chunks(result: Result) -> str:
+    """Layers by chunks beside whole ones: a row of one length in each way, then the long rows."""
+    whole = {row["tokens"]: row["cpu_seconds"] for row in result["table"] if row["way"] == "whole"}
+    head = ("tokens, layers", "way", "CPU s", "× whole", "s", "MiB above the model", "KiB a token")
+    return markdown(head, (_chunks_row(row, whole) for row in result["table"] + result["longest"]))
+
+
+def _chunks_row(row: dict[str, Any], whole: dict[int, float]) -> list[str]:
+    case, ratio = f"{row['tokens']:,}, {row['layers']}", "–"
+    if "date" in row:
+        case += f" ({row['date']})"
+    if row["tokens"] in whole:
+        ratio = f"{row['cpu_seconds'] / whole[row['tokens']]:.3f}"
+    seconds = [f"{row['cpu_seconds']:,.1f}", ratio, f"{row['seconds']:,.1f}"]
+    return [case, row["way"], *seconds, f"{row['rise_mib']:,.0f}", f"{row['kib_a_token']:.1f}"]
+
+
 def long_prompt(result: Result) -> str:
     """A long prompt and a short answer, on one rank and on two."""
     head = ("prompt and new tokens", "ranks", "CPU s, each rank", "resident rise, each rank", "cache alone")
@@ -258,6 +275,27 @@ def peers(result: Result) -> str:
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
     return markdown(("", *(f"{case}: over half · MiB · dk error" for case in cases)), lines)
+
+
+def degrees(result: Result) -> str:
+    """Rows side by side, and with fixed degrees."""
+    head = ("rows of", "ranks", "tokens a rank", "rows at once", "attention: mean, worst", "ranks a document (fewest)",
+            "keys received a token", "all ranks a row", "fewest ranks a row: keys, attention")  # fmt: skip
+    return markdown(head, (_degrees_row(row) for row in result["rows"]))
+
+
+def _degrees_row(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['seq_len']:,}",
+        str(row["context"]),
+        f"{row['tokens_per_rank']:,}",
+        str(row["rows"]),
+        f"**{row['attention_mean']:.3f}**, {row['attention_worst']:.3f}",
+        f"{row['ranks']:.2f} ({row['fewest']:.2f})",
+        f"{row['rows_a_token']:.2f}",
+        f"{row['wide_rows_a_token']:.2f}",
+        f"{row['narrow_degree']}: {row['narrow_rows_a_token']:.2f}, {row['narrow_attention_mean']:.2f}",
+    ]
 
 
 # --- experts ------------------------------------------------------------------------------------------------
@@ -419,12 +457,14 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "loss": ("loss", loss),
     "generation": ("generation", generation),
     "generation-batch": ("generation_batch", generation_batch),
+    "chunks": ("chunks", chunks),
     "long-prompt": ("long_prompt", long_prompt),
     "prompt-growth": ("long_prompt", prompt_growth),
     "ring": ("attention", ring),
     "packed": ("attention", packed),
     "exactness": ("attention", exactness),
     "peers": ("peers", peers),
+    "degrees": ("degrees", degrees),
     "experts": ("moe", experts),
     "expert-ranks": ("moe", expert_ranks),
     "scale-attention": ("scale", scale.table_of(scale.ATTENTION)),

@@ -1,8 +1,9 @@
 """Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
 
-Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. Micro-batch a of data rank d takes the B rows from
-s·R + a·(D·B) + d·B. Rows of an epoch are planned block by block (``rows.blocks``), and only the block that is read and
-the next one are in memory. Rows of epoch e + 1 follow those of epoch e directly.
+Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` deals them out, in their
+order: with B rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. Rows of an epoch are
+planned block by block (``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch
+e + 1 follow those of epoch e directly.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.rows.batches import Pieces, build_batch
+from data_pipeline.rows.batches import Pieces, build_batch, documents_of
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.position import Position, read_position
 from data_pipeline.shards.reader import ShardSet
-from longctx.batch import Batch
+from longctx.batch import Batch, PackedDocuments
 from longctx.errors import ConfigError, DataError
 
 STATE_FORMAT = "longctx-loader"
@@ -36,13 +38,15 @@ def build_loader(
     shuffle: bool = True,
     verify: bool = True,
 ) -> Loader:
-    """An endless iterator of this data rank's micro-batches [micro_batch_rows, seq_len] from a shard folder.
+    """An endless iterator of this data rank's micro-batches from a shard folder.
 
-    ``rows_per_step`` counts rows of all ranks and micro-batches together. ``verify`` reads every shard once to check
-    its checksum. Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
+    ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
+    ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
+    ``verify`` reads every shard once to check its checksum. Raises ``ConfigError`` for sizes that do not fit,
+    ``DataError`` for a folder that cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
-    _check_rows_per_step(rows_per_step, data_degree=data_degree, micro_batch_rows=micro_batch_rows)
+    _check_rows_per_step(rows_per_step, data_degree=data_degree)
     return Loader(
         _open(folder, verify=verify),
         seq_len=seq_len,
@@ -63,11 +67,13 @@ def build_validation_loader(
     micro_batch_rows: int = 1,
     data_rank: int = 0,
     data_degree: int = 1,
+    even: bool = False,
     verify: bool = True,
 ) -> ValidationLoader:
     """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
 
-    Every rank gets equally many micro-batches; where rows do not divide, the last ones hold padding alone.
+    Every rank gets equally many micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most so many and as
+    equal as they can be. Where rows do not divide, the last ones hold padding alone.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
@@ -79,6 +85,7 @@ def build_validation_loader(
         micro_batch_rows=micro_batch_rows,
         data_rank=data_rank,
         data_degree=data_degree,
+        even=even,
     )
 
 
@@ -101,12 +108,10 @@ class Loader:
         """``deal`` is that of the corpus unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
-        self.micro_batches_per_step = rows_per_step // (data_degree * micro_batch_rows)
-        """Micro-batches that this rank takes for one step."""
+        self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
+        """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
-        self._micro_batch_rows = micro_batch_rows
         self._data_rank = data_rank
-        self._data_degree = data_degree
         self._seed = seed
         self._shuffle = shuffle
         self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
@@ -125,14 +130,17 @@ class Loader:
         """The next micro-batch of this data rank."""
         if self._micro_batch == 0:
             self._step_rows = self._rows_of_step()
-        # Ranks take neighbouring rows of the same micro-batch, as the module's docstring says.
-        rows_of_all_ranks = self._data_degree * self._micro_batch_rows
-        first = self._micro_batch * rows_of_all_ranks + self._data_rank * self._micro_batch_rows
-        batch = build_batch(self.shards, self._step_rows[first : first + self._micro_batch_rows], self.seq_len)
+        rows = self.micro_batches.rows(self._micro_batch, self._data_rank)
+        batch = build_batch(self.shards, self._step_rows[rows.start : rows.stop], self.seq_len)
         self._micro_batch += 1
         if self._micro_batch == self.micro_batches_per_step:
             self._finish_step()
         return batch
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches that this rank takes for one step."""
+        return len(self.micro_batches)
 
     @property
     def epoch(self) -> int:
@@ -148,6 +156,16 @@ class Loader:
     def tokens_consumed(self) -> int:
         """Tokens of all completed steps, over all ranks, without padding."""
         return self._position.tokens_consumed
+
+    def next_documents(self) -> list[PackedDocuments]:
+        """The documents of each micro-batch that this data rank takes for the next step. Reads no tokens."""
+        assert self._micro_batch == 0, "within a step"
+        rows = self._rows_of_step()
+        found = []
+        for number in range(len(self.micro_batches)):
+            own = self.micro_batches.rows(number, self._data_rank)
+            found.append(documents_of(rows[own.start : own.stop], self.seq_len))
+        return found
 
     def pack_report(self) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
@@ -213,6 +231,7 @@ class ValidationLoader:
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
+        even: bool = False,
         deal: Deal | None = None,
     ) -> None:
         """``deal`` is that of the folder unless it is given."""
@@ -229,21 +248,23 @@ class ValidationLoader:
         """Rows with text, over all ranks."""
         if max_rows is not None:
             self.num_rows = min(max_rows, self.num_rows)
-        self._micro_batch_rows = micro_batch_rows
+        # Rounded up: the last rows are never left out.
+        unit = data_degree
+        if not even:
+            unit *= micro_batch_rows
+        rows = -(-self.num_rows // unit) * unit
+        self._micro_batches = MicroBatches.deal(rows, most_rows=micro_batch_rows, data_degree=data_degree)
         self._data_rank = data_rank
-        self._data_degree = data_degree
 
     def __len__(self) -> int:
         """Micro-batches on each rank, the same everywhere."""
-        # Rounded up: the last rows are never left out.
-        return -(-self.num_rows // (self._data_degree * self._micro_batch_rows))
+        return len(self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            first = (number * self._data_degree + self._data_rank) * self._micro_batch_rows
             rows: list[Pieces] = []
-            for row in range(first, first + self._micro_batch_rows):
+            for row in self._micro_batches.rows(number, self._data_rank):
                 # Every rank takes part in every collective, so a rank without rows gets rows of padding.
                 pieces: Pieces = []
                 if row < self.num_rows:
@@ -272,14 +293,13 @@ def _check_sizes(*, seq_len: int, micro_batch_rows: int, data_rank: int, data_de
         raise ConfigError(f"data_rank={data_rank} must be at least 0 and below data_degree={data_degree}.")
 
 
-def _check_rows_per_step(rows_per_step: int, *, data_degree: int, micro_batch_rows: int) -> None:
-    unit = data_degree * micro_batch_rows
-    if rows_per_step < 1 or rows_per_step % unit:
-        below = max(rows_per_step // unit, 0) * unit
-        nearest = f"{below + unit}"
+def _check_rows_per_step(rows_per_step: int, *, data_degree: int) -> None:
+    if rows_per_step < 1 or rows_per_step % data_degree:
+        below = max(rows_per_step // data_degree, 0) * data_degree
+        nearest = f"{below + data_degree}"
         if below:
-            nearest = f"{below} or {below + unit}"
+            nearest = f"{below} or {below + data_degree}"
         raise ConfigError(
-            f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} × "
-            f"micro_batch_rows={micro_batch_rows} = {unit} rows. Try rows_per_step={nearest}."
+            f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} ranks. "
+            f"Try rows_per_step={nearest}."
         )

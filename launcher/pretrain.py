@@ -27,6 +27,7 @@ from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.config.side_by_side import settle_context
 from launcher.run_folder import LOGS
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.device import choose_device
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> None:
     check_hostfile(config.run.hostfile, world_size)
     device = choose_device(config.run.device)
     check_run(config, world_size)
+    config = settle_context(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
     start_process_group(timeout_seconds=config.run.timeout_seconds, device=device, traces=traces)
     # DeepSpeed decides on a device when it is imported.

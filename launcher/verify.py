@@ -23,6 +23,7 @@ from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.config.side_by_side import settle_context
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.device import choose_device
 from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int | None:
     check_hostfile(config.run.hostfile, world_size)
     device = choose_device(config.run.device)
     check_run(config, world_size)
+    config = settle_context(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
     # DeepSpeed decides on a device when it is imported.
     from launcher.verification.run import verify_run

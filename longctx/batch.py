@@ -78,6 +78,15 @@ class PackedDocuments:
         """Rows of one document each, laid end to end."""
         return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
 
+    def padded(self, num_tokens: int) -> PackedDocuments:
+        """The same documents, and further ones of what is missing to so many tokens, none longer than the longest."""
+        if num_tokens == self.num_tokens:
+            return self
+        assert num_tokens > self.num_tokens, f"{self.num_tokens} tokens are more than {num_tokens}"
+        # Tables of positions, and rotary frequencies that stretch with the length, go by the longest document.
+        starts = range(self.num_tokens + self.longest, num_tokens, self.longest)
+        return PackedDocuments((*self.bounds, *starts, num_tokens))
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
@@ -137,6 +146,21 @@ class Batch:
         flat = self.map_tokens(lambda x: x.reshape(1, -1))
         # Experts' capacity is counted by rows, so their length is remembered; flat twice is flat once.
         return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
+
+    def padded(self, num_tokens: int) -> Batch:
+        """The same tokens as one row of ``num_tokens``, padding behind them: documents of its own, without targets."""
+        flat, documents = self.flatten_rows(), self.documents.padded(num_tokens)
+        missing = num_tokens - self.documents.num_tokens
+        if not missing:
+            return flat
+        padding = {
+            "tokens": torch.zeros(1, missing, dtype=torch.int64),
+            "targets": torch.full((1, missing), IGNORED_TARGET),
+            "positions": torch.arange(missing)[None] % self.documents.longest,
+            "document_ids": torch.full((1, missing), PADDING_DOCUMENT),
+        }
+        longer = {name: torch.cat((getattr(flat, name), part), dim=1) for name, part in padding.items()}
+        return replace(flat, **longer, documents=documents)
 
     def map_tokens(self, change) -> Batch:
         """A batch whose four per-token tensors went through ``change``; ``documents`` stay as they are."""

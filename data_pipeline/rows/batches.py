@@ -21,8 +21,7 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     # Everything starts as padding, and each piece overwrites its part.
     tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)
-    bounds: list[int] = [0]
-    is_padding: list[bool] = []
+    bounds, is_padding = _bounds(rows, seq_len)
     for number, row in enumerate(rows):
         first = number * seq_len
         for document, start, stop in row:
@@ -33,11 +32,6 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
             # Shifted here, before any rank cuts the row: a target may lie on another rank than its token.
             targets[first : first + len(ids) - 1] = ids[1:]
             first += stop - start
-            bounds.append(first)
-            is_padding.append(False)
-        if first < (number + 1) * seq_len:
-            bounds.append((number + 1) * seq_len)
-            is_padding.append(True)
     # Padding is a document of its own for attention, and no document for losses and routers.
     sizes = np.diff(bounds)
     document_ids = np.where(is_padding, PADDING_DOCUMENT, np.arange(len(sizes)))
@@ -51,3 +45,22 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
         document_ids=torch.from_numpy(np.repeat(document_ids, sizes).reshape(shape)),
         documents=PackedDocuments.of(bounds),
     )
+
+
+def documents_of(rows: list[Pieces], seq_len: int) -> PackedDocuments:
+    """The documents of such a batch; nothing is read."""
+    return PackedDocuments.of(_bounds(rows, seq_len)[0])
+
+
+def _bounds(rows: list[Pieces], seq_len: int) -> tuple[list[int], list[bool]]:
+    """Boundaries of pieces and of the padding behind a row's last one, and which of them are padding."""
+    bounds: list[int] = [0]
+    is_padding: list[bool] = []
+    for number, row in enumerate(rows, start=1):
+        for _, start, stop in row:
+            bounds.append(bounds[-1] + stop - start)
+            is_padding.append(False)
+        if bounds[-1] < number * seq_len:
+            bounds.append(number * seq_len)
+            is_padding.append(True)
+    return bounds, is_padding

@@ -13,8 +13,10 @@ from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from launcher.doctor.finding import Finding
     from launcher.doctor.hosts import Host
     from launcher.doctor.machine import Machine, Options
+    from launcher.doctor.network.check import Network
 
 _LARGEST_PORT = 65535
 
@@ -27,13 +29,14 @@ def doctor(
     local: bool = False,
     world_size: int = 0,
     probe: str = "",
+    links: bool = True,
     json: Json = False,
 ) -> int:
     """Check this machine, and every machine of a hostfile, before a run.
 
     A line a finding: ok, warn or fail, the value, and what to do. The exit code is 1 when anything fails.
     With --hostfile every host is asked over ssh, which must need no password, and compared with this machine.
-    Links between machines are not measured.
+    Then links are measured between all pairs of hosts, or between ranks of this machine.
 
     Args:
         hostfile: The run's hostfile.
@@ -42,6 +45,7 @@ def doctor(
         local: Check this machine alone, as doctor does on each host.
         world_size: Ranks of the run; by default those of the hostfile.
         probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
+        links: Look at the network and measure links.
     """
     if local and hostfile is not None:
         raise ConfigError("--local checks this machine alone; --hostfile asks others. Leave one of them out.")
@@ -58,7 +62,12 @@ def doctor(
     options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1, probe=probe)
     with progress("checking this machine"):
         here = examine(_for_this_machine(options, slots))
-    return _say(here, _hosts(slots, here, options), json)
+    hosts = _hosts(slots, here, options)
+    network = None
+    # doctor on each host leaves links to the one that asked it.
+    if not local:
+        network = _network(slots, here, hosts, port=master_port, wanted=links)
+    return _say(here, hosts, network, json)
 
 
 def _for_this_machine(options: Options, slots: dict[str, int]) -> Options:
@@ -82,24 +91,39 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
     return hosts
 
 
-def _say(here: Machine, hosts: list[Host], as_json: bool) -> int:
+def _network(slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool) -> Network:
+    """What is found of the network between the hosts that answer; of one machine between its ranks."""
+    from launcher.doctor.network.check import Network, check_hosts, check_this_machine
+    from launcher.doctor.network.findings import skipped
+
+    if not wanted:
+        return Network(findings=[skipped("--no-links")])
+    if len(slots) > 1:
+        with progress("measuring links between hosts"):
+            return check_hosts(hosts, port=port)
+    with progress("measuring links between ranks"):
+        return check_this_machine(max([*slots.values(), len(here.facts.gpus)]))
+
+
+def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
     """Print all findings; returns the exit code."""
     from launcher.doctor.finding import worst
     from launcher.doctor.lines import lines_of, lines_of_hosts, summary
 
-    findings = here.findings + [finding for host in hosts for finding in host.findings]
+    of_network = _findings_of(network)
+    findings = here.findings + [finding for host in hosts for finding in host.findings] + of_network
     if as_json:
-        say_json(_as_json(here, hosts))
+        say_json(_as_json(here, hosts, network))
     else:
-        for line in [*lines_of(here.findings), *lines_of_hosts(hosts), summary(findings)]:
+        for line in lines_of(here.findings) + lines_of_hosts(hosts) + lines_of(of_network) + [summary(findings)]:
             say(line)
     if worst(findings) == "fail":
         return FAILED
     return DONE
 
 
-def _as_json(here: Machine, hosts: list[Host]) -> dict[str, Any]:
-    """This machine, and each host with all its findings."""
+def _as_json(here: Machine, hosts: list[Host], network: Network | None) -> dict[str, Any]:
+    """This machine, each host with all its findings, and the network."""
     from launcher.doctor.finding import worst
 
     told = here.to_json()
@@ -107,5 +131,13 @@ def _as_json(here: Machine, hosts: list[Host]) -> dict[str, Any]:
         host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
         for host in hosts
     }
-    told["verdict"] = worst(here.findings + [finding for host in hosts for finding in host.findings])
+    if network is not None:
+        told["links"] = network.to_json()
+    told["verdict"] = worst(here.findings + [x for host in hosts for x in host.findings] + _findings_of(network))
     return told
+
+
+def _findings_of(network: Network | None) -> list[Finding]:
+    if network is None:
+        return []
+    return network.findings

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from launcher.config.kept import check_kept
 from launcher.config.sections import ModelSection, RunConfig
+from launcher.config.side_by_side import padded_tokens, settle_context
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
@@ -17,6 +18,7 @@ from parallel.schedule.heads import check_heads
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+    config = settle_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -31,7 +33,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     _check_routing(config)
     check_kept(config)
     _check_step(config, world_size)
-    tokens = config.data.seq_len * config.train.micro_batch_rows
+    tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     if config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is longer than the table of learned positions, "
@@ -135,6 +137,9 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _check_step(config: RunConfig, world_size: int) -> None:
     """tokens_per_step must be whole micro-batches on every data rank."""
+    # Those of tokens_per_rank may differ by a row; settle_context has looked at what they need.
+    if config.parallel.tokens_per_rank:
+        return
     data_degree = world_size // config.parallel.context
     unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
     tokens = config.train.tokens_per_step

@@ -56,15 +56,16 @@ def _check_chunks(config: RunConfig) -> None:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
     fits = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and (model.num_heads // n) % ulysses == 0]
+    if not fits:
+        divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
+        raise ConfigError(
+            f"train.chunk_tokens={train.chunk_tokens} needs parallel.ulysses={ulysses} to divide the "
+            f"{model.num_heads} query heads.\nTry parallel.ulysses={nearest(ulysses, divisors)} (any of {divisors}), "
+            "or train.chunk_tokens=0."
+        )
     if train.head_groups not in fits:
         raise ConfigError(
             f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, and leave query heads of a "
             f"group that parallel.ulysses={ulysses} divides.\n"
             f"Try train.head_groups={nearest(train.head_groups, fits)} (any of {fits})."
-        )
-    if model.capacity_factor:
-        raise ConfigError(
-            f"model.capacity_factor={model.capacity_factor} and train.chunk_tokens={train.chunk_tokens} do not go "
-            "together yet: which choices an expert drops depends on all tokens of a row.\n"
-            "Set train.chunk_tokens=0, or model.capacity_factor=0."
         )

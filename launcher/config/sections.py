@@ -11,6 +11,7 @@ from typing import Literal
 import tomli_w
 import torch
 
+from data_pipeline.rows.micro_batches import MicroBatches
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
@@ -95,7 +96,7 @@ class TrainSection:
     tokens_per_step: int = 2048
     """Tokens (padding included) that one optimiser step sees over all ranks; gradient accumulation follows from it."""
     micro_batch_rows: int = 1
-    """Rows that go through the model at once."""
+    """Rows that go through the model at once. Follows from parallel.tokens_per_rank where that is set."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto is bfloat16 where the device multiplies it natively, else float32. With
     zero.stage=0, which cannot accumulate it in float32, auto is float32 on a CPU and refused on a GPU. Masters,
@@ -159,7 +160,12 @@ class ParallelSection:
     """How the ranks divide the work; the data-parallel degree is what remains of the world."""
 
     context: int = 1
-    """Context-parallel degree: ranks that share one sequence."""
+    """Context-parallel degree: ranks that share one sequence. With tokens_per_rank, ranks that share a micro-batch; 1,
+    as when it is left out, is then all ranks."""
+    tokens_per_rank: int = 0
+    """In place of a fixed degree, the tokens of a micro-batch that a rank may hold: as many rows as the ranks of
+    context can take go side by side, a short document stays on one rank and a long one spreads over as many as it
+    takes. 0 is the fixed degree and train.micro_batch_rows."""
     ulysses: int = 1
     """How many of those hold the same tokens and split attention heads (Ulysses); the rest is the ring (ring
     attention)."""
@@ -342,9 +348,17 @@ class RunConfig:
             return min(self.train.steps, self.train.stop_after)
         return self.train.steps
 
+    def micro_batches(self, world_size: int) -> MicroBatches:
+        """How the rows of a step are dealt out; ``settle_context`` comes first."""
+        return MicroBatches.deal(
+            self.rows_per_step,
+            most_rows=self.train.micro_batch_rows,
+            data_degree=world_size // self.parallel.context,
+        )
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
-        return self.rows_per_step // (self.train.micro_batch_rows * (world_size // self.parallel.context))
+        return len(self.micro_batches(world_size))
 
     @property
     def validation_folder(self) -> str:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from launcher.doctor.finding import Finding, Verdict
 
-_PREFIX = "PYTHON"
-"""Of what deepspeed hands over by itself, all that a check depends on."""
+_PREFIX, _PREFIX_WITH_GPUS = "PYTHON", "NCCL"
+"""Of what deepspeed hands over by itself, all that a check depends on: the second where this machine has GPUs."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 _REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
 
@@ -51,7 +53,11 @@ def _no_assignment(line: str, where: str) -> Finding:
 
 def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:
     """Assignments for a shell, each ending in ``;``. Values may refer to variables there (`$PATH`), and run nothing."""
-    assigned = {name: _literal(value) for name, value in sorted(environment.items()) if name.startswith(_PREFIX)}
+    prefixes = [_PREFIX]
+    if torch.cuda.is_available():
+        prefixes.append(_PREFIX_WITH_GPUS)
+    handed_over = sorted(name for name in environment if name.startswith(tuple(prefixes)))
+    assigned = {name: _literal(environment[name]) for name in handed_over}
     for path in paths:
         for line in _lines(path):
             if match := _ASSIGNMENT.fullmatch(line.strip()):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -88,17 +88,21 @@ def ssh_command(host: str, command: str) -> list[str]:
 
 
 def remote_command(options: Options, environment: Mapping[str, str] = os.environ) -> str:
-    """The line for a host's shell: every word of it is quoted.
-
-    As deepspeed's pdsh does, it sets variables (``environment.py``), goes to this folder, and takes this Python.
-    """
+    """The line for a host's shell that examines it."""
     verb = ["doctor", "--local", "--json", "--folder", str(options.folder.absolute())]
     figures = ["--master-port", str(options.port), "--world-size", str(options.world_size)]
     if options.probe:
         figures += ["--probe", options.probe]
-    words = [sys.executable, "-m", "launcher", *verb, *figures]
+    return line_there(("-m", "launcher", *verb, *figures), environment)
+
+
+def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+    """The line for a host's shell that starts this Python with ``words``: every word of it is quoted.
+
+    As deepspeed's pdsh does, it sets variables (``environment.py``), goes to this folder, and takes this Python.
+    """
     before = exports(environment, environment_files())
-    return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
+    return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([sys.executable, *words])}"
 
 
 def _listen(process: subprocess.Popen[str], timeout: float) -> tuple[str, float, str]:

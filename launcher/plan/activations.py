@@ -232,7 +232,8 @@ class _Layers:
     def _ffn_of_chunk(self, layer: int) -> int:
         chunk = min(self.config.train.chunk_tokens, self.tokens)
         saved = 6 * self.x + self._before_core() + self.out
-        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(2 * self.x + self.out)
+        # The input's gradient takes the place of the output's, chunk by chunk.
+        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + self.out)
         return ffn + self._weight_sums(layer)
 
     def _attention_by_groups(self, layer: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens
 from launcher.plan.world import World
 from launcher.wording import plural
 
@@ -12,7 +13,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
     """Ranks and degrees, and a micro-batch, a line each."""
-    parallel, tokens = config.parallel, config.data.seq_len * config.train.micro_batch_rows
+    parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     documents = "one document a row"
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"

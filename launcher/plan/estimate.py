@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from launcher.config.sections import ParallelSection, RunConfig, TrainSection
+from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
 from launcher.plan.documents import documents_of
@@ -20,6 +21,7 @@ from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
 from longctx.batch import PackedDocuments
+from longctx.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +113,10 @@ def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, documen
     config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
-    ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
-    copies = config.train.tokens_per_step // documents.num_tokens
+    padded = padded_documents(config, documents)
+    ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
+    # Of the largest micro-batch; with tokens_per_rank others may have a row less.
+    copies = config.train.tokens_per_step / documents.num_tokens
     flops = training_flops(model, documents.lengths) * copies
     return RunEstimate(
         config=config,
@@ -156,15 +160,24 @@ def fits_rows(
 
     ``config`` is as ``estimate_run`` settled it.
     """
-    longer = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, seq_len=seq_len),
-        train=dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len),
-    )
+    longer = with_rows(config, seq_len)
+    try:
+        longer = settle_context(longer, world.ranks)
+    except ConfigError:
+        return False  # more tokens than parallel.tokens_per_rank allows
     passing = _activations(longer, hardware.device_type)
     if _host_bytes(longer, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
     return _bytes(longer, world, passing, hardware.device_type).peak <= share * hardware.memory_bytes
+
+
+def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
+    """The config with rows of another length, as many a step."""
+    train = dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len)
+    if config.parallel.tokens_per_rank:
+        # How many go through the model at once depends on their length.
+        train = dataclasses.replace(train, micro_batch_rows=1)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len), train=train)
 
 
 def _host_bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> int:
@@ -186,7 +199,7 @@ def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
 
 def _activations(config: RunConfig, device_type: str) -> Activations:
     parallel = config.parallel
-    tokens = config.data.seq_len * config.train.micro_batch_rows // parallel.context
+    tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // parallel.context
     return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
 
 

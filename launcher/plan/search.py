@@ -13,8 +13,9 @@ from itertools import product
 from typing import Any
 
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_documents
 from launcher.plan.documents import documents_of
-from launcher.plan.estimate import estimate_ranks, fits_rows
+from launcher.plan.estimate import estimate_ranks, fits_rows, with_rows
 from launcher.plan.hardware import Hardware
 from launcher.plan.longest import longest_row
 from launcher.plan.seconds import slowest
@@ -32,6 +33,8 @@ STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
 WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
 SEARCHED = (*PLACES, *STATES, *WAYS)
 """The keys that are varied."""
+FIXED_DEGREE = ("parallel.context", "train.micro_batch_rows")
+"""Those of them that ``parallel.tokens_per_rank`` stands in place of."""
 
 _SHORT_MICRO_BATCH = 32768
 """Tokens of a rank up to which several rows at once are worth trying."""
@@ -62,8 +65,11 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The searched keys, and their values here."""
-        return {key: _value(self.config, key) for key in SEARCHED}
+        """The searched keys, and their values here; ``parallel.tokens_per_rank`` in place of those that it settles."""
+        keys = list(SEARCHED)
+        if self.config.parallel.tokens_per_rank:
+            keys = ["parallel.tokens_per_rank"] + [key for key in SEARCHED if key not in FIXED_DEGREE]
+        return {key: _value(self.config, key) for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,9 @@ def search(
     progress: Callable[[int], None] = lambda _: None,
 ) -> Found:
     """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
+    if config.parallel.tokens_per_rank:
+        # The key stands in their place.
+        held = set(held).union(FIXED_DEGREE)
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
     for changed in variants(config, world, held):
@@ -123,12 +132,10 @@ def fit_rows(
     config: RunConfig, world: World, hardware: Hardware, seq_len: int, *, document_tokens: int = 0
 ) -> Candidate | None:
     """The fastest settings, on the config's own degrees, that fit rows of this length; None where nothing does."""
-    rows = config.rows_per_step
-    longer = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, seq_len=seq_len),
-        train=dataclasses.replace(config.train, tokens_per_step=rows * seq_len),
-    )
+    longer, parallel = with_rows(config, seq_len), config.parallel
+    if parallel.tokens_per_rank:
+        needed = max(parallel.tokens_per_rank, -(-seq_len // parallel.context))
+        longer = dataclasses.replace(longer, parallel=dataclasses.replace(parallel, tokens_per_rank=needed))
     found = _search_or_none(longer, world, hardware, document_tokens, PLACES)
     if found is None:
         return None
@@ -241,7 +248,8 @@ def _divisors(number: int) -> list[int]:
 
 def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tokens: int) -> Candidate:
     on_device = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
-    ranks, host_bytes = estimate_ranks(on_device, world, hardware, documents_of(config, document_tokens))
+    documents = padded_documents(on_device, documents_of(on_device, document_tokens))
+    ranks, host_bytes = estimate_ranks(on_device, world, hardware, documents)
     return Candidate(
         config=config,
         peak_bytes=max(rank.bytes.peak for rank in ranks),

@@ -64,7 +64,10 @@ def step_seconds(
     hardware: Hardware,
 ) -> StepSeconds:
     """What a step takes a rank; ``config`` has nothing left to the machine."""
-    model, micro_batches = config.model.config(), config.accumulation(world.ranks)
+    model, accumulation = config.model.config(), config.accumulation(world.ranks)
+    # Counted in micro-batches like this one, the largest: with tokens_per_rank others may have a row less.
+    of_rank = config.rows_per_step * config.parallel.context / world.ranks
+    micro_batches = of_rank / config.train.micro_batch_rows
     tokens = documents.num_tokens // config.parallel.context
     forwards = _forwards(config)
     products = product_seconds(config, tokens, hardware)
@@ -81,7 +84,7 @@ def step_seconds(
     host_bandwidth = hardware.host_bandwidth.at()
     moved = 2 * activations.kept_on_host / host_bandwidth
     moved += 2 * activations.kept_on_disk / min(host_bandwidth, hardware.disk_bandwidth.at())
-    zero, optimizer = _state_seconds(config, world, micro_batches, memory, micro_batches * computing / 2, hardware)
+    zero, optimizer = _state_seconds(config, world, accumulation, memory, micro_batches * computing / 2, hardware)
     return StepSeconds(
         products=micro_batches * products,
         attention=micro_batches * attending,
@@ -91,7 +94,7 @@ def step_seconds(
         moves=micro_batches * _waited(moved, computing, hardware),
         zero=zero,
         optimizer=optimizer,
-        host=_host_seconds(config, tokens, micro_batches, hardware),
+        host=_host_seconds(config, tokens, accumulation, hardware),
     )
 
 

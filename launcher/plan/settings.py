@@ -10,9 +10,12 @@ from launcher.wording import plural
 def words(settings: dict[str, Any]) -> str:
     """Settings in few words; what is off is left out."""
     s = {key.partition(".")[2]: value for key, value in settings.items()}
-    parts = [f"context {s['context']}"]
+    if "tokens_per_rank" in s:
+        parts = [f"{s['tokens_per_rank']:,} tokens a rank"]
+    else:
+        parts = [f"context {s['context']}"]
     parts += [f"{name} {s[name]}" for name in ("ulysses", "expert") if s[name] > 1]
-    if s["micro_batch_rows"] > 1:
+    if s.get("micro_batch_rows", 1) > 1:
         parts.append(f"{s['micro_batch_rows']} rows at once")
     parts.append(f"ZeRO {s['stage']}")
     if s["offload"] != "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import settle_context
 from launcher.config.zero import zero_options
 from launcher.plan.world import World
 from longctx.kernels.processor import has_native_bfloat16
@@ -16,10 +17,11 @@ def settled(config: RunConfig, world: World, *, document_tokens: int, device_typ
     # A CPU is this machine's, or one like it.
     native = device_type == "cuda" or has_native_bfloat16()
     config = config.resolve(native_bfloat16=native, device_type=device_type)
-    model, parallel = config.model.config(), config.parallel
     check_run(config, world.ranks)
     check_device(zero_options(config.zero), device_type)
+    config = settle_context(config, world.ranks)
     # As a run does once it has seen its data: here the documents are known beforehand.
+    model, parallel = config.model.config(), config.parallel
     if parallel.layout != AUTO:
         return config
     layout, _ = choose_layout(
@@ -29,5 +31,6 @@ def settled(config: RunConfig, world: World, *, document_tokens: int, device_typ
         packed=document_tokens % config.data.seq_len > 0 or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
+        side_by_side=parallel.tokens_per_rank > 0,
     )
     return config.with_layout(layout)

@@ -22,8 +22,17 @@ class World:
     def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
         """The world that was asked for; 0 is the smallest that the config's degrees make, 8 ranks a machine."""
         if not ranks:
-            ranks = math.lcm(config.parallel.context, config.parallel.expert)
+            ranks = math.lcm(_fewest_ranks(config), config.parallel.expert)
         return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, RANKS_IN_A_NODE))
+
+
+def _fewest_ranks(config: RunConfig) -> int:
+    """Ranks that share a micro-batch; where the run takes all there are, as many as a row needs."""
+    parallel = config.parallel
+    if parallel.tokens_per_rank <= 0 or parallel.context > 1:
+        return parallel.context
+    needed = -(-config.data.seq_len // parallel.tokens_per_rank)
+    return -(-needed // parallel.ulysses) * parallel.ulysses
 
 
 @dataclass(frozen=True, kw_only=True)

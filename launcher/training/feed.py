@@ -13,6 +13,7 @@ import torch
 
 from longctx.batch import Batch
 from parallel.loss import count_tokens
+from parallel.schedule.degrees import Degrees, degrees_of
 
 _PATIENCE_SECONDS = 5.0
 """How long an end waits for the thread: a disk that hangs must not keep a failing rank from saying so."""
@@ -21,7 +22,10 @@ _PATIENCE_SECONDS = 5.0
 class StepLoader(Protocol):
     """What a feed reads: ``data_pipeline.loader.Loader``."""
 
-    micro_batches_per_step: int
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of one step."""
+        ...
 
     @property
     def tokens_consumed(self) -> int:
@@ -53,6 +57,8 @@ class StepData:
     """This rank's part of each micro-batch, on the CPU."""
     own_counts: tuple[int, int]
     """Targets and tokens of these."""
+    degrees: list[Degrees]
+    """How each micro-batch lies on its ranks; none where nobody asked for it."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,19 @@ class StepFeed:
     """
 
     def __init__(
-        self, loader: StepLoader, shard_batch: Callable[[Batch], Batch], *, num_steps: int, device: torch.device
+        self,
+        loader: StepLoader,
+        shard_batch: Callable[[Batch], Batch],
+        *,
+        num_steps: int,
+        device: torch.device,
+        measure: bool = False,
     ) -> None:
-        """For a GPU shards lie in page-locked memory, which it copies from while it computes."""
+        """For a GPU shards lie in page-locked memory, which it copies from while it computes.
+
+        With ``measure`` a step says how its micro-batches lie on their ranks (``StepData.degrees``).
+        """
+        self._measure = measure
         self._loader, self._shard_batch, self._device = loader, shard_batch, device
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
@@ -150,11 +166,13 @@ class StepFeed:
         """Read a step's rows and cut this rank's shards out of them."""
         loader = self._loader
         order = loader.state_dict()
-        lengths, shards = [], []
+        lengths, shards, degrees = [], [], []
         for _ in range(loader.micro_batches_per_step):
             batch = next(loader)
             lengths.append(batch.documents.lengths)
             shard = self._shard_batch(batch)
+            if self._measure:
+                degrees.append(degrees_of(shard.placement, shard.documents.bounds, batch.documents.num_documents))
             if self._device.type == "cuda":
                 shard = shard.map_tokens(lambda x: x.pin_memory())
             shards.append(shard)
@@ -165,4 +183,5 @@ class StepFeed:
             lengths=lengths,
             shards=shards,
             own_counts=count_tokens(shards),
+            degrees=degrees,
         )

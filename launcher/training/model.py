@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens
 from launcher.training.compiling import compiler_of
-from longctx.batch import Batch
+from longctx.batch import Batch, PackedDocuments
 from longctx.kernels.processor import fastest_products
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
@@ -59,10 +60,16 @@ def build_causal_lm(
     )
 
 
+def build_layout(config: RunConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
+    """Where the tokens of a micro-batch live; ``config`` has its layout settled."""
+    return SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+
+
 def shard_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
-    documents = batch.documents
-    layout = SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+    # Rows side by side need not divide by the ranks: padding behind them does.
+    batch = batch.padded(padded_tokens(config, batch.documents.num_tokens))
+    layout = build_layout(config, mesh, batch.documents)
     # The plans of attention start from the same layout: it travels with the batch.
-    shard = batch.flatten_rows().map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
     return dataclasses.replace(shard, placement=layout)

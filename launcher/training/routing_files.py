@@ -26,6 +26,7 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import NO_EXPERT
 from parallel.runtime.process import on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1
@@ -70,14 +71,14 @@ class RoutingFiles:
     def begin(self, step: int, order: Order, token_indices: Sequence[Tensor]) -> None:
         """Prepare for a step; ``token_indices`` [N] say which of the step's tokens each micro-batch of this rank has.
 
-        Collective when replaying: DataError on every rank where a file is damaged, or was recorded with another model
-        or over other rows.
+        −1 is none of them: padding. Collective when replaying: DataError on every rank where a file is damaged, or was
+        recorded with another model or over other rows.
         """
         self._step, self._order, self._token_indices = step, order, list(token_indices)
         if self._replay is not None:
             # The file is of the whole step; each rank picks its own tokens, so any degree may replay it.
             ids_LTk = on_every_rank(lambda: self._read(step, order))
-            self._replays = [RoutingReplay([ids[own] for ids in ids_LTk]) for own in token_indices]
+            self._replays = [RoutingReplay([_own(ids, own) for ids in ids_LTk]) for own in token_indices]
         elif self._record is not None:
             self._replays = [RoutingReplay() for _ in token_indices]
 
@@ -147,16 +148,24 @@ def smallest_dtype(num_experts: int) -> torch.dtype:
 def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> Tensor | None:
     """Every rank's ids in the order of the step's tokens, [L, T, k] on rank 0, None elsewhere. Collective.
 
-    Ranks hold equally many tokens, and together each of the ``num_tokens`` once.
+    Ranks hold equally many tokens, and together each of the ``num_tokens`` once, and padding, whose index is −1.
     """
     parts_LNk, parts_N = _gather(ids_LNk), _gather(token_indices_N)
     if parts_LNk is None or parts_N is None:
         return None
     token_indices_T = torch.cat(parts_N)
+    counted = token_indices_T >= 0
+    token_indices_T = token_indices_T[counted]
     assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
     out_LTk = torch.empty(len(ids_LNk), num_tokens, ids_LNk.shape[2], dtype=ids_LNk.dtype)
-    out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)
+    out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)[:, counted]
     return out_LTk
+
+
+def _own(ids_Tk: Tensor, token_indices_N: Tensor) -> Tensor:
+    """The choices of one rank's tokens [N, k]; no expert for padding."""
+    ids_Nk = ids_Tk[token_indices_N.clamp(min=0)]
+    return ids_Nk.where(token_indices_N[:, None] >= 0, NO_EXPERT)
 
 
 def _gather(own: Tensor) -> list[Tensor] | None:

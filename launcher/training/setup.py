@@ -19,6 +19,7 @@ from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
@@ -27,7 +28,7 @@ from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepFeed
-from launcher.training.model import build_causal_lm, shard_batch
+from launcher.training.model import build_causal_lm, build_layout, shard_batch
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
@@ -41,6 +42,7 @@ from parallel.layout.select import AUTO, choose_layout
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
+from parallel.schedule.degrees import Degrees, degrees_of
 from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
@@ -94,6 +96,7 @@ class Run:
             self.shard_batch,
             num_steps=max(0, self.config.last_step - self.progress.step),
             device=self.device,
+            measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
         )
 
     @property
@@ -107,14 +110,20 @@ class Run:
 
     def first_token(self, micro_batch: int) -> int:
         """The index, among all tokens of a step, of the first one of this rank's micro-batch."""
-        # The loader gives micro-batch after micro-batch, and within one the data ranks in order.
-        row = (micro_batch * self.mesh.data + self.mesh.data_rank) * self.config.train.micro_batch_rows
-        return row * self.config.data.seq_len
+        rows = self.loader.micro_batches.rows(micro_batch, self.mesh.data_rank)
+        return rows.start * self.config.data.seq_len
 
     def token_indices(self, shards: Sequence[Batch]) -> list[Tensor]:
-        """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank."""
-        rank = self.mesh.context_rank
-        return [self.first_token(number) + shard.placement.indices(rank) for number, shard in enumerate(shards)]
+        """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.
+
+        −1 for what pads a micro-batch for its ranks.
+        """
+        found = []
+        for number, shard in enumerate(shards):
+            index = shard.placement.indices(self.mesh.context_rank)
+            tokens = len(self.loader.micro_batches.rows(number, self.mesh.data_rank)) * self.config.data.seq_len
+            found.append(torch.where(index < tokens, index + self.first_token(number), -1))
+        return found
 
 
 def build_run(config: RunConfig, device: torch.device) -> Run:
@@ -189,11 +198,23 @@ def _say_start(
         free_bytes=free_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
         packing=loader.pack_report(),
+        degrees=first_degrees(config, mesh, loader),
     )
     for line in summary(start):
         log.info("%s", line)
     for line in warnings(start):
         log.warning("%s", line)
+
+
+def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
+    """How the micro-batches of the next step come to lie on this rank's group; none where the degree is fixed."""
+    if not config.parallel.tokens_per_rank:
+        return []
+    found = []
+    for documents in loader.next_documents():
+        padded = padded_documents(config, documents)
+        found.append(degrees_of(build_layout(config, mesh, padded), padded.bounds, documents.num_documents))
+    return found
 
 
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
@@ -220,7 +241,10 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     has_folder = config.data.validation or Path(config.validation_folder).exists()
     if not config.validation.rows or not has_folder:
         return loader, None
-    return loader, build_validation_loader(config.validation_folder, max_rows=config.validation.rows, **common)
+    even = config.parallel.tokens_per_rank > 0
+    return loader, build_validation_loader(
+        config.validation_folder, max_rows=config.validation.rows, even=even, **common
+    )
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
@@ -291,6 +315,7 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
         packed=leaves_remainders(loader.shards, config.data.seq_len) or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
+        side_by_side=parallel.tokens_per_rank > 0,
     )
     log.info("parallel.layout=auto is %s: %s.", layout, reason)
     return config.with_layout(layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
@@ -24,6 +25,7 @@ from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from parallel.loss import StepCounts, sum_counts
 from parallel.runtime.device import device_name, peak_memory_bytes
+from parallel.schedule.degrees import Degrees
 
 
 class TrainStep:
@@ -82,6 +84,7 @@ class TrainStep:
             "lr": lr,
             "grad_norm": grad_norm,
             **_speed(run, counts, totals, seconds=time.perf_counter() - started, waited=waited),
+            **degree_record(data.degrees),
             **expert_record(totals, run.expert_layers, counts.tokens),
         }
         return Progress(step=step, expert_load_LE=load_LE), record
@@ -112,6 +115,18 @@ def _model_flops(run: Run, data: StepData) -> float:
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
     flops = sum(training_flops(run.model, lengths) for lengths in data.lengths)
     return flops / run.mesh.context
+
+
+def degree_record(degrees: Sequence[Degrees]) -> Record:
+    """The fields of a train record about the degrees of its documents; none where the degree is fixed."""
+    if not degrees:
+        return {}
+    ranks = [n for of_batch in degrees for n in of_batch.ranks]
+    return {
+        "ranks_per_document": sum(ranks) / len(ranks),
+        "most_ranks_per_document": max(ranks),
+        "attention_imbalance": max(of_batch.imbalance for of_batch in degrees),
+    }
 
 
 def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, waited: float) -> Record:

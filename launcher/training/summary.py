@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from data_pipeline.rows.blocks import PackReport
@@ -16,6 +16,7 @@ from launcher.wording import plural
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
+from parallel.schedule.degrees import Degrees
 from parallel.transport.select import resolve_transport
 
 
@@ -35,6 +36,8 @@ class Start:
     free_disk_bytes: int
     packing: PackReport
     """Rows of an epoch and their padding: counted, or estimated from its first block."""
+    degrees: list[Degrees] = field(default_factory=list)
+    """How the micro-batches of the first step lie on their ranks; none where the degree is fixed."""
 
     @property
     def num_steps(self) -> int:
@@ -60,7 +63,7 @@ class Start:
 
 def summary(start: Start) -> list[str]:
     """The lines that a run begins with."""
-    lines = [_model(start), *_origin(start), _ranks(start), _memory(start), *_stages(start)]
+    lines = [_model(start), *_origin(start), _ranks(start), *_side_by_side(start), _memory(start), *_stages(start)]
     return [*lines, _steps(start), _data(start), _checkpoints(start)]
 
 
@@ -114,6 +117,26 @@ def _ranks(start: Start) -> str:
         rows += f" rows by {resolve_transport(config.parallel.transport, mesh)}"
     where = f"{mesh.describe()} on {start.device}"
     return f"Ranks: {where}, {rows}, ZeRO {config.zero_stage}, {config.train.dtype}."
+
+
+def _side_by_side(start: Start) -> list[str]:
+    """What ``parallel.tokens_per_rank`` comes to: rows at once, the degrees of documents, how even attention is."""
+    if not start.degrees:
+        return []
+    config, mesh = start.config, start.mesh
+    sizes = config.micro_batches(mesh.world_size).sizes
+    rows = f"{sizes[0]}"
+    if sizes[-1] != sizes[0]:
+        rows = f"{sizes[-1]} or {sizes[0]}"
+    ranks = [n for of_batch in start.degrees for n in of_batch.ranks]
+    fewest = [n for of_batch in start.degrees for n in of_batch.fewest]
+    worst = max(of_batch.imbalance for of_batch in start.degrees)
+    return [
+        f"Side by side: {plural(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
+        f"{rows} rows at once. In the first step a document lies on {min(ranks)} to {max(ranks)} of them, "
+        f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(fewest) / len(fewest):.2f} would hold it); the busiest rank "
+        f"has {worst:.3f} of the mean attention."
+    ]
 
 
 def _memory(start: Start) -> str:

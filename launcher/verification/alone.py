@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ from parallel.loss import StepCounts
 class Alone:
     """The model of one process, its float32 masters, and AdamW on them."""
 
-    def __init__(self, config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Weights begin where the run's do: rounded to its dtype, whatever ``dtype`` is here."""
+    def __init__(self, config: RunConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Weights begin where those of the run on ``world_size`` ranks do: rounded to its dtype, whatever is here."""
         self.config, self.model = config, config.model.config()
+        micro_batches = config.micro_batches(world_size)
+        numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
+        self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
         products = config.train.products
         if products == "auto":
             products = "native"
@@ -52,8 +56,11 @@ class Alone:
             with torch.no_grad():
                 for name, p in self.lm.decoder.named_parameters():
                     p.copy_(self.masters[name])
-            batches = [batch.to(self.device) for batch in _step(self.config, step)]
-            nll, counts_LE, counts = _gradients(self.lm, self.masters, batches, self.config, step, load_LE)
+            batches = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
+            first_tokens = [rows.start * self.config.data.seq_len for rows in self._rows]
+            nll, counts_LE, counts = _gradients(
+                self.lm, self.masters, batches, first_tokens, self.config, step, load_LE
+            )
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
             self.optimizer.step()
@@ -66,16 +73,11 @@ class Alone:
             yield StepState(loss=loss, grad_norm=norm, gradients=gradients, weights=self.weights())
 
 
-def _step(config: RunConfig, step: int) -> list[Batch]:
-    """The micro-batches of all data ranks."""
-    count = config.rows_per_step // config.train.micro_batch_rows
-    return [micro_batch(config, step, number) for number in range(count)]
-
-
 def _gradients(
     lm: CausalLM,
     masters: dict[str, Tensor],
     batches: list[Batch],
+    first_tokens: list[int],
     config: RunConfig,
     step: int,
     load_LE: Tensor | None,
@@ -84,17 +86,17 @@ def _gradients(
     targets = sum(batch.num_targets for batch in batches)
     tokens = sum(int((batch.document_ids != PADDING_DOCUMENT).sum()) for batch in batches)
     counts, nll, counts_LE = StepCounts(targets, tokens), 0.0, torch.zeros(0, 0)
-    for number, batch in enumerate(batches):
+    for batch, first_token in zip(batches, first_tokens, strict=True):
         training_pass = TrainingPass(
             seed=config.run.seed * 0x9E3779B1 + step,
-            first_token=number * config.train.micro_batch_rows * config.data.seq_len,
+            first_token=first_token,
             expert_load_LE=load_LE,
         )
         # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
         loss = LossSum.from_tensors(lm(batch, training_pass))
         counts.loss(loss, config.model).backward()
         nll += float(loss.nll_sum)
-        if number == 0:
+        if batch is batches[0]:
             counts_LE = loss.counts_LE
         else:
             counts_LE = counts_LE + loss.counts_LE

@@ -11,10 +11,10 @@ _PADDING = 3
 """Tokens at the end of each row that are padding."""
 
 
-def micro_batch(config: RunConfig, step: int, number: int) -> Batch:
-    """The ``number``-th micro-batch of a step, counted over all data ranks: packed rows that end in padding."""
-    rows, tokens = config.train.micro_batch_rows, config.data.seq_len
-    generator = torch.Generator().manual_seed((step << 20) + number)
+def micro_batch(config: RunConfig, step: int, rows_of_step: range) -> Batch:
+    """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding."""
+    rows, tokens = len(rows_of_step), config.data.seq_len
+    generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
     lengths: list[int] = []
     is_padding: list[bool] = []
     for _ in range(rows):

@@ -9,6 +9,7 @@ import torch
 
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import settle_context
 from launcher.training.compiling import settle_compile
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
@@ -31,7 +32,7 @@ class Verdict:
 def verify_run(config: RunConfig, device: torch.device) -> Verdict:
     """Take steps with ``config``, made small, and the same in one process. Collective.
 
-    ConfigError for what a run would be refused for.
+    ``settle_context`` comes first. ConfigError for what a run would be refused for.
     """
     started = time.perf_counter()
     parallel = config.parallel
@@ -39,6 +40,7 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
     shrunk = shrink(config, mesh.world_size)
     config = shrunk.config
     check_run(config, mesh.world_size)
+    config = settle_context(config, mesh.world_size)
     if parallel.layout == AUTO:
         model = config.model
         layout, _ = choose_layout(
@@ -48,16 +50,17 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
             packed=True,
             layers=model.layers,
             window=model.window,
+            side_by_side=parallel.tokens_per_rank > 0,
         )
         config = config.with_layout(layout)
     config = settle_compile(config, device)
     got = list(steps_together(config, mesh, device))
 
     def judge() -> Verdict:
-        exact = Alone(config, torch.float32, device)
+        exact = Alone(config, mesh.world_size, torch.float32, device)
         start, wanted, other = exact.weights(), list(exact.steps()), None
         if config.dtype != torch.float32:
-            other = list(Alone(config, config.dtype, device).steps())
+            other = list(Alone(config, mesh.world_size, config.dtype, device).steps())
         findings = compare(got, wanted, start, other)
         text = report(findings, shrunk.changes, _described(config, mesh, device), time.perf_counter() - started)
         return Verdict(text, _held(findings))

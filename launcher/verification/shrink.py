@@ -32,16 +32,19 @@ def shrink(config: RunConfig, world_size: int) -> Shrunk:
     Degrees, layout, transport, kernel, heads, ZeRO, dtype, the number of chunks and all that the loss is made of stay.
     Nothing is made larger.
     """
-    context = config.parallel.context
-    seq_len = min(config.data.seq_len, TOKENS_A_RANK * context)
-    data_degree = world_size // context
-    micro_batches = min(MICRO_BATCHES, config.accumulation(world_size))
-    rows = config.train.micro_batch_rows * data_degree * micro_batches
+    context, micro_batches = config.parallel.context, config.micro_batches(world_size)
+    seq_len = _row_tokens(config)
+    # First and last: where they differ by a row, those of the small run do too.
+    sizes = (micro_batches.sizes[0], micro_batches.sizes[-1])[: min(MICRO_BATCHES, len(micro_batches))]
+    rows = sum(sizes) * micro_batches.data_degree
     share = seq_len / config.data.seq_len
     train: dict[str, Any] = {"tokens_per_step": rows * seq_len}
     if config.train.chunk_tokens:
         train["chunk_tokens"] = max(1, math.ceil(config.train.chunk_tokens * share))
     parallel: dict[str, Any] = {}
+    if config.parallel.tokens_per_rank:
+        # Room for as many rows as before.
+        parallel["tokens_per_rank"] = math.ceil(sizes[0] * seq_len / context)
     if config.expert_tile_tokens:
         parallel["expert_tile_tokens"] = max(1, math.ceil(config.expert_tile_tokens * share))
     sections = {
@@ -58,6 +61,15 @@ def shrink(config: RunConfig, world_size: int) -> Shrunk:
                 changes.append(f"{section}.{key}: {getattr(before, key)} → {value}")
         config = dataclasses.replace(config, **{section: dataclasses.replace(before, **values)})
     return Shrunk(config, tuple(changes))
+
+
+def _row_tokens(config: RunConfig) -> int:
+    """Tokens of a row of the small run."""
+    context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
+    if config.parallel.tokens_per_rank:
+        # Of all rows that lie side by side; no fewer than there are ranks, so that a rank has some.
+        most = max(context, most // config.train.micro_batch_rows)
+    return min(config.data.seq_len, most)
 
 
 def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, Any]:

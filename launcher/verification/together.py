@@ -26,26 +26,26 @@ _MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]
 def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
     """Every step's state, on rank 0; the others get states without tensors. Collective."""
     train, model = config.train, config.model.config()
-    micro_batches = config.accumulation(mesh.world_size)
-    engine = build_engine(config, mesh, accumulation=micro_batches)
+    micro_batches = config.micro_batches(mesh.world_size)
+    engine = build_engine(config, mesh, accumulation=len(micro_batches))
     engine.initialize(config.run.seed)
     moments: dict[str, Tensor] = {}
     load_LE: Tensor | None = None
     for step in range(STEPS):
-        numbers = [number * mesh.data + mesh.data_rank for number in range(micro_batches)]
-        shards = [shard_batch(micro_batch(config, step, number), config, mesh) for number in numbers]
+        rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
+        shards = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
         counts = count_step(shards)
         nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), torch.zeros(0, 0)
-        for number, shard in zip(numbers, shards, strict=True):
+        for own, shard in zip(rows, shards, strict=True):
             training_pass = TrainingPass(
                 seed=config.run.seed * 0x9E3779B1 + step,
-                first_token=number * train.micro_batch_rows * config.data.seq_len,
+                first_token=own.start * config.data.seq_len,
                 expert_load_LE=load_LE,
             )
             loss = engine.forward(shard.to(device), training_pass)
             engine.backward(counts.loss(loss, model))
             nll += loss.nll_sum.double()
-            if number == numbers[0]:
+            if own is rows[0]:
                 counts_LE = loss.counts_LE
             else:
                 counts_LE = counts_LE + loss.counts_LE

@@ -279,8 +279,11 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
-    """Tokens of a chunk where nobody says, whole tiles of 64. On a CPU their logits are 2^24, or in number a quarter of
-    the weight's elements; on an accelerator 2^29, of 1,024 tokens at least and 8,192 at most."""
+    """Tokens of a chunk where nobody says, whole tiles of 64.
+
+    On a CPU their logits are 2^24, or in number a quarter of the weight's elements; on an accelerator 2^29, of 1,024
+    tokens at least and 8,192 at most.
+    """
     if device_type == "cpu":
         return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
     return min(max(_CHUNK_ELEMENTS_OF_GPU // vocab_size, 1024), 8192) // 64 * 64

@@ -9,6 +9,7 @@ Axes: N rows (any leading shape), n rows of one tile, I input width, O output wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +49,12 @@ def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
 
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """NaN in the shape of x · weightᵀ, without memory: should anyone read it, it will be noticed."""
-    return x_NI.new_full((), torch.nan).expand(*x_NI.shape[:-1], len(weight_OI))
+    return nan_of_shape(x_NI, (*x_NI.shape[:-1], len(weight_OI)))
+
+
+def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """NaN of a shape without memory, in the dtype and on the device of ``like``: for values that nobody reads."""
+    return like.new_full((), torch.nan).expand(*shape)
 
 
 def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:

@@ -150,6 +150,12 @@ class Block(nn.Module):
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
         return self.join_ffn(x_BtM, out_BtM, draws), *stats
 
+    def choose_experts(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call) -> Tensor:
+        """The experts [B, t, k] that the tokens of a layer of experts choose, before any capacity."""
+        assert isinstance(self.mlp, MixtureOfExperts)
+        _, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, False)
+        return self.mlp.choose(normed_BtM, call.experts)
+
     def before_core(
         self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:

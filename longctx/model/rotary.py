@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.architecture.rope import Rope
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.matmul import nan_of_shape
 
 _FEW_TOKENS = 32
 """Most tokens whose queries and keys are rotated together."""
@@ -66,23 +67,26 @@ def rotary_table(
     return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
 
 
-def apply_rotary(x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def apply_rotary(
+    x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, only_graph: bool = False
+) -> Tensor:
     """x with its first 2·C channels rotated by the table's angles, computed in the table's dtype, returned in x's.
 
-    Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1.
+    Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1. With ``only_graph``
+    nothing is computed, and the result is NaN: for a second run, of which backward reads no rotated value.
     """
     if not torch.is_grad_enabled():
         return _rotate(x_BtHD, cos, sin, interleaved)
-    return _Rotary.apply(x_BtHD, cos, sin, interleaved)
+    return _Rotary.apply(x_BtHD, cos, sin, interleaved, only_graph)
 
 
 def apply_rotary_to_both(
-    q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False
+    q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False, only_graph: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``apply_rotary`` of queries and of keys, to the same bits."""
     if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
-        q = apply_rotary(q_BtHD, table.cos, table.sin, interleaved=interleaved)
-        return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved)
+        q = apply_rotary(q_BtHD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
+        return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
     # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
     x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
     swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
@@ -110,9 +114,11 @@ class _Rotary(torch.autograd.Function):
     """Saves the table alone: the gradient is the rotation back, which needs nothing of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, only_graph: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
+        if only_graph:
+            return nan_of_shape(x, x.shape)
         return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
@@ -120,7 +126,7 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         # The transpose of a rotation is the rotation by the opposite angle.
-        return _rotate(dy, cos, -sin, ctx.interleaved), None, None, None
+        return _rotate(dy, cos, -sin, ctx.interleaved), None, None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

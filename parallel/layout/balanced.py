@@ -114,6 +114,11 @@ def _grain(tokens_per_rank: int) -> int:
     return aim
 
 
+def whole_grains(tokens_per_rank: int) -> bool:
+    """Whether so many tokens of a ring rank are grains without a short piece beside them."""
+    return tokens_per_rank % _grain(tokens_per_rank) == 0
+
+
 def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
     """The tokens as chunks; ``bounds`` are the documents', without empty ones."""
     tokens_per_rank = num_tokens // degree

@@ -51,23 +51,36 @@ def check_choice(layout: str, num_tokens: int, degree: int, ulysses: int = 1) ->
 
 
 def choose_layout(
-    *, num_tokens: int, degree: int, ulysses: int, packed: bool, layers: Sequence[str], window: int
+    *,
+    num_tokens: int,
+    degree: int,
+    ulysses: int,
+    packed: bool,
+    layers: Sequence[str],
+    window: int,
+    side_by_side: bool = False,
 ) -> tuple[str, str]:
     """The layout that serves these layers best, and the reason in one clause for the log.
 
     ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed``
     says whether a sequence may hold more than one document. ``layers`` are the kinds of the model's layers; ``window``
-    is that of its window layers. Pure: a run that resumes with the same settings and data gets the same layout.
+    is that of its window layers. ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads
+    each over all ranks. Pure: a run that resumes with the same settings and data gets the same layout.
     """
     ring = degree // ulysses
     if ring == 1:
-        return "zigzag", "every rank attends over whole sequences, so all layouts are the same"
+        kind = "zigzag"
+        if side_by_side:
+            kind = "balanced"
+        return kind, "every rank attends over whole sequences, so all layouts are the same"
     # Where contiguous work is even there is nothing to balance, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, layers, window)
     if local is not None:
         return "contiguous", local
     if packed:
         return "balanced", f"of packed documents it alone gives {ring} ring ranks even work and few rows to send"
+    if side_by_side:
+        return "balanced", "it leaves a short row on one rank and gives all ranks even work"
     parts = num_parts("zigzag", degree, ulysses)
     if num_tokens % parts:
         return "balanced", f"{num_tokens} tokens do not split into the {parts} equal parts of zigzag"

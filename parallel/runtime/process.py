@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -21,6 +20,7 @@ from longctx import errors
 from longctx.errors import ClusterError, LongCtxError
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.groups import control_group, forget_groups, warm, world_group
+from parallel.runtime.interface import choose_gloo_interface
 from parallel.runtime.watch.current import start_watch, stop_watch
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def start_process_group(
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
-    _choose_gloo_interface()
+    choose_gloo_interface()
     # Ranks of one machine divide its cores; with all cores each they would wait for one another.
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or _threads_per_process())
@@ -190,27 +190,3 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def _choose_gloo_interface() -> None:
-    """Name the interface that routes to MASTER_ADDR, unless the user named one.
-
-    Left alone, gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
-    from the others.
-    """
-    if os.environ.get("GLOO_SOCKET_IFNAME") or "MASTER_ADDR" not in os.environ:
-        return
-    try:
-        # Connecting a UDP socket sends nothing; the system only chooses the route, and with it the own address.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((os.environ["MASTER_ADDR"], 9))
-            own = s.getsockname()[0]
-    except OSError:
-        return
-    for name, addresses in psutil.net_if_addrs().items():
-        # The loopback has the whole of 127.0.0.0/8, and names one address of it.
-        is_loopback = own.startswith("127.") and name == "lo"
-        own_addresses = [a.address for a in addresses if a.family == socket.AF_INET]
-        if own in own_addresses or (is_loopback and own_addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return

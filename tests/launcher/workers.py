@@ -20,6 +20,7 @@ import launcher.report.page
 import launcher.training.trainer
 from launcher.checkpoint.save import save_checkpoint
 from launcher.cluster.exit import run_to_exit_code
+from launcher.config.side_by_side import settle_context
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
 from launcher.training.setup import Progress, Run, build_run
@@ -40,7 +41,8 @@ from tests.parallel.zero.swapping import swap_everything
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
     """A tiny run, ready for its first step."""
-    return build_run(tiny_config(shards, output, changed), torch.device("cpu"))
+    config = settle_context(tiny_config(shards, output, changed), int(os.environ.get("WORLD_SIZE", "1")))
+    return build_run(config, torch.device("cpu"))
 
 
 def train(shards: Path, output: Path, changed: Mapping[str, Any], step: type[TrainStep] = TrainStep) -> None:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.batch import PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments
 from longctx.errors import ConfigError
+from tests.oracles import packed_batch
 
 lengths_of_documents = st.lists(st.integers(0, 50), max_size=20)
 
@@ -98,3 +99,24 @@ def test_the_hash_of_many_documents_is_computed_once(monkeypatch):
     known[documents] = "here"
     monkeypatch.setattr("longctx.batch.hash", lambda _: pytest.fail("hashed again"), raising=False)
     assert known[documents] == "here"
+
+
+def test_padding_is_a_document_without_targets_behind_the_last_row():
+    batch = packed_batch(rows=2, seq_len=12, vocab_size=9, seed=1)
+    padded = batch.padded(29)
+    assert padded.documents.bounds == (*batch.documents.bounds, 29)
+    assert (padded.row_tokens, padded.tokens.shape) == (12, (1, 29))
+    for name in ("tokens", "targets", "positions", "document_ids"):
+        assert torch.equal(getattr(padded, name)[:, :24], getattr(batch, name).reshape(1, -1)), name
+    assert padded.targets[0, 24:].tolist() == [IGNORED_TARGET] * 5
+    assert padded.positions[0, 24:].tolist() == [0, 1, 2, 3, 4]
+    assert padded.document_ids[0, 24:].tolist() == [PADDING_DOCUMENT] * 5
+    assert padded.num_targets == batch.num_targets
+    longest = batch.documents.longest
+    much = batch.padded(24 + 2 * longest + 1)
+    assert much.documents.longest == longest, "what goes by the longest document goes on as it was"
+    assert much.documents.lengths[-3:] == (longest, longest, 1)
+    assert much.positions[0, 24:].tolist() == [*range(longest), *range(longest), 0]
+    whole = batch.padded(24)
+    assert whole.documents is batch.documents
+    assert torch.equal(whole.tokens, batch.flatten_rows().tokens)

@@ -82,7 +82,7 @@ class GroupedQueryAttention(nn.Module):
         if self.relative is not None:
             q, k = self.relative(q, k, table.cos, table.sin)
         else:
-            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved)
+            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved, only_graph=only_graph)
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
@@ -139,7 +139,9 @@ class LatentAttention(nn.Module):
         k_Bt1R = k_BtR.unsqueeze(-2)
         # Keys are rotated before they are repeated for the heads: once a token, not once a head.
         if table is not None:
-            q_BtHR, k_Bt1R = apply_rotary_to_both(q_BtHR, k_Bt1R, table, interleaved=self.interleaved)
+            q_BtHR, k_Bt1R = apply_rotary_to_both(
+                q_BtHR, k_Bt1R, table, interleaved=self.interleaved, only_graph=only_graph
+            )
         if cached:
             # q·(W latent) = (q W)·latent: the product with W moves from every key to the query.
             q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])

@@ -81,6 +81,8 @@ class DiskStore:
     def empty(self, num_tokens: int, like: Tensor) -> OnDisk:
         return OnDisk(self, of_tokens(like.shape, num_tokens), like.dtype, self.chunks)
 
+    empty_chunks = empty
+
     def put(self, x: Tensor) -> OnDisk:
         pieces: Sequence[slice] = [slice(0, x.shape[1])]
         if x.shape[1] == self.chunks[-1].stop:

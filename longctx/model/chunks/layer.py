@@ -29,6 +29,7 @@ from longctx.model.chunks.heads import ByGroups, groups_in_turn
 from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
 from longctx.model.chunks.store import PutOnce, Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
+from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.kept import Keep
 from longctx.model.recompute import RecomputeCache
@@ -177,9 +178,10 @@ class ChunkedLayer:
         """The layer's output, and the router's statistics."""
         y: Stored | None = None
         stats: list[Tensor] = []
+        experts = self._admit(x, attended)
         for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
-            y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, self._new_routing())
-            y = y or self.store.empty(self.stream.num_tokens, y_BcM)
+            y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, experts, self._new_routing())
+            y = y or self.store.empty_chunks(self.stream.num_tokens, y_BcM)
             y.write(tokens, y_BcM)
             # Statistics are sums over tokens.
             if stats:
@@ -188,24 +190,36 @@ class ChunkedLayer:
         assert y is not None
         return y, stats
 
+    def _admit(self, x: Stored, attended: Attended) -> MoECall:
+        """The call of the experts. Where they have a capacity, all tokens choose before the first is dispatched."""
+        call = self.parts.call.experts
+        if not self.parts.admits_together:
+            return call
+        chosen = []
+        for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
+            chosen.append(self.parts.choose_experts(x_BcM, heads_BcHV, tokens))
+        # One collective a layer, as for whole rows.
+        return call.admit(torch.cat(chosen, dim=1))
+
     def _finish_backward(
         self, x: Stored, out: ByGroups, dstats: Sequence[Tensor | None], differentiate: Differentiate
     ) -> tuple[Stored, ByGroups]:
         """The gradients of the layer's input, but for what goes through attention, and of attention's output."""
-        dx: Stored | None = None
+        # Each chunk of the output's gradient makes room for the input's.
+        dx = self.stream.take_gradient()
         dout: ByGroups | None = None
-        arriving = in_turn(self.chunks, [self.stream.take_gradient(), x, out])
+        arriving = in_turn(self.chunks, [dx, x, out])
         for cache, (tokens, (dy_BcM, x_BcM, heads_BcHV)) in zip(self.routing, arriving, strict=True):
             with torch.enable_grad(), cache.contexts()[1]:
                 inputs = leaves([x_BcM, heads_BcHV])
-                outputs = self.parts.finish(inputs[0], inputs[1], tokens, cache)
+                # The cache has the tokens' experts.
+                outputs = self.parts.finish(inputs[0], inputs[1], tokens, self.parts.call.experts, cache)
                 dx_BcM, dheads_BcHV = differentiate(outputs, inputs, [dy_BcM, *dstats])
-            dx = dx or self.store.empty(self.stream.num_tokens, dx_BcM)
             dx.write(tokens, dx_BcM)
             dout = dout or self._empty_by_groups(dheads_BcHV)
             dout.write(tokens, dheads_BcHV)
         self.routing.clear()
-        assert dx is not None and dout is not None  # noqa: PT018 (one fact: there is a chunk)
+        assert dout is not None
         return dx, dout
 
     def _attend_backward(
@@ -242,7 +256,8 @@ class ChunkedLayer:
                 inputs = leaves([x_BcM])
                 outputs = self.parts.project(inputs[0], tokens, only_graph=True)
                 (through_attention,) = differentiate(outputs, inputs, [dq, dk, dv])
-            dx.write(tokens, dx_BcM + through_attention)
+            # Nobody else has it.
+            dx.write(tokens, through_attention.add_(dx_BcM))
 
     def _empty_by_groups(self, like: Tensor) -> ByGroups:
         return ByGroups.empty(self.store, self.stream.num_tokens, like, self.stream.head_groups)

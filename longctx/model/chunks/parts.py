@@ -1,6 +1,6 @@
 """``LayerParts``: what a layer computes for a chunk of its tokens, or for a group of its heads.
 
-Axes: B rows, c tokens of a chunk, M model width, H query heads, D head size, V value head size.
+Axes: B rows, c tokens of a chunk, M model width, H query heads, D head size, V value head size, k experts a token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
-from longctx.model.block import Block, Call
+from longctx.model.block import Block, Call, Draws
 from longctx.model.chunks.weight_sums import WeightSums
+from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
@@ -49,17 +50,29 @@ class LayerParts:
             recompute_cache=cache,
         )
 
+    @property
+    def admits_together(self) -> bool:
+        """Whether all tokens must have chosen their experts before the first of them is dispatched."""
+        return isinstance(self.block.mlp, MixtureOfExperts) and self.call.experts.capacity is not None
+
+    def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
+        """The experts [B, c, k] that a chunk's tokens choose."""
+        call = replace(self.call, experts=self.call.experts.of_tokens(tokens, self.num_tokens))
+        return self.block.choose_experts(x_BcM, heads_BcHV, self._draws_of(tokens), call)
+
     def finish(
-        self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice, cache: RecomputeCache | None
+        self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice, experts: MoECall, cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        """The layer's output for a chunk, and the router's statistics."""
-        experts = self.call.experts.of_tokens(tokens, self.num_tokens)
+        """The layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens."""
         again = cache is not None and cache.recomputing
-        call = replace(self.call, experts=experts, only_graph=again)
+        call = replace(self.call, experts=experts.of_tokens(tokens, self.num_tokens), only_graph=again)
+        return self.block.finish(x_BcM, heads_BcHV, self._draws_of(tokens), call, cache)
+
+    def _draws_of(self, tokens: slice) -> Draws:
         attention, ffn = self.draws
         if attention is not None and ffn is not None:
-            attention, ffn = attention.of_tokens(tokens), ffn.of_tokens(tokens)
-        return self.block.finish(x_BcM, heads_BcHV, (attention, ffn), call, cache)
+            return attention.of_tokens(tokens), ffn.of_tokens(tokens)
+        return attention, ffn
 
 
 class Differentiate:

@@ -29,7 +29,7 @@ class Stored(Protocol):
     """The values of all tokens of this rank, [B, t, …]."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        """Set the values of some tokens [B, c, …]."""
+        """Set the values of some tokens [B, c, …]. The tensor is taken over: nobody writes to it any more."""
         ...
 
     def fetch(self, tokens: slice) -> Arriving:
@@ -45,7 +45,11 @@ class ChunkStore(Protocol):
     """Makes places for the values of all tokens."""
 
     def empty(self, num_tokens: int, like: Tensor) -> Stored:
-        """A place for values of so many tokens; ``like`` [B, c, …] are those of a few."""
+        """A place for values of so many tokens, which are read whole; ``like`` [B, c, …] are those of a few."""
+        ...
+
+    def empty_chunks(self, num_tokens: int, like: Tensor) -> Stored:
+        """A place for values that are read in the chunks in which they are written."""
         ...
 
     def put(self, x: Tensor) -> Stored:
@@ -101,15 +105,55 @@ def _are_one(x: Tensor, y: Tensor) -> bool:
 class DeviceStore:
     """Values stay on the device."""
 
-    def empty(self, num_tokens: int, like: Tensor) -> OnDevice:
-        return OnDevice(like.new_empty(of_tokens(like.shape, num_tokens)))
+    def empty(self, num_tokens: int, like: Tensor) -> InOnePlace:
+        return InOnePlace(like.new_empty(of_tokens(like.shape, num_tokens)))
+
+    def empty_chunks(self, num_tokens: int, like: Tensor) -> OnDevice:
+        return OnDevice(None)
 
     def put(self, x: Tensor) -> OnDevice:
         return OnDevice(x)
 
 
 class OnDevice:
-    """Values of all tokens on the device; there is nothing to wait for."""
+    """Values of all tokens on the device, as they were computed: nothing is copied and nothing is waited for."""
+
+    def __init__(self, whole: Tensor | None) -> None:
+        """``whole`` are all values, of which chunks may be replaced; None where chunks are all that there is."""
+        self._whole = whole
+        self._chunks: dict[int, Tensor] = {}
+        """First token of a chunk -> its values."""
+
+    def write(self, tokens: slice, x: Tensor) -> None:
+        # Of a part of a larger tensor all of it would stay.
+        if x.untyped_storage().nbytes() > x.nbytes:
+            x = x.clone(memory_format=torch.contiguous_format)
+        self._chunks[tokens.start] = x
+        if self._whole is not None and sum(chunk.shape[1] for chunk in self._chunks.values()) == self._whole.shape[1]:
+            self._whole = None
+
+    def fetch(self, tokens: slice) -> Here:
+        if tokens.start in self._chunks:
+            return Here(self._chunks[tokens.start])
+        assert self._whole is not None, "nothing was written there"
+        return Here(self._whole[:, tokens])
+
+    def whole(self) -> Here:
+        return Here(self.on_device())
+
+    def on_device(self) -> Tensor:
+        if not self._chunks:
+            assert self._whole is not None, "nothing was written"
+            return self._whole
+        chunks = [self._chunks[start] for start in sorted(self._chunks)]
+        assert self._whole is None, "some chunks were not written"
+        if len(chunks) == 1:
+            return chunks[0]
+        return torch.cat(chunks, dim=1)
+
+
+class InOnePlace:
+    """Values of all tokens on the device, side by side."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -122,9 +166,6 @@ class OnDevice:
 
     def whole(self) -> Here:
         return Here(self._values)
-
-    def on_device(self) -> Tensor:
-        return self._values
 
 
 class Here:
@@ -149,6 +190,8 @@ class HostMemory:
 
     def empty(self, num_tokens: int, like: Tensor) -> InHostMemory:
         return InHostMemory(self, self.copies.host_memory(of_tokens(like.shape, num_tokens), like.dtype))
+
+    empty_chunks = empty
 
     def put(self, x: Tensor) -> InHostMemory:
         host = self.copies.host_memory(x.shape, x.dtype)

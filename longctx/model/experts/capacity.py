@@ -34,9 +34,9 @@ class Capacity:
 
     @classmethod
     def build(cls, config: ModelConfig, token_index_N: Tensor, row_tokens: int, num_tokens: int) -> Capacity:
-        """That of ``config`` for a micro-batch of so many tokens in rows of that length."""
-        assert num_tokens % row_tokens == 0
-        num_rows = num_tokens // row_tokens
+        """That of ``config`` for a micro-batch of so many tokens in rows of that length, and padding behind them."""
+        # Rounded up: what pads the last row to a length that ranks can share has no expert.
+        num_rows = -(-num_tokens // row_tokens)
         return cls(capacity_of(config, row_tokens), config.num_experts, row_tokens, num_rows, token_index_N)
 
     def admit(self, experts_Nk: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,12 +7,12 @@ micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
 from longctx.kernels.dtypes import as_dtype
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
@@ -23,6 +23,17 @@ from longctx.model.layers.dropout import Jitter
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.recompute import RecomputeCache, saved_values
+
+
+class Admitted(NamedTuple):
+    """What the tokens of a layer chose, and what a capacity left of it."""
+
+    chosen_Btk: Tensor
+    experts_Btk: Tensor
+
+    def of_tokens(self, tokens: slice) -> Admitted:
+        """The choices of some of the tokens."""
+        return Admitted(self.chosen_Btk[:, tokens], self.experts_Btk[:, tokens])
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +47,30 @@ class MoECall:
     jitter: Jitter | None = None
     capacity: Capacity | None = None
     replay: RoutingReplay | RoutingOfTokens | None = None
+    admitted: Admitted | None = None
+    """Choices that were made before, for all tokens; None where the layer makes them."""
 
     def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
-        """The call for some of the tokens [B, t]. ConfigError with a capacity, which is one of all of a row's."""
-        if self.capacity is not None:
-            raise ConfigError("chunks of tokens and a capacity of experts do not go together.")
-        documents_Bt, jitter, replay = self.documents_Bt, self.jitter, self.replay
+        """The call for some of the tokens [B, t]. A capacity's choices must have been made, or come from a first run:
+        what it admits depends on all tokens."""
+        documents_Bt, jitter, replay, admitted = self.documents_Bt, self.jitter, self.replay, self.admitted
         if documents_Bt is not None:
             documents_Bt = documents_Bt[:, tokens]
         if jitter is not None:
             jitter = jitter.of_tokens(tokens)
         if isinstance(replay, RoutingReplay):
             replay = RoutingOfTokens(replay, tokens, num_tokens)
-        return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay)
+        if admitted is not None:
+            admitted = admitted.of_tokens(tokens)
+        return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay, admitted=admitted)
+
+    def admit(self, chosen_Btk: Tensor) -> MoECall:
+        """The call for a layer all of whose tokens [B, t] chose these experts. Collective with a capacity."""
+        experts_Btk = chosen_Btk
+        if self.capacity is not None:
+            admitted_Nk = self.capacity.admit(chosen_Btk.flatten(0, 1), self.run.dispatcher.gather)
+            experts_Btk = admitted_Nk.view_as(chosen_Btk)
+        return replace(self, admitted=Admitted(chosen_Btk, experts_Btk))
 
 
 class MixtureOfExperts(nn.Module):
@@ -80,11 +102,7 @@ class MixtureOfExperts(nn.Module):
         call = call or MoECall()
         x_NM = x_BtM.flatten(0, 1)
 
-        # route: jitter reaches the router alone, experts see the tokens as they are
-        router_input_NM = x_NM
-        if call.jitter is not None:
-            router_input_NM = call.jitter(x_BtM, self.layer).flatten(0, 1)
-        logits_NE = self.gate(router_input_NM)
+        logits_NE = self._logits(x_BtM, call)
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
 
         # dispatch, compute, combine
@@ -118,34 +136,53 @@ class MixtureOfExperts(nn.Module):
         )
         return out_BtM, *stats.tensors()
 
+    @torch.no_grad()
+    def choose(self, x_BtM: Tensor, call: MoECall) -> Tensor:
+        """The experts [B, t, k] that the router chooses, before any capacity; for ``MoECall.admit``."""
+        return self._choose(self._logits(x_BtM, call), call).experts_Nk.unflatten(0, x_BtM.shape[:2])
+
+    def _logits(self, x_BtM: Tensor, call: MoECall) -> Tensor:
+        """The router's, [N, E]."""
+        # jitter reaches the router alone, experts see the tokens as they are
+        if call.jitter is not None:
+            x_BtM = call.jitter(x_BtM, self.layer)
+        return self.gate(x_BtM.flatten(0, 1))
+
     def _route(
         self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
         """Choose experts once. Returns the routing, and the choices of which a capacity may have dropped some."""
-        saved: tuple[Tensor, ...] | None = None
+        known: tuple[Tensor, ...] | None = None
         if recompute_cache is not None:
-            saved = recompute_cache.load(of="routing")
-        if saved is not None:
+            known = recompute_cache.load(of="routing")
+        if known is None and call.admitted is not None:
+            known = tuple(ids_Btk.flatten(0, 1) for ids_Btk in call.admitted)
+        if known is not None:
             # weighed anew and not chosen anew: rounding could flip a choice, and backward would fit another forward
-            chosen_Nk, experts_Nk = saved
+            chosen_Nk, experts_Nk = known
             routing = self._weigh(logits_NE, chosen_Nk)
         else:
-            replay_Nk: Tensor | None = None
-            if call.replay is not None:
-                replay_Nk = call.replay.given(self.layer, logits_NE.device)
-            routing = self._weigh(logits_NE, replay_Nk)
+            routing = self._choose(logits_NE, call)
             chosen_Nk = experts_Nk = routing.experts_Nk
             if call.capacity is not None:
                 experts_Nk = call.capacity.admit(chosen_Nk, call.run.dispatcher.gather)
-            if call.replay is not None:
-                call.replay.record(self.layer, chosen_Nk)
-            if recompute_cache is not None:
-                recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
+        if recompute_cache is not None:
+            recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
         if call.capacity is not None:
             # the other gates stay as they are: what was dropped is missing
             gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
+
+    def _choose(self, logits_NE: Tensor, call: MoECall) -> Routing:
+        """The routing of new choices, or of those that a replay gives; a replay records them."""
+        replay_Nk: Tensor | None = None
+        if call.replay is not None:
+            replay_Nk = call.replay.given(self.layer, logits_NE.device)
+        routing = self._weigh(logits_NE, replay_Nk)
+        if call.replay is not None:
+            call.replay.record(self.layer, routing.experts_Nk)
+        return routing
 
     def _weigh(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
         """The routing of these logits, with new choices or those of ``replay_Nk``."""

@@ -45,7 +45,7 @@ Host *
 def missing_programs() -> str | None:
     """Why no such cluster can be made here, with the line that mends it; None when it can."""
     missing = [name for name in ("ssh", "ssh-keygen", "pdsh") if shutil.which(name) is None]
-    if _server_program() is None:
+    if server_program() is None:
         missing.append("sshd")
     return f"needs {', '.join(missing)}: {INSTALL}" if missing else None
 
@@ -67,7 +67,7 @@ def two_hosts(folder: Path, *, slots: int = 1) -> Iterator[tuple[Path, dict[str,
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # where a server started by root separates its privileges
     server = subprocess.Popen(
-        [str(_server_program()), "-D", "-e", "-f", str(folder / "sshd.conf")], stderr=subprocess.PIPE
+        [str(server_program()), "-D", "-e", "-f", str(folder / "sshd.conf")], stderr=subprocess.PIPE
     )
     try:
         _wait_for(server, port)
@@ -80,7 +80,8 @@ def two_hosts(folder: Path, *, slots: int = 1) -> Iterator[tuple[Path, dict[str,
         server.communicate(timeout=10)
 
 
-def _server_program() -> str | None:
+def server_program() -> str | None:
+    """Path of the ssh server; None where there is none."""
     return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 

@@ -73,7 +73,6 @@ OF_KEPT = [
         ["parallel.ulysses=2 divides", "any of [1]"],
     ),
     ([*CHUNKS, "--train.recompute_experts", "none"], ["train.recompute_experts=none means nothing", "chunk_tokens=8"]),
-    ([*CHUNKS, "--model.capacity_factor", "2"], ["model.capacity_factor=2.0 and train.chunk_tokens=8", "together yet"]),
     (
         ["--train.keep", "inputs", "--train.recompute_experts", "none"],
         ["train.recompute_experts=none means nothing with train.keep=inputs", "train.keep=all"],

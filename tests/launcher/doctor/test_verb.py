@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.launcher.doctor.samples import put_ssh
 
 
 def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
-    code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0)
+    code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0, "--no-links")
     lines = out.splitlines()
     verdicts = {line[:6].strip() for line in lines[:-1]}
     assert verdicts <= {"ok", "warn", "fail"}
@@ -22,6 +23,7 @@ def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
     assert len(lines) < 25, "one screen"
     assert lines[-1].endswith(("well.", "warning.", "warnings."))
     assert ("failed," in lines[-1]) == (code == 1)
+    assert "ok    links            not measured: --no-links" in lines
 
 
 def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
@@ -29,12 +31,24 @@ def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", port, "--json")
+        code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", port, "--json", "--no-links")
     told = json.loads(out)
     assert (code, told["verdict"]) == (1, "fail")
     assert "master port" in [finding["check"] for finding in told["findings"] if finding["verdict"] == "fail"]
     assert told["facts"]["folder"] == str(tmp_path)
     assert told["hosts"] == {}
+    assert [finding["value"] for finding in told["links"]["findings"]] == ["not measured: --no-links"]
+
+
+def test_links_between_ranks_of_this_machine(capsys, tmp_path):
+    code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0, "--json")
+    told = json.loads(out)
+    assert code == int(told["verdict"] == "fail")
+    # One a GPU, or two on a CPU.
+    count = max(2, torch.cuda.device_count())
+    pairs = [(pair["first"], pair["second"]) for pair in told["links"]["pairs"] if pair["backend"] == "gloo"]
+    assert pairs == list(combinations([f"rank {rank}" for rank in range(count)], 2))
+    assert [finding["check"] for finding in told["links"]["findings"]][:2] == ["NCCL network", "links"]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,7 @@ def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
         "--master-port",
         0,
         "--json",
+        "--no-links",
     )
     assert code == int(json.loads(out)["verdict"] == "fail")
     found = {finding["check"]: finding for finding in json.loads(out)["hosts"]["localhost"]["findings"]}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_bytes import CASES, LEAST, MOST, RESULTS, errors, planned
+from benchmarks.plan_bytes import CASES, LEAST, MOST, errors, load_rows, planned
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import estimate_run
 from launcher.plan.hardware import load_hardware
@@ -106,14 +105,15 @@ def test_every_shipped_figure_has_a_source(name):
     assert hardware.attention_flops.at() < hardware.product_flops.at() < hardware.peak_flops
 
 
-TRACED = {row["name"]: row for row in json.loads(RESULTS.read_text())["traced"]}
+TRACED = load_rows()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bytes_are_those_of_the_trace(case):
-    run = planned(case, quick=False)
-    for error in errors(run, TRACED[case.name]):
+    traced = TRACED[case.name]
+    run = planned(case, few=traced["few_layers"])
+    for error in errors(run, traced):
         assert LEAST <= error <= MOST
     of_bytes = run.ranks[0].bytes
-    assert of_bytes.kept == pytest.approx(TRACED[case.name]["kept"], rel=0.02, abs=2**20)
-    assert of_bytes.kept_on_host == pytest.approx(TRACED[case.name]["kept_on_host"], rel=0.02, abs=2**20)
+    assert of_bytes.kept == pytest.approx(traced["kept"], rel=0.02, abs=2**20)
+    assert of_bytes.kept_on_host == pytest.approx(traced["kept_on_host"], rel=0.02, abs=2**20)

@@ -10,11 +10,13 @@ import pytest
 
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
+from launcher.config.side_by_side import settle_context
 from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
 from longctx.architecture.rope import Rope
 from parallel.mesh import Mesh
+from parallel.schedule.degrees import Degrees
 
 FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--parallel.layout", "zigzag"]
 
@@ -55,6 +57,22 @@ def packing(**figures: Any) -> PackReport:
 def line(name: str, said: Start) -> str:
     (found,) = [line for line in summary(said) if line.startswith(f"{name}:")]
     return found
+
+
+def test_rows_side_by_side_say_their_number_and_degrees():
+    together = ["--parallel.layout", "auto", "--parallel.tokens_per_rank", "3072", "--train.tokens_per_step", "10240"]
+    degrees = [
+        Degrees(ranks=(1, 1, 2), fewest=(1, 1, 1), imbalance=1.01),
+        Degrees(ranks=(2,), fewest=(2,), imbalance=1.034),
+    ]
+    plain = start(together)
+    said = dataclasses.replace(plain, config=settle_context(plain.config, 2), degrees=degrees)
+    assert line("Side by side", said) == (
+        "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 "
+        "to 2 of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
+    )
+    assert "5 rows of 2,048 tokens, in 2 micro-batches a rank" in line("Steps", said)
+    assert not [line for line in summary(start()) if line.startswith("Side by side")]
 
 
 def test_a_run_says_what_it_is():

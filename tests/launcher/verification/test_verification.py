@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import launcher.verification.run as verification
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
+from launcher.config.side_by_side import settle_context
 from launcher.recipes.find import recipes
 from launcher.verification.compare import part_of
 from launcher.verification.shrink import TOKENS_A_RANK, shrink
@@ -40,7 +42,8 @@ def flags(changed: dict[str, Any]) -> list[str]:
 
 def verify(changed: dict[str, Any], mutant: str = "") -> str:
     """What is said; ends with whether the two agree."""
-    config = load_run_config(flags(changed)).resolve(native_bfloat16=False)
+    config = settle_context(load_run_config(flags(changed)), dist.get_world_size())
+    config = config.resolve(native_bfloat16=False)
     fault: Any = contextlib.nullcontext
     if mutant:
         fault = MUTANTS[mutant][0]
@@ -67,6 +70,27 @@ def find(mutants: list[str]) -> None:
 @pytest.mark.timeout(200)
 def test_right_configurations_agree():
     run_distributed(agree, 2, [CHUNKS, {"zero.stage": 3, "train.dtype": "bfloat16"}], timeout=180)
+
+
+TOGETHER = {"parallel.context": 1, "parallel.layout": "auto", "parallel.expert": 1, "parallel.tokens_per_rank": 100}
+
+
+@pytest.mark.timeout(200)
+def test_rows_side_by_side_agree():
+    """Two rows and then one on three ranks that they do not divide, with dropout."""
+    ways = [{**TOGETHER, "train.tokens_per_step": 128 * 9}, {**TOGETHER, **CHUNKS, "train.tokens_per_step": 128 * 3}]
+    run_distributed(agree, 3, ways, timeout=180)
+
+
+def test_a_small_run_has_the_rows_of_a_large_one():
+    changed = {**TOGETHER, "parallel.tokens_per_rank": 16384, "data.seq_len": 8192, "train.tokens_per_step": 8192 * 13}
+    config = settle_context(load_run_config(flags(changed)), 4)
+    assert config.micro_batches(4).sizes == (7, 6)
+    small = settle_context(shrink(config, 4).config, 4)
+    check_run(small, 4)
+    assert small.micro_batches(4).sizes == (7, 6)
+    assert small.parallel.tokens_per_rank <= TOKENS_A_RANK
+    assert 7 * small.data.seq_len <= 4 * TOKENS_A_RANK
 
 
 @pytest.mark.slow

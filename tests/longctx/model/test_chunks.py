@@ -9,8 +9,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from longctx.errors import ConfigError
+from longctx.model.block import Block
+from longctx.model.chunks.store import DeviceStore
 from longctx.model.decoder import Decoder
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.experts.router import RouterStats
 from longctx.model.kept import Keep, Store
+from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -25,6 +30,7 @@ RANDOM = {"num_layers": 3, "residual_dropout": 0.2}
 CONFIGS = {
     "dense": dense_config(**RANDOM),
     "experts": tiny_config(**RANDOM, router_jitter=0.1),
+    "experts, capacity": tiny_config(**RANDOM, router_jitter=0.1, capacity_factor=1.0),
     "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich"),
     "experts, post": tiny_config(**RANDOM, norm_order="post", shared_ffn_size=0),
     "linear": dense_config(**RANDOM, layers=("linear", "window", "full"), window=7),
@@ -55,6 +61,29 @@ def test_chunks_give_the_gradients_of_whole_layers(name, tmp_path):
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
 
 
+def chosen_and_dropped(execution: Execution) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    """The ids that routers chose, and their statistics, in a pass with a capacity."""
+    lm, replay = CausalLM(Decoder(CONFIGS["experts, capacity"], execution=execution)), RoutingReplay()
+    randomize(lm)
+    _, stats = lm.decoder.to(torch.float64)(
+        BATCH.tokens,
+        BATCH.positions,
+        BATCH.documents,
+        document_ids=BATCH.document_ids,
+        training_pass=TrainingPass(seed=3, replay=replay),
+        return_stats=True,
+    )
+    return replay.experts_LNk, [layer.tensors() for layer in stats]
+
+
+def test_a_capacity_drops_what_it_drops_of_whole_rows():
+    wanted, wanted_stats = chosen_and_dropped(Execution())
+    assert all(RouterStats.from_tensors(layer).diagnostics.dropped_assignments > 0 for layer in wanted_stats)
+    got, got_stats = chosen_and_dropped(Execution("attention", chunk_tokens=7))
+    assert torch.equal(got, wanted)
+    torch.testing.assert_close(got_stats, wanted_stats, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_a_second_backward_pass_is_refused(store):
     lm = CausalLM(Decoder(CONFIGS["dense"], execution=Execution("attention", store, chunk_tokens=7)))
@@ -62,6 +91,53 @@ def test_a_second_backward_pass_is_refused(store):
     loss.backward(retain_graph=True)
     with pytest.raises(ConfigError, match="a second one through the same graph"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["dense", "linear"])
+def test_the_second_run_of_a_projection_computes_a_norm_and_nothing_else(name):
+    """Values that nobody reads are not there; the gradients are."""
+    block = Decoder(CONFIGS[name]).double().model.layers[0]
+    assert isinstance(block, Block)
+    x = torch.randn(2, 9, CONFIGS[name].hidden_size, dtype=torch.float64, requires_grad=True)
+    table: RotaryTable | None = None
+    if name == "dense":
+        cos, sin = torch.randn(2, 2, 9, 1, CONFIGS[name].head_dim // 2, dtype=torch.float64)
+        table = RotaryTable(cos, sin)
+    weights, found = [x, *block.self_attn.parameters()], []
+    for only_graph in (False, True):
+        values = block.before_core(x, table, False, only_graph)
+        factors = [
+            torch.randn(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            for value in values
+        ]
+        found.append(torch.autograd.grad(values, weights, factors, allow_unused=True))
+    assert all(value.isnan().all() and not any(value.stride()[:2]) for value in values)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_chunks_stay_on_the_device_as_they_were_computed():
+    values, place = torch.arange(24.0).view(1, 6, 4), DeviceStore().empty_chunks(6, torch.empty(1, 3, 4))
+    first, last = values[:, :3].clone(), values[:, 3:]
+    place.write(slice(0, 3), first)
+    place.write(slice(3, 6), last)
+    assert place.fetch(slice(0, 3)).wait() is first
+    kept = place.fetch(slice(3, 6)).wait()
+    assert kept.untyped_storage().nbytes() == kept.nbytes, "all of a larger tensor would stay for a part of it"
+    assert torch.equal(place.whole().wait(), values)
+
+
+def test_chunks_replace_those_of_a_whole_tensor():
+    """Which is somebody else's, and goes when the last of it is replaced."""
+    whole = torch.zeros(1, 6, 4)
+    place, alive = DeviceStore().put(whole), StorageWeakRef(whole.untyped_storage())
+    place.write(slice(3, 6), torch.ones(1, 3, 4))
+    assert torch.equal(place.fetch(slice(0, 3)).wait(), torch.zeros(1, 3, 4))
+    assert torch.equal(whole, torch.zeros(1, 6, 4))
+    del whole
+    assert not alive.expired()
+    place.write(slice(0, 3), torch.ones(1, 3, 4))
+    assert alive.expired()
+    assert torch.equal(place.whole().wait(), torch.ones(1, 6, 4))
 
 
 def test_the_output_heads_gradient_does_not_outlive_its_use():
@@ -72,7 +148,9 @@ def test_the_output_heads_gradient_does_not_outlive_its_use():
     (dweight,) = (x for x in loss.grad_fn.saved_tensors if x is not None and x.shape == shape)  # type: ignore[union-attr]
     held, alive = StorageWeakRef(dweight.untyped_storage()), []
     del dweight
-    lm.decoder.model.layers[-1].self_attn.q_proj.weight.register_hook(lambda _: alive.append(not held.expired()))
+    lm.get_parameter("decoder.model.layers.2.self_attn.q_proj.weight").register_hook(
+        lambda _: alive.append(not held.expired())
+    )
     loss.backward()
     assert alive
     assert not any(alive)

@@ -81,6 +81,26 @@ def check_eight():
         check_case(Case(layout=layout, **way), mesh, EXACT)
 
 
+ODD_TOKENS = 70
+"""Twice five times seven: halves of equal parts of five and of seven ranks."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [5, pytest.param(7, marks=pytest.mark.slow)])
+def test_five_and_seven_ranks(world_size):
+    run_distributed(check_odd, world_size, timeout=150)
+
+
+def check_odd():
+    """Numbers of ranks that no power of two divides: rows lie side by side on any (``parallel.tokens_per_rank``)."""
+    for way in ({"transport": "p2p"}, {"transport": "all_gather"}):
+        mesh = build_mesh(Case(**way))
+        every = list(itertools.product(KINDS, DOCUMENTS, MASKS))
+        for layout, documents, mask in random.Random(str(way)).sample(every, 18):
+            case = Case(layout=layout, documents=documents, mask=mask, tokens=ODD_TOKENS, **way)
+            check_case(case, mesh, EXACT)
+
+
 RULES = {
     "softcap": {"scores": {"softcap": 2.0}},
     "alibi": {"scores": {"alibi": True}},

@@ -37,6 +37,10 @@ MODELS = {
     ),
     "linear": ModelConfig(**SIZES, layers=("linear", "full"), num_layers=2),
     "bias": ModelConfig(**SIZES, layers=("full",), num_layers=2, position="t5"),
+    # What an expert drops depends on all chunks of all ranks.
+    "capacity": ModelConfig(
+        **SIZES, num_layers=2, num_experts=4, expert_ffn_size=24, capacity_factor=1.0, router_jitter=0.1
+    ),
 }
 TOKENS = 240
 CHUNKS = ((1, 1), (7, 2), (29, 2), (1000, 1))
@@ -87,8 +91,9 @@ def check(world_size: int, name: str, layouts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_chunks_over_ranks_give_one_process_gradients():
-    run_distributed(check, 2, 2, "softmax", ("balanced",), timeout=250)
+@pytest.mark.parametrize(("name", "layout"), [("softmax", "balanced"), ("capacity", "striped")])
+def test_chunks_over_ranks_give_one_process_gradients(name, layout):
+    run_distributed(check, 2, 2, name, (layout,), timeout=250)
 
 
 @pytest.mark.slow

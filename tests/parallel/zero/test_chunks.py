@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution
 from tests.helpers import run_distributed
-from tests.parallel.zero.test_kept import CONFIGS, alone, compare, together
+from tests.parallel.zero.test_kept import CONFIGS as KEPT
+from tests.parallel.zero.test_kept import EXPERTS, alone, compare, together
 
+# What an expert at its capacity drops depends on all chunks of all ranks.
+CONFIGS = {**KEPT, "capacity": replace(EXPERTS, capacity_factor=1.0)}
 WAYS: list[tuple[Keep, Store, int, int]] = list(
     itertools.product(("all", "attention", "inputs"), ("device", "host"), (11, 100), (1, 2))
 )
@@ -26,7 +30,7 @@ def check(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...], w
         compare(got, wanted, dtype, f"{kind}, ZeRO {stage}, {dtype}, {way}")
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("dense", 0), ("experts", 2), ("sandwich", 3)])
+@pytest.mark.parametrize(("kind", "stage"), [("dense", 0), ("experts", 2), ("sandwich", 3), ("capacity", 3)])
 @pytest.mark.timeout(300)
 def test_chunks_give_one_process_gradients(kind, stage):
     ways = [("attention", "host", 11, 2), ("inputs", "device", 7, 1)]

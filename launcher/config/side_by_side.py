@@ -1,0 +1,89 @@
+"""``parallel.tokens_per_rank``: the ranks that it means, the rows that follow, and what contradicts it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from data_pipeline.rows.micro_batches import MicroBatches
+from launcher.config.sections import RunConfig
+from longctx.batch import PackedDocuments
+from longctx.errors import ConfigError
+from parallel.layout.select import AUTO
+from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
+from parallel.mesh import check_degrees
+
+_LAYOUTS = (AUTO, "balanced", "contiguous")
+"""Those that leave a short document on one rank."""
+
+
+def settle_context(config: RunConfig, world_size: int) -> RunConfig:
+    """The config with the ranks and the rows that ``parallel.tokens_per_rank`` comes to; as it is without that key.
+
+    ``parallel.context`` is then the ranks that share a micro-batch, and ``train.micro_batch_rows`` the rows of the
+    largest one. To settle a config again changes nothing. ConfigError where the key cannot be had.
+    """
+    parallel, most = config.parallel, config.parallel.tokens_per_rank
+    if most < 0:
+        raise ConfigError(f"parallel.tokens_per_rank={most} must be at least 1, or 0 for a fixed parallel.context.")
+    # A length that is out of its range is refused with the other ranges.
+    if not most or config.data.seq_len < 1:
+        return config
+    ranks = parallel.context
+    if ranks == 1:
+        ranks = world_size
+    check_degrees(world_size, context=ranks, ulysses=parallel.ulysses, expert=parallel.expert)
+    if parallel.layout not in _LAYOUTS:
+        raise ConfigError(
+            f"parallel.layout={parallel.layout} spreads every document over all ranks, and parallel.tokens_per_rank="
+            f"{most} asks for as few as hold it.\nTry --parallel.layout auto (any of {list(_LAYOUTS)})."
+        )
+    rows = _largest_rows(config, ranks, world_size)
+    if config.train.micro_batch_rows not in (1, rows):
+        raise ConfigError(
+            f"train.micro_batch_rows={config.train.micro_batch_rows} contradicts parallel.tokens_per_rank={most}, "
+            f"which comes to {rows}: {ranks} ranks hold {rows_at_once(config.data.seq_len, ranks, most)} rows of "
+            f"{config.data.seq_len} tokens at most.\nLeave train.micro_batch_rows out (1), or set "
+            "--parallel.tokens_per_rank 0."
+        )
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(parallel, context=ranks),
+        train=dataclasses.replace(config.train, micro_batch_rows=rows),
+    )
+
+
+def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
+    """Rows of a step's largest micro-batch on so many ranks."""
+    seq_len, most = config.data.seq_len, config.parallel.tokens_per_rank
+    at_once = rows_at_once(seq_len, ranks, most)
+    if not at_once:
+        raise ConfigError(
+            f"data.seq_len={seq_len} is more than the {ranks} ranks that share a micro-batch may hold: "
+            f"parallel.tokens_per_rank={most} on each is {ranks * most} in all.\nTry --parallel.tokens_per_rank "
+            f"{-(-seq_len // ranks)}, --data.seq_len {ranks * most}, or {-(-seq_len // most)} ranks."
+        )
+    groups = world_size // ranks
+    unit, tokens = seq_len * groups, config.train.tokens_per_step
+    if tokens < unit or tokens % unit:
+        below = tokens // unit * unit
+        nearest = " or ".join(str(n) for n in (below, below + unit) if n)
+        raise ConfigError(
+            f"train.tokens_per_step={tokens} is not a multiple of {unit} = data.seq_len {seq_len} × {groups} "
+            f"context groups of {ranks} ranks (parallel.tokens_per_rank={most}).\nTry {nearest}."
+        )
+    return MicroBatches.deal(tokens // seq_len, most_rows=at_once, data_degree=groups).largest
+
+
+def padded_documents(config: RunConfig, documents: PackedDocuments) -> PackedDocuments:
+    """The documents of a micro-batch, and those that pad it."""
+    return documents.padded(padded_tokens(config, documents.num_tokens))
+
+
+def padded_tokens(config: RunConfig, num_tokens: int) -> int:
+    """The tokens of a micro-batch once it is padded for its ranks; as many where the degree is fixed."""
+    parallel = config.parallel
+    if not parallel.tokens_per_rank:
+        return num_tokens
+    return tokens_on_ranks(
+        num_tokens, parallel.context, ulysses=parallel.ulysses, tokens_per_rank=parallel.tokens_per_rank
+    )

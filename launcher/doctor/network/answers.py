@@ -1,0 +1,188 @@
+"""What a host answers of its network, as values of known types: another machine wrote it."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.doctor.finding import printable
+from launcher.doctor.network.interfaces import Adapter, Interface
+from launcher.doctor.network.nccl import NcclNetwork
+from longctx.errors import ClusterError
+from parallel.runtime.links.rates import LinkFailure, LinkRate
+
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNetwork:
+    """The network as one host sees it."""
+
+    interface: str
+    """The one that gloo takes."""
+    address: str
+    port: int
+    """Where it listens for the other hosts."""
+    interfaces: Sequence[Interface]
+    adapters: Sequence[Adapter]
+    nccl: NcclNetwork
+    """What NCCL would take, by its rules."""
+    environment: Mapping[str, str]
+    """The variables there that gloo and NCCL read."""
+    num_gpus: int
+    machine: str
+    """Equal for two names of one machine."""
+
+
+def network_from_json(value: Mapping[str, Any]) -> HostNetwork:
+    """What ``worker.py`` answers to "listen". ClusterError where it is anything else."""
+    environment = _object(value, "environment")
+    return HostNetwork(
+        interface=text_from_json(value, "interface"),
+        address=_address(value),
+        port=_port(value),
+        interfaces=[_interface(item) for item in _list(value, "interfaces")],
+        adapters=[_adapter(item) for item in _list(value, "adapters")],
+        nccl=nccl_from_json(value.get("nccl")),
+        environment={printable(str(name)): printable(str(text)) for name, text in environment.items()},
+        num_gpus=_count(value, "num_gpus"),
+        machine=text_from_json(value, "machine"),
+    )
+
+
+def place_from_json(value: Mapping[str, Any]) -> tuple[str, int]:
+    """An address and a port. ClusterError where it is anything else."""
+    return _address(value), _port(value)
+
+
+def problems_from_json(value: Mapping[str, Any]) -> list[str]:
+    """A line of text for each port that was tried. ClusterError where it is anything else."""
+    return [printable(str(line)) for line in _list(value, "problems")]
+
+
+def links_from_json(value: Any, world_size: int) -> list[LinkRate | LinkFailure]:
+    """Links between ranks below ``world_size``. ClusterError where it is anything else."""
+    if not isinstance(value, list):
+        raise ClusterError("it tells of no links")
+    return [_link(item, world_size) for item in value]
+
+
+def ranks_from_json(value: Mapping[str, Any], name: str, world_size: int) -> list[int]:
+    """Ranks below ``world_size``. ClusterError where it is anything else."""
+    ranks = _list(value, name)
+    if not all(_is_rank(rank, world_size) for rank in ranks):
+        raise ClusterError(f"its {name} are no ranks")
+    return ranks
+
+
+def links_to_json(links: Sequence[LinkRate | LinkFailure]) -> list[list[Any]]:
+    """The same as plain values."""
+    told: list[list[Any]] = []
+    for link in links:
+        if isinstance(link, LinkFailure):
+            told.append([link.first, link.second, link.problem])
+        else:
+            told.append([link.first, link.second, link.bytes_per_second, link.latency_seconds])
+    return told
+
+
+def nccl_from_json(value: Any) -> NcclNetwork:
+    """NCCL's network. ClusterError where it is anything else."""
+    if not isinstance(value, dict):
+        raise ClusterError("it says nothing of NCCL")
+    return NcclNetwork(
+        transport=text_from_json(value, "transport"),
+        devices=tuple(printable(str(name)) for name in _list(value, "devices")),
+        meets_at=text_from_json(value, "meets_at"),
+        was_asked=value.get("was_asked") is True,
+    )
+
+
+def _link(item: Any, world_size: int) -> LinkRate | LinkFailure:
+    if (
+        not isinstance(item, list)
+        or len(item) not in (3, 4)
+        or not all(_is_rank(rank, world_size) for rank in item[:2])
+    ):
+        raise ClusterError("a link between ranks that there are not")
+    first, second = item[:2]
+    if len(item) == 3:
+        return LinkFailure(first, second, printable(str(item[2])))
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in item[2:]):
+        raise ClusterError("a link whose speed is no number")
+    return LinkRate(first, second, float(item[2]), float(item[3]))
+
+
+def _is_rank(value: Any, world_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world_size
+
+
+def _interface(item: Any) -> Interface:
+    if not isinstance(item, dict):
+        raise ClusterError("an interface that is none")
+    return Interface(
+        name=text_from_json(item, "name"),
+        addresses=tuple(printable(str(address)) for address in _list(item, "addresses")),
+        is_up=item.get("is_up") is True,
+        megabits=_count(item, "megabits"),
+        mtu=_count(item, "mtu"),
+    )
+
+
+def _adapter(item: Any) -> Adapter:
+    if not isinstance(item, dict):
+        raise ClusterError("an adapter that is none")
+    return Adapter(
+        name=text_from_json(item, "name"),
+        port=_count(item, "port"),
+        is_active=item.get("is_active") is True,
+        link=text_from_json(item, "link"),
+        rate=text_from_json(item, "rate"),
+    )
+
+
+def _address(value: Mapping[str, Any]) -> str:
+    """An IP address: other machines are going to connect to it."""
+    try:
+        return str(ipaddress.ip_address(text_from_json(value, "address")))
+    except ValueError as error:
+        raise ClusterError("its address is none") from error
+
+
+def _port(value: Mapping[str, Any]) -> int:
+    port = _count(value, "port")
+    if not 0 < port <= _LARGEST_PORT:
+        raise ClusterError("its port is none")
+    return port
+
+
+def _count(value: Mapping[str, Any], name: str) -> int:
+    count = value.get(name)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ClusterError(f"its {name} is no number")
+    return count
+
+
+def text_from_json(value: Mapping[str, Any], name: str) -> str:
+    """A field that is text, of which only printable characters are kept. ClusterError where it is none."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise ClusterError(f"its {name} is no text")
+    return printable(text)
+
+
+def _list(value: Mapping[str, Any], name: str) -> list[Any]:
+    items = value.get(name)
+    if not isinstance(items, list):
+        raise ClusterError(f"its {name} is no list")
+    return items
+
+
+def _object(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    items = value.get(name)
+    if not isinstance(items, dict):
+        raise ClusterError(f"its {name} is none")
+    return items

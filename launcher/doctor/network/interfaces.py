@@ -1,0 +1,118 @@
+"""Network interfaces and RDMA adapters of this machine, and the interface that gloo takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from longctx.errors import ClusterError
+from parallel.runtime.interface import INTERFACE_VARIABLE, interface_towards
+
+_INFINIBAND = Path("/sys/class/infiniband")
+_VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "lxc", "podman", "kube")
+"""What names of interfaces begin with that lead to containers of the same machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface."""
+
+    name: str
+    addresses: tuple[str, ...]
+    """IPv4 and IPv6, without the interface that link-local ones name."""
+    is_up: bool = True
+    megabits: int = 0
+    """Speed that its driver tells; 0 where it tells none."""
+    mtu: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A port of an RDMA adapter, which NCCL calls HCA."""
+
+    name: str
+    port: int
+    is_active: bool
+    link: str
+    """``InfiniBand``, or ``Ethernet`` for RoCE."""
+    rate: str = ""
+    """As its driver tells it: ``400 Gb/sec (4X NDR)``."""
+
+
+def read_interfaces() -> list[Interface]:
+    """The interfaces of this machine that have an address."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        # The old addresses first: ranks meet by these.
+        known = tuple(
+            address.address.partition("%")[0]
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for address in addresses
+            if address.family == family
+        )
+        state = states.get(name)
+        if known and state is not None:
+            found.append(Interface(name=name, addresses=known, is_up=state.isup, megabits=state.speed, mtu=state.mtu))
+    return found
+
+
+def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
+    """The ports of this machine's RDMA adapters; none where there is no such folder."""
+    found = []
+    for path in sorted(folder.glob("*/ports/*")):
+        if not path.name.isdigit():
+            continue
+        found.append(
+            Adapter(
+                name=path.parent.parent.name,
+                port=int(path.name),
+                # "4: ACTIVE"
+                is_active="ACTIVE" in _read(path / "state"),
+                link=_read(path / "link_layer"),
+                rate=_read(path / "rate"),
+            )
+        )
+    return found
+
+
+def gloo_choice(
+    master: str, interfaces: Sequence[Interface], environment: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
+    """Name of the interface that gloo takes in a run whose ranks meet at ``master``, and its address.
+
+    ClusterError where GLOO_SOCKET_IFNAME names none of this machine's, or nothing leads to ``master``.
+    """
+    named = environment.get(INTERFACE_VARIABLE, "")
+    # gloo takes several in turn; the first stands for them.
+    name = named.split(",")[0] or interface_towards(master)
+    for interface in interfaces:
+        if interface.name == name:
+            return interface.name, interface.addresses[0]
+    names = ", ".join(interface.name for interface in interfaces)
+    if named:
+        raise ClusterError(f"{INTERFACE_VARIABLE}={named}, and the interfaces there are {names}")
+    raise ClusterError(f"no interface leads to {master}; there are {names}")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether an interface leads to its own machine only."""
+    return name == "lo" or (name.startswith("lo") and name[2:].isdigit())
+
+
+def is_virtual(name: str) -> bool:
+    """Whether an interface leads to containers and virtual machines on its own machine."""
+    return name.startswith(_VIRTUAL)
+
+
+def _read(path: Path) -> str:
+    """A file of the system on one line; empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,138 @@
+"""Which network NCCL takes: in its own words where it was asked, and by its rules where there is no GPU to ask with."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.doctor.network.interfaces import Adapter, Interface
+
+SOCKET, INFINIBAND = "Socket", "IB"
+"""NCCL's names of its own transports between machines. Others are those of plug-ins, such as ``AWS Libfabric``."""
+
+# Lines of NCCL 2.5 to 2.32: "... NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>"
+_NETWORK = re.compile(r"NCCL INFO Using network (.+)")
+_DEVICES = re.compile(r"NCCL INFO NET/(IB|Socket) ?: Using ?(.*)")
+_DEVICE = re.compile(r"\[\d+\] ?([^\s\[\];,={}]+)")
+_BOOTSTRAP = re.compile(r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):")
+_OUT_OF_BAND = re.compile(r"; OOB ([^:\s]+):")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclNetwork:
+    """How NCCL sends between machines."""
+
+    transport: str
+    """``IB``, ``Socket``, or the name of a plug-in; empty where NCCL finds no network."""
+    devices: tuple[str, ...] = ()
+    """``mlx5_0:1/IB``, or interfaces; unknown of a plug-in."""
+    meets_at: str = ""
+    """The interface over which its ranks find each other."""
+    was_asked: bool = False
+    """Whether NCCL itself said so."""
+
+    def describe(self) -> str:
+        """On one line."""
+        devices = ", ".join(self.devices)
+        if self.transport == SOCKET:
+            return f"TCP sockets over {devices}"
+        text = f"{self.transport or 'no network'}"
+        if devices:
+            text += f" over {devices}"
+        if self.meets_at:
+            text += f", meeting over {self.meets_at}"
+        return text
+
+
+def parse_log(text: str) -> NcclNetwork | None:
+    """What NCCL says with NCCL_DEBUG=INFO of the network it takes; None where it got no further than that."""
+    networks = _NETWORK.findall(text)
+    if not networks:
+        return None
+    transport = networks[-1].strip()
+    devices: tuple[str, ...] = ()
+    meets_at = ""
+    for kind, said in _DEVICES.findall(text):
+        if kind == transport:
+            chosen = said.partition(";")[0]
+            # Of sockets the address follows, of adapters the port.
+            devices = tuple(_without_address(name, kind) for name in _DEVICE.findall(chosen) if name != "RO")
+    # The later words of NCCL win: of newer ones OOB, of all Bootstrap.
+    for pattern in (_BOOTSTRAP, _OUT_OF_BAND):
+        if found := pattern.findall(text):
+            meets_at = found[-1]
+    return NcclNetwork(transport=transport, devices=devices, meets_at=meets_at, was_asked=True)
+
+
+def would_take(
+    interfaces: Sequence[Interface], adapters: Sequence[Adapter], environment: Mapping[str, str] = os.environ
+) -> NcclNetwork:
+    """What NCCL's rules come to here, as its documentation and source (misc/socket.cc, net_ib) have them.
+
+    Plug-ins (libnccl-net.so) are not known to these rules.
+    """
+    names = socket_interfaces(interfaces, environment)
+    meets_at = next(iter(names), "")
+    active = [adapter for adapter in adapters if adapter.is_active and _is_chosen(adapter, environment)]
+    is_off = environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    wanted = environment.get("NCCL_NET", "")
+    if active and meets_at and not is_off and wanted in ("", INFINIBAND):
+        devices = tuple(f"{adapter.name}:{adapter.port}/{_kind(adapter)}" for adapter in active)
+        return NcclNetwork(transport=INFINIBAND, devices=devices, meets_at=meets_at)
+    if not names or wanted == INFINIBAND:
+        return NcclNetwork(transport="")
+    return NcclNetwork(transport=SOCKET, devices=tuple(names), meets_at=meets_at)
+
+
+def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> list[str]:
+    """The interfaces that NCCL takes for sockets: those of NCCL_SOCKET_IFNAME, or the first kind that there is."""
+    names = [interface.name for interface in interfaces if interface.is_up]
+    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
+    if wanted:
+        return list(filter(name_filter(wanted), names))
+    for rule in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
+        if found := list(filter(name_filter(rule), names)):
+            return found
+    return []
+
+
+def name_filter(rule: str) -> Callable[[str], bool]:
+    """Whether a name fits NCCL's notation: prefixes, with ``=`` whole names, with ``^`` all others; commas between."""
+    is_excluding = rule.startswith("^")
+    rule = rule.removeprefix("^")
+    is_exact = rule.startswith("=")
+    parts = [part for part in rule.removeprefix("=").split(",") if part]
+
+    def fits(name: str) -> bool:
+        matches = any(name == part or (not is_exact and name.startswith(part)) for part in parts)
+        return matches != is_excluding
+
+    return fits
+
+
+def _is_chosen(adapter: Adapter, environment: Mapping[str, str]) -> bool:
+    """Whether NCCL_IB_HCA lets a port be used: a name there may end in a port."""
+    rule = environment.get("NCCL_IB_HCA", "")
+    if not rule:
+        return True
+    marks = rule[: len(rule) - len(rule.lstrip("^="))]
+    chosen = []
+    for part in rule[len(marks) :].split(","):
+        name, _, port = part.partition(":")
+        if not port or port == str(adapter.port):
+            chosen.append(name)
+    return name_filter(marks + ",".join(chosen))(adapter.name)
+
+
+def _kind(adapter: Adapter) -> str:
+    if adapter.link == "Ethernet":
+        return "RoCE"
+    return INFINIBAND
+
+
+def _without_address(name: str, kind: str) -> str:
+    if kind == SOCKET:
+        return name.partition(":")[0]
+    return name

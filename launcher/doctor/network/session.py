@@ -1,0 +1,123 @@
+"""A worker on another machine, or on this one: orders to it, and answers that come in time or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from launcher.doctor.finding import printable
+from longctx.errors import ClusterError
+
+MARK = "longctx-doctor "
+"""Begins a line that is an answer: others are what login scripts print."""
+_END_SECONDS = 2.0
+_LONGEST_LINE = 2**22
+_LAST_LINES = 20
+
+
+class Session:
+    """One worker process, by its standard input and output."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        """Start ``command``; ``name`` is what findings call the worker. ClusterError where there is no such program."""
+        self.name = name
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                list(command), stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            )
+        except FileNotFoundError as error:
+            raise ClusterError(f"this machine has no {command[0]}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._answers: SimpleQueue[str | None] = SimpleQueue()
+        self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
+        self._readers = [
+            threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._listen_to_complaints, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def ask(self, seconds: float, **order: Any) -> dict[str, Any]:
+        """The answer to an order. ClusterError when none comes in so many seconds, or what comes is none."""
+        try:
+            self._stdin.write(f"{json.dumps(order)}\n")
+            self._stdin.flush()
+            line = self._answers.get(timeout=max(seconds, 0.0))
+        except Empty as error:
+            raise ClusterError(f"no answer within {seconds:.0f} s") from error
+        except OSError:
+            # It has ended already; why is told in the same words as where it ends now.
+            line = None
+        if line is None:
+            raise ClusterError(f"it ended: {self._last_words()}")
+        return _answer(line)
+
+    def close(self) -> None:
+        """End the worker: it does so by itself when its standard input ends."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        # A connection that ssh keeps for later (ControlPersist) keeps these streams open; nobody waits for them.
+        for reader in self._readers:
+            reader.join(1.0)
+
+    def _read(self, stream: IO[str]) -> None:
+        """Keep the lines that are answers, until there are no more."""
+        while line := stream.readline(_LONGEST_LINE):
+            if line.startswith(MARK):
+                self._answers.put(line.removeprefix(MARK))
+        self._answers.put(None)
+
+    def _listen_to_complaints(self, stream: IO[str]) -> None:
+        """Keep the last lines of standard error, so that its writer never waits."""
+        while line := stream.readline(_LONGEST_LINE):
+            self._complaint.append(line)
+
+    def _last_words(self) -> str:
+        """Its last line of standard error, or its exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._readers[1].join(1.0)
+        said = [printable(line) for line in list(self._complaint) if line.strip()]
+        if said:
+            return said[-1]
+        return f"exit code {self._process.returncode}"
+
+
+def _answer(line: str) -> dict[str, Any]:
+    """The object in a line. ClusterError where it is none, or says that there is a problem."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ClusterError("an answer that is none") from error
+    if not isinstance(value, dict):
+        raise ClusterError("an answer that is none")
+    problem = value.get("problem")
+    if isinstance(problem, str) and problem and "links" not in value:
+        raise ClusterError(printable(problem))
+    return value
+
+
+def close_all(sessions: Sequence[Session]) -> None:
+    """End all workers at the same time."""
+    threads = [threading.Thread(target=session.close, daemon=True) for session in sessions]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 3 * _END_SECONDS
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,305 @@
+"""Look at the network between hosts: who reaches whom, and how fast. A worker a host; this process asks them all.
+
+The order of things: the first host listens where ranks would meet; every host listens where gloo would; every host
+tries the ports of all others; those that reach the meeting place meet, and measure the links between pairs of them that
+reach each other. What one host cannot do keeps no other host from being measured, and everything ends in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from launcher.doctor.network.answers import (
+    HostNetwork,
+    links_from_json,
+    nccl_from_json,
+    network_from_json,
+    place_from_json,
+    problems_from_json,
+    ranks_from_json,
+    text_from_json,
+)
+from launcher.doctor.network.nccl import NcclNetwork
+from launcher.doctor.network.ports import SECONDS as PORT_SECONDS
+from launcher.doctor.network.ports import new_word
+from launcher.doctor.network.session import Session
+from longctx.errors import ClusterError
+from parallel.runtime.links.rates import LinkFailure, LinkRate
+from parallel.runtime.links.rounds import Round, rounds_of
+
+T = TypeVar("T")
+Order = dict[str, Any]
+
+GLOO, NCCL = "gloo", "NCCL"
+START_SECONDS = 120.0
+"""How long the first answer may take: Python and PyTorch start there, perhaps from a slow shared disk."""
+PAIR_SECONDS = 10.0
+"""For all that two hosts send each other when their link is measured."""
+_LOOK_SECONDS = 20.0
+_MEET_SECONDS = 30.0
+_NCCL_SECONDS = 90.0
+"""For NCCL to load and to start, and a little more: it gives up by itself before that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port that one host tries on another."""
+
+    source: str
+    target: str
+    address: str
+    number: int
+    is_meeting_place: bool
+    problem: str = ""
+    """Why ``source`` does not reach it; "" where it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link between two hosts, by gloo or NCCL."""
+
+    backend: str
+    first: str
+    second: str
+    found: LinkRate | LinkFailure
+    """Its ranks are those of the measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What is known of the network between hosts, which are named as in the hostfile."""
+
+    hosts: Sequence[str]
+    networks: Mapping[str, HostNetwork] = field(default_factory=dict)
+    """Of the hosts that answered."""
+    nccl: Mapping[str, NcclNetwork] = field(default_factory=dict)
+    """What NCCL said, of the hosts on which it was asked."""
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Of the hosts that took no part to the end, why."""
+    meeting_place: tuple[str, int] | None = None
+    blocked: Sequence[Port] = ()
+    links: Sequence[Link] = ()
+    num_pairs: int = 0
+    """Of the hosts that met. There are fewer ``links`` where a sample was measured."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """By backend, what kept links from being measured."""
+
+
+def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
+    """All that these workers, the first host's first, can find out.
+
+    ``port`` is where ranks would meet (0: any); ``over_ssh`` says that hosts are other machines.
+    """
+    surveyor = _Surveyor(sessions)
+    place = surveyor.find_meeting_place(port, over_ssh=over_ssh)
+    if place is not None:
+        surveyor.look_around(place)
+        surveyor.try_ports(place)
+        members = surveyor.meet(place)
+        surveyor.measure(members)
+        surveyor.ask_nccl(members)
+    return surveyor.result(place)
+
+
+class _Surveyor:
+    """Asks workers, phase by phase, and notes what they say."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self._sessions = {session.name: session for session in sessions}
+        self._names, self._word = list(self._sessions), new_word()
+        self._networks: dict[str, HostNetwork] = {}
+        self._nccl: dict[str, NcclNetwork] = {}
+        self._silent: dict[str, str] = {}
+        self._blocked: list[Port] = []
+        self._links: list[Link] = []
+        self._problems: dict[str, str] = {}
+        self._num_pairs = 0
+
+    def result(self, place: tuple[str, int] | None) -> Survey:
+        """What was noted."""
+        return Survey(
+            hosts=self._names,
+            networks=self._networks,
+            nccl=self._nccl,
+            silent=self._silent,
+            meeting_place=place,
+            blocked=self._blocked,
+            links=self._links,
+            num_pairs=self._num_pairs,
+            problems=self._problems,
+        )
+
+    def find_meeting_place(self, port: int, *, over_ssh: bool) -> tuple[str, int] | None:
+        """Where ranks of a run would meet: an address of the first host, which listens there now."""
+        order = {"do": "lead", "port": port, "word": self._word, "over_ssh": over_ssh}
+        first = self._names[0]
+        return self._ask({first: order}, START_SECONDS, place_from_json).get(first)
+
+    def look_around(self, place: tuple[str, int]) -> None:
+        """Every host listens where gloo would, and tells of its network."""
+        order = {"do": "listen", "master": place[0], "word": self._word}
+        # Those that start slowly have had no order before this one.
+        seconds = START_SECONDS + _LOOK_SECONDS
+        self._networks = self._ask(dict.fromkeys(self._names, order), seconds, network_from_json)
+
+    def try_ports(self, place: tuple[str, int]) -> None:
+        """Every host tries the ports of all others."""
+        ports = {name: self._ports_for(name, place) for name in self._networks}
+        orders = {
+            name: {"do": "connect", "word": self._word, "targets": [[port.address, port.number] for port in tried]}
+            for name, tried in ports.items()
+        }
+        # A worker tries 64 at a time.
+        seconds = _LOOK_SECONDS + 2 * PORT_SECONDS * (1 + len(self._names) // 64)
+        for name, problems in self._ask(orders, seconds, problems_from_json).items():
+            if len(problems) != len(ports[name]):
+                self._silent[name] = "it does not tell of every port that it was to try"
+                continue
+            for port, problem in zip(ports[name], problems, strict=True):
+                if problem:
+                    self._blocked.append(replace(port, problem=problem))
+
+    def _ports_for(self, name: str, place: tuple[str, int]) -> list[Port]:
+        """What a host tries: where ranks meet, and where gloo would listen on every other host."""
+        first = self._names[0]
+        ports = []
+        if name != first:
+            ports.append(Port(source=name, target=first, address=place[0], number=place[1], is_meeting_place=True))
+        for other, network in self._networks.items():
+            if other != name:
+                ports.append(
+                    Port(
+                        source=name,
+                        target=other,
+                        address=network.address,
+                        number=network.port,
+                        is_meeting_place=False,
+                    )
+                )
+        return ports
+
+    def meet(self, place: tuple[str, int]) -> list[str]:
+        """The hosts that have met, the first host first; none where that one is missing."""
+        first = self._names[0]
+        order = {"do": "meet", "master": place}
+        # The first one makes the store that the others look for.
+        if not self._ask({first: {**order, "leads": True}}, _MEET_SECONDS, bool):
+            return []
+        locked_out = {port.source for port in self._blocked if port.is_meeting_place}
+        others = {
+            name: {**order, "leads": False} for name in self._networks if name != first and name not in locked_out
+        }
+        return [first, *self._ask(others, _MEET_SECONDS, bool)]
+
+    def measure(self, members: Sequence[str]) -> None:
+        """The links between pairs that reach each other, by gloo."""
+        self._num_pairs = len(members) * (len(members) - 1) // 2
+        apart = {frozenset((port.source, port.target)) for port in self._blocked}
+        rounds = [
+            tuple(pair for pair in pairs if frozenset(members[rank] for rank in pair) not in apart)
+            for pairs in rounds_of(range(len(members)))
+        ]
+        rounds = [pairs for pairs in rounds if pairs]
+        if not rounds:
+            return
+        orders = {name: self._measuring(rank, members, rounds, "gloo") for rank, name in enumerate(members)}
+        seconds = _MEET_SECONDS + PAIR_SECONDS * (len(rounds) + 3)
+        told = self._ask(orders, seconds, lambda value: _gloo_answer(value, len(members)))
+        self._note_links(GLOO, members, [links for links, _ in told.values() if links])
+        for name in (members[rank] for _, missing in told.values() for rank in missing):
+            self._silent.setdefault(name, "it stopped while links were measured")
+        if not any(links for links, _ in told.values()):
+            self._problems[GLOO] = "not measured, because of a host that stopped"
+
+    def ask_nccl(self, members: Sequence[str]) -> None:
+        """What NCCL takes and how fast its links are, where hosts have GPUs."""
+        gpus = self._gpus([name for name in members if name not in self._silent])
+        names = list(gpus)
+        if not names:
+            return
+        is_apart = any({port.source, port.target} <= set(names) for port in self._blocked)
+        if is_apart:
+            # It would wait for them for ever.
+            self._problems[NCCL] = "not measured: hosts do not reach each other"
+        rounds = rounds_of(range(len(names)))
+        orders = {}
+        for rank, name in enumerate(names):
+            orders[name] = {**self._measuring(rank, names, rounds, "nccl"), "gpu": gpus[name]}
+            if is_apart:
+                orders[name] |= {"rank": 0, "world_size": 1, "rounds": []}
+        seconds = _NCCL_SECONDS + PAIR_SECONDS * (len(rounds) + 4)
+        told = self._ask(orders, seconds, lambda value: _nccl_answer(value, len(names)))
+        for name, (network, _, problem) in told.items():
+            if network is not None:
+                self._nccl[name] = network
+            if problem:
+                self._problems.setdefault(NCCL, f"{name}: {problem}")
+        self._note_links(NCCL, names, [links for _, links, _ in told.values() if links])
+
+    def _gpus(self, members: Sequence[str]) -> dict[str, int]:
+        """The hosts that have a GPU, and which one each takes: two names of one machine take two."""
+        taken: dict[str, int] = {}
+        gpus: dict[str, int] = {}
+        for name in members:
+            network = self._networks[name]
+            number = taken.get(network.machine, 0)
+            if number < network.num_gpus:
+                taken[network.machine] = number + 1
+                gpus[name] = number
+        return gpus
+
+    def _measuring(self, rank: int, members: Sequence[str], rounds: Sequence[Round], backend: str) -> Order:
+        return {
+            "do": backend,
+            "rank": rank,
+            "world_size": len(members),
+            "rounds": rounds,
+            "timeout_seconds": PAIR_SECONDS,
+        }
+
+    def _note_links(
+        self, backend: str, members: Sequence[str], told: Sequence[Sequence[LinkRate | LinkFailure]]
+    ) -> None:
+        """Note the links of one answer: all hosts that measured tell the same."""
+        for found in next(iter(told), []):
+            self._links.append(
+                Link(backend=backend, first=members[found.first], second=members[found.second], found=found)
+            )
+
+    def _ask(self, orders: Mapping[str, Order], seconds: float, read: Callable[[dict[str, Any]], T]) -> dict[str, T]:
+        """What hosts answer to their orders, all at the same time. One without an answer is silent from then on."""
+
+        def ask(name: str) -> T | ClusterError:
+            try:
+                return read(self._sessions[name].ask(seconds, **orders[name]))
+            except ClusterError as error:
+                return error
+
+        # A host that did not answer once is not waited for again.
+        names = [name for name in orders if name not in self._silent]
+        answers: dict[str, T] = {}
+        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+            for name, answer in zip(names, pool.map(ask, names), strict=True):
+                if isinstance(answer, ClusterError):
+                    self._silent[name] = str(answer)
+                else:
+                    answers[name] = answer
+        return answers
+
+
+def _gloo_answer(value: dict[str, Any], world_size: int) -> tuple[list[LinkRate | LinkFailure], list[int]]:
+    """The links, and the ranks that the others waited for in vain."""
+    return links_from_json(value.get("links"), world_size), ranks_from_json(value, "missing", world_size)
+
+
+def _nccl_answer(
+    value: dict[str, Any], world_size: int
+) -> tuple[NcclNetwork | None, list[LinkRate | LinkFailure], str]:
+    """NCCL's network, the links, and what went wrong."""
+    network = None
+    if value.get("network") is not None:
+        network = nccl_from_json(value["network"])
+    return network, links_from_json(value.get("links"), world_size), text_from_json(value, "problem")

@@ -1,0 +1,29 @@
+"""``parallel.tokens_per_rank``: how many rows the ranks of a context group take at once, and the tokens they then hold.
+
+The rows lie side by side in one layout over all of the group, ring × Ulysses.
+"""
+
+from __future__ import annotations
+
+from parallel.layout.balanced import whole_grains
+
+
+def rows_at_once(seq_len: int, ranks: int, tokens_per_rank: int) -> int:
+    """Rows of a micro-batch that so many ranks have room for; 0 where one row is too long."""
+    return ranks * tokens_per_rank // seq_len
+
+
+def tokens_on_ranks(num_tokens: int, ranks: int, *, ulysses: int, tokens_per_rank: int) -> int:
+    """The tokens of a micro-batch, padded so that every rank holds equally many.
+
+    And, where ``tokens_per_rank`` leaves room, so that a ring rank's are whole grains: else each of them would begin
+    with a short piece, which cuts documents. That is less than a grain (128 tokens) a ring rank.
+    """
+    each = -(-num_tokens // ranks)
+    whole = each
+    # A ring rank's tokens are those of the ranks that split its heads.
+    while not whole_grains(whole * ulysses):
+        whole += 1
+    if whole <= tokens_per_rank:
+        each = whole
+    return each * ranks

@@ -1,0 +1,42 @@
+"""The network interface that gloo listens at."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Variable by which a user names the interface, and by which gloo hears of it."""
+
+
+def choose_gloo_interface() -> None:
+    """Name the interface that routes to MASTER_ADDR, unless the user named one.
+
+    Left alone, gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
+    from the others.
+    """
+    if os.environ.get(INTERFACE_VARIABLE) or "MASTER_ADDR" not in os.environ:
+        return
+    name = interface_towards(os.environ["MASTER_ADDR"])
+    if name is not None:
+        os.environ[INTERFACE_VARIABLE] = name
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the interface from which this machine sends to ``address``; None where the system knows no way."""
+    try:
+        # Connecting a UDP socket sends nothing; the system only chooses the route, and with it the own address.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((address, 9))
+            own = s.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        # The loopback has the whole of 127.0.0.0/8, and names one address of it.
+        is_loopback = own.startswith("127.") and name == "lo"
+        own_addresses = [a.address for a in addresses if a.family == socket.AF_INET]
+        if own in own_addresses or (is_loopback and own_addresses):
+            return name
+    return None

@@ -1,0 +1,54 @@
+"""``degrees_of``: the context degree of each document of a micro-batch, and how even its attention is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import ndarray
+
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.segments import cut_segments
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How a micro-batch lies on its ranks."""
+
+    ranks: tuple[int, ...]
+    """Of each document that counts, the ranks that hold a part of it."""
+    fewest: tuple[int, ...]
+    """Of the same, the fewest that could hold it: its tokens over those of a rank, rounded up."""
+    imbalance: float
+    """Causal attention of the busiest rank over the mean."""
+
+
+def degrees_of(layout: SequenceLayout, bounds: Sequence[int], num_documents: int) -> Degrees:
+    """The degrees of the first ``num_documents`` documents between these boundaries, of those that are not empty.
+
+    What lies behind them pads the micro-batch; its work counts.
+    """
+    starts = np.asarray(bounds, dtype=np.int64)
+    held = np.zeros((layout.ring_degree, len(starts) - 1), dtype=bool)
+    work = np.zeros(layout.ring_degree, dtype=np.int64)
+    for ring_rank, runs in enumerate(layout.runs):
+        segments = cut_segments(runs, starts)
+        held[ring_rank, segments.document] = True
+        first = segments.start - starts[segments.document]
+        work[ring_rank] = _keys_seen(first, segments.length, segments.step)
+    lengths = np.diff(starts)
+    ring_tokens = layout.num_ring(0)
+    fewest = -(-lengths // ring_tokens)
+    some = np.flatnonzero(lengths[:num_documents])
+    return Degrees(
+        # The ranks that split heads hold a document together.
+        ranks=tuple((held.sum(0)[some] * layout.ulysses).tolist()),
+        fewest=tuple((fewest[some] * layout.ulysses).tolist()),
+        imbalance=float(work.max() * len(work) / work.sum()),
+    )
+
+
+def _keys_seen(first: ndarray, count: ndarray, step: int) -> int:
+    """Keys that causal queries see: tokens first, first + step, … of their document, ``count`` of them."""
+    return int((count * (first + 1) + step * (count * (count - 1) // 2)).sum())

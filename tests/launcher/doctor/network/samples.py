@@ -1,0 +1,116 @@
+"""A survey of made-up hosts, and a stand-in for a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from launcher.doctor.network.answers import HostNetwork
+from launcher.doctor.network.interfaces import Adapter, Interface
+from launcher.doctor.network.nccl import NcclNetwork
+from launcher.doctor.network.session import Session
+from launcher.doctor.network.survey import Link, Survey
+from longctx.errors import ClusterError
+from parallel.runtime.links.rates import LinkRate
+
+ETH = Interface(name="eth0", addresses=("10.0.0.1",), megabits=25_000, mtu=9000)
+SOCKETS = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")
+HCA = Adapter(name="mlx5_0", port=1, is_active=True, link="InfiniBand")
+
+
+def network(number: int, **changes: Any) -> HostNetwork:
+    """The network as host ``number`` sees it, some of it changed."""
+    usual = HostNetwork(
+        interface="eth0",
+        address=f"10.0.0.{number}",
+        port=40000 + number,
+        interfaces=[ETH],
+        adapters=[],
+        nccl=SOCKETS,
+        environment={},
+        num_gpus=0,
+        machine=f"machine {number}",
+    )
+    return replace(usual, **changes)
+
+
+def survey_of(*networks: HostNetwork, **changes: Any) -> Survey:
+    """A survey of hosts ``a``, ``b`` and on."""
+    names = [chr(ord("a") + index) for index in range(len(networks))]
+    usual = Survey(
+        hosts=names,
+        networks=dict(zip(names, networks, strict=True)),
+        meeting_place=("10.0.0.1", 29500),
+        num_pairs=len(names) * (len(names) - 1) // 2,
+    )
+    return replace(usual, **changes)
+
+
+def link(first: int, second: int, bytes_per_second: float = 1e9, latency: float = 5e-5, backend: str = "gloo") -> Link:
+    """A link between the hosts of these ranks."""
+    names = [chr(ord("a") + rank) for rank in (first, second)]
+    rate = LinkRate(first, second, bytes_per_second, latency)
+    return Link(backend=backend, first=names[0], second=names[1], found=rate)
+
+
+class Host(Session):
+    """A worker that answers by a table; orders that it heard are in ``heard``."""
+
+    def __init__(self, name: str, number: int, **answers: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+        """``answers`` are those of unusual orders."""
+        self.name, self._number, self._answers = name, number, answers
+        self.heard: list[dict[str, Any]] = []
+
+    def ask(self, seconds: float, **order: Any) -> dict[str, Any]:
+        """As a session does."""
+        assert 0 < seconds < 1000
+        self.heard.append(order)
+        answer = self._answers.get(order["do"], lambda order: getattr(self, f"_{order['do']}")(order))
+        return dict(answer(order))
+
+    def orders(self, kind: str) -> list[dict[str, Any]]:
+        """The orders of one kind."""
+        return [order for order in self.heard if order["do"] == kind]
+
+    def _lead(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"address": "10.0.0.1", "port": order["port"] or 41234}
+
+    def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
+        return network_to_json(network(self._number))
+
+    def _connect(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"problems": [""] * len(order["targets"])}
+
+    def _meet(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def _gloo(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"links": measured(order["rounds"]), "missing": []}
+
+    def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
+        said = asdict(NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0", was_asked=True))
+        return {"problem": "", "links": measured(order["rounds"]), "network": {**said, "devices": ["mlx5_0:1/IB"]}}
+
+
+def measured(rounds: Sequence[Sequence[Sequence[int]]]) -> list[list[Any]]:
+    """Every pair of the rounds, alike."""
+    return [[first, second, 1e9, 5e-5] for pairs in rounds for first, second in pairs]
+
+
+def network_to_json(value: HostNetwork) -> dict[str, Any]:
+    """As ``worker.py`` writes it, after the way through JSON."""
+    told = asdict(value)
+    for interface in told["interfaces"]:
+        interface["addresses"] = list(interface["addresses"])
+    told["nccl"]["devices"] = list(told["nccl"]["devices"])
+    return told
+
+
+def stops(why: str) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
+    """An answer that is none."""
+
+    def answer(order: dict[str, Any]) -> Mapping[str, Any]:
+        raise ClusterError(why)
+
+    return answer

@@ -1,0 +1,115 @@
+"""Orders to a worker, and every way in which an answer may be none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.doctor.network.session import Session, close_all
+from launcher.doctor.network.start import survey_hosts
+from longctx.errors import ClusterError
+from tests.launcher.doctor.samples import put_ssh
+
+MARK = "longctx-doctor "
+
+
+def worker(script: str) -> Session:
+    """A Python program in the place of the worker."""
+    return Session("node-01", [sys.executable, "-u", "-c", f"import sys, time\n{script}"])
+
+
+@pytest.fixture
+def session(request) -> Iterator[Session]:
+    made = worker(request.param)
+    yield made
+    made.close()
+
+
+ECHO = f"""
+print("Welcome!")
+for line in sys.stdin:
+    print("noise"); print({MARK!r} + '{{"heard": ' + line.strip() + '}}')
+"""
+
+
+@pytest.mark.parametrize("session", [ECHO], indirect=True)
+def test_answers_among_the_noise_of_a_login_script(session):
+    for number in range(3):
+        assert session.ask(30, do="x", number=number) == {"heard": {"do": "x", "number": number}}
+
+
+@pytest.mark.parametrize("session", ["time.sleep(60)"], indirect=True)
+def test_silence_ends_in_time(session):
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match="no answer within"):
+        session.ask(0.3, do="x")
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("session", "said"),
+    [
+        ("sys.exit('Permission denied (publickey).')", "it ended: Permission denied"),
+        ("sys.exit(7)", "it ended: exit code 7"),
+        (f"input(); print({MARK!r} + 'x')", "an answer that is none"),
+        (f"input(); print({MARK!r} + '[1]')", "an answer that is none"),
+        (f"input(); print({MARK!r} + '[' * 9999)", "an answer that is none"),
+        (f"""input(); print({MARK!r} + '{{"problem": "no \\\\u001b[2Jway"}}')""", r"no  \[2Jway|no \[2Jway"),
+    ],
+    indirect=["session"],
+)
+def test_answers_that_are_none(session, said):
+    with pytest.raises(ClusterError, match=said):
+        session.ask(30, do="x")
+    # What comes after it is told too, and does not hang.
+    with pytest.raises(ClusterError):
+        session.ask(1, do="x")
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(ClusterError, match="this machine has no no-such-program"):
+        Session("node-01", ["no-such-program"])
+
+
+def test_a_worker_that_does_not_end_is_ended():
+    stubborn = worker("time.sleep(600)")
+    started = time.monotonic()
+    close_all([stubborn])
+    assert time.monotonic() - started < 30
+    assert stubborn._process.returncode is not None
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a;b", "$(id)", "user@host"])
+def test_a_name_that_is_none_reaches_no_ssh(tmp_path, monkeypatch, host):
+    arguments = put_ssh(tmp_path, monkeypatch, "exit 0")
+    with pytest.raises(ClusterError, match="not the name of a host"):
+        survey_hosts(["node-01", host], port=0)
+    assert not arguments.exists()
+
+
+def test_no_ssh_at_all_is_told_of_every_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    survey = survey_hosts(["node-01", "node-02"], port=0)
+    assert survey.silent == dict.fromkeys(["node-01", "node-02"], "this machine has no ssh")
+
+
+def test_more_hosts_than_connections_are_a_sample(tmp_path, monkeypatch):
+    put_ssh(tmp_path, monkeypatch, "exit 255")
+    monkeypatch.setattr("launcher.doctor.network.start.MOST_HOSTS", 3)
+    survey = survey_hosts([f"node-{number}" for number in range(8)], port=0)
+    assert survey.hosts == ["node-0", "node-2", "node-5"]
+
+
+def test_ssh_is_given_fixed_words(tmp_path, monkeypatch):
+    """Where to listen and whom to try is told on standard input, which no shell reads."""
+    arguments = put_ssh(tmp_path, monkeypatch, "exit 255")
+    survey_hosts(["node-01"], port=29500)
+    said = arguments.read_text().splitlines()
+    assert said[-2] == "node-01"
+    assert said[-1].endswith(f"exec {sys.executable} -m launcher.doctor.network.worker")
+    assert "29500" not in said[-1]
+    assert f"cd {Path.cwd()} && " in said[-1]
