@@ -94,7 +94,7 @@ def test_a_figure_without_source_is_refused(tmp_path):
 
 
 def test_an_unknown_device_names_those_that_there_are():
-    with pytest.raises(ConfigError, match="b200, h100, h200"):
+    with pytest.raises(ConfigError, match="b200, cpu, h100, h200"):
         load_hardware("h1000")
 
 
