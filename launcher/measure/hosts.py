@@ -44,6 +44,7 @@ def measure_network(slots: dict[str, int], *, device_type: str, port: int) -> Fi
             f"Links between hosts cannot be measured by {backend}:\n{listed}\n"
             "`longctx doctor --hostfile FILE` says what to do."
         )
+    # A ring waits for its slowest link.
     slowest = min(rates, key=lambda rate: rate.bytes_per_second)
     what = f"the slowest of {len(rates)} links between hosts, by {backend}, {shared}"
     return Figure.of("network_bandwidth", slowest.bytes_per_second / share, what)

@@ -54,6 +54,7 @@ def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[s
     ranks = _num_ranks(options, slots)
     with tempfile.TemporaryDirectory() as place:
         figures = _figures(options, ranks, folder, Path(place), progress)
+    # After this machine's own figures: a run's ranks would compute, and not measure links, at the same time.
     if slots:
         progress("links between hosts")
         network = measure_network(slots, device_type=_device_type(options), port=options.port)
@@ -112,6 +113,7 @@ def _figures(
             worker.stdin.close()
         _watch(workers, progress)
     finally:
+        # Also when the user presses Ctrl-C, or one has failed: the others would wait for it.
         for worker in workers:
             worker.kill()
             worker.wait()
@@ -162,6 +164,7 @@ def _read(result: Path, ranks: int, place: Path) -> list[Figure]:
         path = result.with_suffix(f".{rank}")
         if path.exists():
             answers.append(json.loads(path.read_text()))
+    # A user's mistake goes before what other ranks say of its consequences.
     for answer in answers:
         if answer.get("kind"):
             raise getattr(errors, answer["kind"], ClusterError)(answer["error"])

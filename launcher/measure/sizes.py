@@ -36,6 +36,7 @@ class Sizes:
 
 
 ON_CPU = Sizes(
+    # Below some 500 tokens and widths below 200 a core multiplies slower; above, faster no more.
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
     lengths=(128, 512, 2048, 4096),
@@ -43,6 +44,7 @@ ON_CPU = Sizes(
     windows=(128, 512, 2048),
     head_dims=(64, 128),
     num_heads=2,
+    # In the second-level cache, in the third, beyond both, and where glibc asks for new pages each time (32 MiB).
     tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 3 << 24),
     message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     state_widths=(64, 384),
@@ -54,6 +56,7 @@ ON_CPU = Sizes(
     round_seconds=0.02,
 )
 ON_GPU = Sizes(
+    # Shapes of models from one billion parameters on: smaller products are bound by their launch.
     tokens=(128, 1024, 8192, 32768),
     widths=(512, 2048, 4096, 8192),
     lengths=(512, 2048, 8192, 32768),

@@ -132,6 +132,7 @@ def _of_schedule(
             table = work.slices.numpy()
             causal = _is_causal(table)
             queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
+            # Alike ones run at one rate, so sums by kind and size are all that seconds need.
             for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
                 part = Part("full", math.sqrt(int(q) * int(k)))
                 if of_kind != "full":
@@ -148,6 +149,7 @@ def _of_schedule(
 def _is_causal(table: np.ndarray) -> np.ndarray:
     """Which slices a diagonal cuts: a query of theirs does not see the last key."""
     lo = table[:, LO]
+    # A bound that cuts nothing off is none: the kernels leave it out too.
     return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
 
 

@@ -209,6 +209,7 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
+    # Profiles are of GPUs where they do not say so: those were written first.
     found: dict[str, Any] = {"device_type": device_type}
     sources: dict[str, str] = {}
     for name in _FIELDS:

@@ -78,6 +78,7 @@ def _seconds(
     config: RunConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
 ) -> float:
     """``rows`` through a weight, so many ``at_once``."""
+    # The rate is that of a product of as many values, as if the weight were square.
     flops = 2.0 * rows * weight.outer * weight.inner
     sizes = {"tokens": at_once, "width": math.sqrt(weight.outer * weight.inner)}
     dtype = config.train.dtype
