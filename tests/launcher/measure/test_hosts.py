@@ -11,6 +11,8 @@ from launcher.measure import hosts
 from launcher.measure.hosts import measure_network, slots_of
 from longctx.errors import ClusterError, ConfigError
 from parallel.runtime.links.rates import LinkFailure, LinkRate
+from tests.launcher.cluster.cluster import missing_programs, two_hosts
+from tests.launcher.runs import free_port
 
 SLOTS = {"one": 4, "two": 4, "three": 2}
 
@@ -69,3 +71,17 @@ def test_a_hostfile_of_one_host_has_no_links(tmp_path: Path):
         slots_of(path)
     path.write_text("one slots=8\ntwo slots=8\n")
     assert slots_of(path) == {"one": 8, "two": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_two_hosts_behind_a_real_ssh_server(tmp_path, monkeypatch):
+    if reason := missing_programs():
+        pytest.skip(reason)
+    with two_hosts(tmp_path, slots=2) as (hostfile, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        figure = measure_network(slots_of(hostfile), device_type="cpu", port=free_port())
+    # Both are this machine: faster than a tape, slower than its memory.
+    assert 1e6 < figure.values["value"][0] < 1e12
+    assert "the slowest of 1 links between hosts, by gloo" in figure.what
