@@ -25,7 +25,7 @@ from benchmarks.decoder import in_process
 from benchmarks.floor import Floor
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import PLAIN, _losses_, _whole_losses_
+from longctx.kernels.cross_entropy import PLAIN, losses_, _whole_losses_
 from longctx.kernels.regions import Regions, compile_count
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
@@ -120,7 +120,7 @@ def measure_parts(rounds: int) -> dict[str, dict[str, float]]:
         # in place: what is left by one is the next one's input, and takes as long
         logits = torch.randn(TOKENS, VOCABULARY).to(getattr(torch, dtype))
         actions = {
-            "eager": lambda logits=logits: _losses_(logits, targets, PLAIN, with_gradient=True),
+            "eager": lambda logits=logits: losses_(logits, targets, PLAIN, with_gradient=True),
             "compiled": lambda logits=logits: run(_whole_losses_, logits, targets, PLAIN, True, tokens_dim=0),
         }
         least_seconds(actions, 1)

@@ -121,7 +121,7 @@ def _waits(attention: Attention, computing: float, hardware: Hardware, *, width:
     return _waited(max(within, afar) + attention.messages * hardware.message_seconds, computing, hardware)
 
 
-def _host_seconds(config: RunConfig, tokens: int, micro_batches: int, hardware: Hardware) -> float:
+def _host_seconds(config: RunConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
     """Calling operators and bookkeeping, where nothing hides them."""
     chunks, again = 1, 0.0
     if config.train.chunk_tokens:
