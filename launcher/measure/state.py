@@ -7,6 +7,7 @@ parameters', and what is left is what any step takes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -136,5 +137,10 @@ def _step(clock: Clock, config: RunConfig, num_steps: int) -> _Step:
     for _ in range(num_steps + 1):
         adding, reducing = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
         steps.append(_Step(adding, reducing, timed(lambda: engine.step(1e-4))))
+    if clock.device.type == "cuda":
+        # DeepSpeed's engine is in circles of references: the next one may need its memory.
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     adding, reducing, updating = (statistics.median(part) for part in zip(*steps[1:], strict=True))
     return _Step(adding, reducing, updating)
