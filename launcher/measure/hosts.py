@@ -35,7 +35,8 @@ def measure_network(slots: dict[str, int], *, device_type: str, port: int) -> Fi
     survey = survey_hosts(list(slots), port=port)
     links = [link for link in survey.links if link.backend == backend]
     rates = [link.found for link in links if isinstance(link.found, LinkRate)]
-    trouble = [*map(_trouble, links), *(f"{host}: {why}" for host, why in survey.silent.items())]
+    trouble = [_trouble(link) for link in links]
+    trouble += [f"{host}: {why}" for host, why in survey.silent.items()]
     trouble += [why for name, why in survey.problems.items() if name == backend]
     trouble = [line for line in trouble if line]
     if trouble or not rates:

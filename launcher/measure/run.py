@@ -122,8 +122,7 @@ def _figures(
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
     """A process that measures."""
-    environment = {
-        **os.environ,
+    environment = dict(os.environ) | {
         # The worker imports the packages from where this process has them, whatever the folder it starts in.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "RANK": str(rank),

@@ -142,5 +142,9 @@ def _step(clock: Clock, config: RunConfig, num_steps: int) -> _Step:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    adding, reducing, updating = (statistics.median(part) for part in zip(*steps[1:], strict=True))
-    return _Step(adding, reducing, updating)
+    kept = steps[1:]
+    return _Step(
+        statistics.median(step.adding for step in kept),
+        statistics.median(step.reducing for step in kept),
+        statistics.median(step.updating for step in kept),
+    )

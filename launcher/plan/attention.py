@@ -58,9 +58,10 @@ class Attention:
                 "full": (hardware.full_attention_flops, hardware.full_attention_backward_flops),
                 "window": (hardware.window_attention_flops, hardware.window_attention_backward_flops),
             }[part.kind]
-            sizes = {"length": part.size, "window": part.size, "head_dim": model.head_dim}
-            forward += flops / rates[0].at(dtype, **sizes)
-            backward += BACKWARD_FLOPS * flops / rates[1].at(dtype, **sizes)
+            # Whichever of the two the rate is a table of: a profile may have none of windows.
+            of_pass = [rate.at(dtype, length=part.size, window=part.size, head_dim=model.head_dim) for rate in rates]
+            forward += flops / of_pass[0]
+            backward += BACKWARD_FLOPS * flops / of_pass[1]
         return forward, backward
 
 
