@@ -5,7 +5,7 @@
 For each number of ranks the machine is measured by that many processes (``longctx measure --ranks N``) right before
 its runs. A run is ``pretrain``'s own loop on as many gloo ranks with a thread each: after two steps the median of
 five. The plan knows the config, the lengths of documents and that profile; nothing was fitted to these runs, and three
-of them (``held out``) were not looked at while it was written. A step of the slowest rank may be 15 % off the plan.
+of them (``held out``) were first planned when it stood. A step of the slowest rank may be 15 % off the plan.
 
 Time is what passes. ``--cpu-time`` counts CPU seconds of the busiest rank instead, as often as ranks share a core, in
 profile and runs alike: for a machine on which other programs run. Saved in
@@ -72,7 +72,7 @@ class Case:
     rows: int = 1
     """Of a step."""
     held_out: bool = False
-    """Whether nobody looked at it while the arithmetic was written."""
+    """Whether it was first planned when the arithmetic stood."""
 
     @property
     def keys(self) -> dict[str, Any]:

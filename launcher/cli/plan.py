@@ -52,7 +52,8 @@ def plan(
         ranks_per_node: Ranks of a machine; those of the hostfile, else 8.
         document_tokens: Length of the documents that rows are packed from; 0 is one document a row.
         capability: With --trace, the compute capability of the GPU that kernels are chosen for.
-        device: Hardware to plan for: h100, h200, b200, or a file like those profiles.
+        device: Hardware to plan for: h100, h200, b200, cpu (an assumed core), measured (what `measure` wrote into the
+            working folder), or a file like those profiles.
     """
     for name, value in (("ranks", ranks), ("ranks-per-node", ranks_per_node), ("document-tokens", document_tokens)):
         if value < 0:

@@ -39,6 +39,7 @@ def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
     if kind == "window_":
         return [AttentionSlice(0, tokens, 0, tokens, 0, size - 1)]
     lo = None
+    # A causal document sees none of its later keys; a hop's rectangle has no bounds.
     if kind == "":
         lo = 0
     return [AttentionSlice(start, start + size, start, start + size, lo) for start in range(0, tokens, size)]
@@ -57,6 +58,7 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
         slices = slice_table(slices_of(kind, size, tokens))
         seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
         flops = 4 * sizes.num_heads * D * area(slices.numpy())
+        # What a mask leaves out is no work: a kernel that computes it all the same is slower.
         forward.add(dtype, flops / seconds[0])
         backward.add(dtype, BACKWARD_FLOPS * flops / seconds[1])
     return forward, backward
@@ -79,6 +81,7 @@ def _seconds(
     q, k, v, dout = (torch.randn(1, T, H, D, device=clock.device, dtype=dtype) for _ in range(4))
     with torch.no_grad():
         out, lse = kernel.forward(q, k, v, slices, scores=scores)
+        # As a layer keeps it: partial results are float32.
         out = out.to(dtype)
         forward = clock.seconds(lambda: kernel.forward(q, k, v, slices, scores=scores))
         backward = clock.seconds(lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=scores))

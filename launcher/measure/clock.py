@@ -25,6 +25,7 @@ class Clock:
         """
         self.device, self.round_seconds, self.cpu_time = device, round_seconds, cpu_time
         self.factor = 1.0
+        # A process may use fewer cores than the machine has.
         if cpu_time:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             self.factor = max(1.0, num_ranks() / cores)
@@ -42,6 +43,7 @@ class Clock:
 
     def together(self, action: Callable[[], Any], repeats: int) -> float:
         """The same of an action in which ranks wait for one another: equally often on all of them."""
+        # A first call connects, and allocates.
         action()
         times = []
         for _ in range(_ROUNDS):
@@ -55,6 +57,7 @@ class Clock:
 
     def _once(self, action: Callable[[], Any], repeats: int) -> float:
         """Of one of so many calls."""
+        # On a GPU calls return before they are done: nothing of others may be left, and all of these must end.
         self._finish()
         begun = self._now()
         for _ in range(repeats):

@@ -38,6 +38,7 @@ def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     yield from _table(clock, sizes, names, (3, 6), _activations, "gated activation")
     names = ("routing_bandwidth", "routing_backward_bandwidth")
     yield from _table(clock, sizes, names, (4, 8), _routing, "tokens to local experts and back, routing with it")
+    # Its blocks fit the cache whatever the tokens, so there is one rate.
     loss = Figure("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits
     for dtype in dtypes_of(clock.device):
@@ -120,6 +121,7 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
         shared_ffn_size=0,
     )
     layer = MixtureOfExperts(config).to(device=clock.device, dtype=dtype)
+    # Made without values: a router of zeros would send all tokens to the same experts.
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.02)
     x_BtM = _random(clock, num_values // _CHOSEN, _WIDTH, dtype)[None].requires_grad_()
@@ -129,6 +131,7 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
 
 def _both_ways(clock: Clock, forward: Callable[[], Tensor], inputs: tuple[Any, ...]) -> tuple[float, float]:
     """Seconds of a function, and of its gradient alone."""
+    # With a graph, as in training: what a function keeps for backward is memory that it writes.
     of_forward = clock.seconds(forward)
     out = forward()
     dout = torch.randn_like(out)

@@ -51,6 +51,7 @@ class Figure:
 def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
     """One rank's figure from those of all: seconds a unit are averaged, for each rank has as many units to do."""
     first = figures[0]
+    # All have the same points: sizes follow from the device alone.
     values = {}
     for dtype in first.values:
         columns = zip(*(figure.values[dtype] for figure in figures), strict=True)
@@ -71,6 +72,7 @@ def profile_text(name: str, device_type: str, figures: Sequence[Figure], when: s
 
 
 def _harmonic(values: Sequence[float]) -> float:
+    # A figure that may be nothing: no peak is known, nothing is hidden.
     if not all(values):
         return 0.0
     return len(values) / sum(1 / value for value in values)
@@ -87,6 +89,7 @@ def _text(values: Any) -> str:
     if isinstance(values, list):
         return "[" + ", ".join(map(_text, values)) + "]"
     text = f"{values:.{_DIGITS}g}"
+    # TOML tells whole numbers from others.
     if "." not in text and "e" not in text:
         text += ".0"
     return text

@@ -12,6 +12,7 @@ from torch import Tensor
 from launcher.measure.clock import Clock, meet, num_ranks
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
+from parallel.runtime.links.measure import measure_links as links_of_pairs
 
 _SECONDS_OF_A_SIZE = 0.05
 _MOST_REPEATS = 50
@@ -22,6 +23,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     if num_ranks() == 1:
         yield from _of_one_rank(clock, sizes)
         return
+    # First, a pair at a time: a link that does not work is named, where a ring would only wait.
+    pairs = links_of_pairs(device=clock.device)
     axes = {"bytes": sizes.message_bytes}
     hops = Figure("node_bandwidth", axes, "hops of a ring, all ranks at once")
     exchanges = Figure("exchange_bandwidth", axes, "all-to-all of all ranks")
@@ -36,7 +39,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         exchanges.add(None, leaving / _seconds(clock, lambda: dist.all_to_all_single(received, sent)))  # noqa: B023
     yield hops
     yield exchanges
-    yield Figure("network_bandwidth", hops.axes, "this machine's own links stand for a network", dict(hops.values))
+    slowest = min(link.bytes_per_second for link in pairs)
+    yield Figure.of("network_bandwidth", slowest, "this machine's slowest link stands for a network")
     # What the smallest message takes beyond its bytes, at the rate of the largest one.
     smallest = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield Figure.of("message_seconds", smallest, "the smallest hop")

@@ -31,6 +31,7 @@ def measure_memory(clock: Clock, sizes: Sizes, folder: Path) -> Iterator[Figure]
     yield Figure.of("memory_bytes", device_bytes, what)
     peak = peak_device_flops(device_name(clock.device), "bfloat16") or 0.0
     yield Figure.of("peak_flops", peak, "the maker's data sheet for bfloat16; 0 is not known")
+    # A tensor that no cache holds.
     x = torch.zeros(sizes.tensor_bytes[-1], dtype=torch.uint8)
     copied = 2 * len(x) / clock.seconds(x.clone)
     yield Figure.of("host_memory_bandwidth", copied, "copies within the machine's memory")
@@ -45,6 +46,7 @@ def _to_host(clock: Clock, num_bytes: int) -> float:
     to, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     if not pinned:
         return num_bytes / clock.seconds(lambda: to.copy_(on_device))
+    # The two directions of a GPU's link are used at once: what is kept goes while what was kept comes.
     streams = [torch.cuda.Stream(clock.device) for _ in range(2)]
 
     def both() -> None:

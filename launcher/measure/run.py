@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.measure.figures import Figure, profile_text
+from launcher.measure.hosts import measure_network, slots_of
 from launcher.plan.hardware import Hardware, from_values
 from longctx import errors
 from longctx.errors import ClusterError, ConfigError
@@ -36,18 +38,28 @@ class MeasureOptions:
     """"auto", "cpu" or "cuda"."""
     cpu_time: bool = False
     """Count what ranks compute, and not what other programs take from them."""
+    hostfile: Path | None = None
+    """Hosts whose links are measured too; None measures this machine alone."""
+    port: int = 29500
+    """At which ranks on hosts meet."""
     sizes: str = ""
     """A name of ``sizes.BY_NAME``; empty is that of the device."""
 
 
 def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[str], None]) -> tuple[str, Hardware]:
     """The text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
-    ranks = _num_ranks(options)
+    slots = {}
+    if options.hostfile is not None:
+        slots = slots_of(options.hostfile)
+    ranks = _num_ranks(options, slots)
     with tempfile.TemporaryDirectory() as place:
         figures = _figures(options, ranks, folder, Path(place), progress)
+    # After this machine's own figures: a run's ranks would compute, and not measure links, at the same time.
+    if slots:
+        progress("links between hosts")
+        network = measure_network(slots, device_type=_device_type(options), port=options.port)
+        figures = [network if figure.name == network.name else figure for figure in figures]
     text = profile_text(_name(options, ranks), _device_type(options), figures, _when(options, ranks), _NOTES)
-    import tomllib
-
     # Read as ``plan`` will: a profile that it would refuse is never written.
     return text, from_values(tomllib.loads(text), "measured")
 
@@ -63,8 +75,8 @@ def save_profile(text: str, path: Path) -> None:
     write_atomically(path, text.encode(), ConfigError)
 
 
-def _num_ranks(options: MeasureOptions) -> int:
-    """Processes to start; ConfigError where there cannot be so many."""
+def _num_ranks(options: MeasureOptions, slots: dict[str, int]) -> int:
+    """Processes to start, those of a host where ``slots`` name some; ConfigError where there cannot be so many."""
     import torch
 
     gpus = 0
@@ -77,7 +89,7 @@ def _num_ranks(options: MeasureOptions) -> int:
         )
     if not 0 <= options.ranks <= _MOST_RANKS:
         raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one each GPU.")
-    return options.ranks or max(1, gpus)
+    return options.ranks or max(slots.values(), default=max(1, gpus))
 
 
 def _figures(
@@ -101,6 +113,7 @@ def _figures(
             worker.stdin.close()
         _watch(workers, progress)
     finally:
+        # Also when the user presses Ctrl-C, or one has failed: the others would wait for it.
         for worker in workers:
             worker.kill()
             worker.wait()
@@ -109,8 +122,7 @@ def _figures(
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
     """A process that measures."""
-    environment = {
-        **os.environ,
+    environment = dict(os.environ) | {
         # The worker imports the packages from where this process has them, whatever the folder it starts in.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "RANK": str(rank),
@@ -151,6 +163,7 @@ def _read(result: Path, ranks: int, place: Path) -> list[Figure]:
         path = result.with_suffix(f".{rank}")
         if path.exists():
             answers.append(json.loads(path.read_text()))
+    # A user's mistake goes before what other ranks say of its consequences.
     for answer in answers:
         if answer.get("kind"):
             raise getattr(errors, answer["kind"], ClusterError)(answer["error"])

@@ -25,6 +25,9 @@ class Sizes:
     state_widths: tuple[int, int]
     """Of two models whose gradients are reduced and whose weights are updated."""
     state_vocabularies: tuple[int, int]
+    state_layers: tuple[int, int]
+    """Of the smaller of them, which is made twice: what a layer takes is the difference."""
+    state_steps: int
     logits: tuple[int, int]
     """Tokens and vocabulary."""
     file_bytes: int
@@ -33,6 +36,7 @@ class Sizes:
 
 
 ON_CPU = Sizes(
+    # Below some 500 tokens and widths below 200 a core multiplies slower; above, faster no more.
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
     lengths=(128, 512, 2048, 4096),
@@ -40,15 +44,19 @@ ON_CPU = Sizes(
     windows=(128, 512, 2048),
     head_dims=(64, 128),
     num_heads=2,
+    # In the second-level cache, in the third, beyond both, and where glibc asks for new pages each time (32 MiB).
     tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 3 << 24),
     message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     state_widths=(64, 384),
     state_vocabularies=(512, 8192),
+    state_layers=(2, 6),
+    state_steps=3,
     logits=(512, 8192),
     file_bytes=1 << 27,
     round_seconds=0.02,
 )
 ON_GPU = Sizes(
+    # Shapes of models from one billion parameters on: smaller products are bound by their launch.
     tokens=(128, 1024, 8192, 32768),
     widths=(512, 2048, 4096, 8192),
     lengths=(512, 2048, 8192, 32768),
@@ -60,6 +68,8 @@ ON_GPU = Sizes(
     message_bytes=(1 << 16, 1 << 20, 1 << 24, 1 << 28),
     state_widths=(256, 2048),
     state_vocabularies=(4096, 65536),
+    state_layers=(2, 6),
+    state_steps=5,
     logits=(4096, 65536),
     file_bytes=1 << 28,
     round_seconds=0.02,
@@ -76,6 +86,8 @@ SMALLEST = Sizes(
     message_bytes=(1 << 10, 1 << 14),
     state_widths=(16, 32),
     state_vocabularies=(64, 512),
+    state_layers=(1, 2),
+    state_steps=1,
     logits=(16, 64),
     file_bytes=1 << 20,
     round_seconds=0.0,

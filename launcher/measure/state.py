@@ -7,6 +7,7 @@ parameters', and what is left is what any step takes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -25,8 +26,6 @@ from parallel.loss import count_step
 from parallel.mesh import Mesh
 
 _TOKENS = 16
-_FEW_LAYERS, _LAYERS = 2, 6
-_STEPS = 3
 _STAGES = (0, 1, 2, 3)
 _LEAST_SECONDS = 1e-6
 _NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -81,18 +80,19 @@ class _Stage:
     def __init__(self, clock: Clock, sizes: Sizes, stage: int, dtype: torch.dtype) -> None:
         small, large = sizes.state_widths
         few, many = sizes.state_vocabularies
+        few_layers, layers = sizes.state_layers
         configs = [
-            _config(stage, dtype, width=small, layers=_FEW_LAYERS, vocabulary=few),
-            _config(stage, dtype, width=small, layers=_LAYERS, vocabulary=few),
-            _config(stage, dtype, width=large, layers=_LAYERS, vocabulary=many),
+            _config(stage, dtype, width=small, layers=few_layers, vocabulary=few),
+            _config(stage, dtype, width=small, layers=layers, vocabulary=few),
+            _config(stage, dtype, width=large, layers=layers, vocabulary=many),
         ]
-        shallow, deep, wide = (_step(clock, config) for config in configs)
+        shallow, deep, wide = (_step(clock, config, sizes.state_steps) for config in configs)
         parameters = num_parameters(configs[2]) - num_parameters(configs[1])
         self.rates = [
             parameters / max(of_wide - of_deep, _LEAST_SECONDS) for of_wide, of_deep in zip(wide, deep, strict=True)
         ]
-        layer = max((deep.adding - shallow.adding) / (_LAYERS - _FEW_LAYERS), _LEAST_SECONDS)
-        micro_batch = deep.adding - _LAYERS * layer
+        layer = max((deep.adding - shallow.adding) / (layers - few_layers), _LEAST_SECONDS)
+        micro_batch = deep.adding - layers * layer
         step = deep.updating + deep.reducing - deep.adding
         self.fixed = [layer, max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
 
@@ -121,7 +121,7 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
     )
 
 
-def _step(clock: Clock, config: RunConfig) -> _Step:
+def _step(clock: Clock, config: RunConfig, num_steps: int) -> _Step:
     """Median seconds of a step's parts; the first one, which allocates, is left out."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
@@ -139,8 +139,17 @@ def _step(clock: Clock, config: RunConfig) -> _Step:
         meet()
         return clock.once(action)
 
-    for _ in range(_STEPS + 1):
+    for _ in range(num_steps + 1):
         adding, reducing = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
         steps.append(_Step(adding, reducing, timed(lambda: engine.step(1e-4))))
-    adding, reducing, updating = (statistics.median(part) for part in zip(*steps[1:], strict=True))
-    return _Step(adding, reducing, updating)
+    if clock.device.type == "cuda":
+        # DeepSpeed's engine is in circles of references: the next one may need its memory.
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    kept = steps[1:]
+    return _Step(
+        statistics.median(step.adding for step in kept),
+        statistics.median(step.reducing for step in kept),
+        statistics.median(step.updating for step in kept),
+    )

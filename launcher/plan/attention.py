@@ -58,9 +58,10 @@ class Attention:
                 "full": (hardware.full_attention_flops, hardware.full_attention_backward_flops),
                 "window": (hardware.window_attention_flops, hardware.window_attention_backward_flops),
             }[part.kind]
-            sizes = {"length": part.size, "window": part.size, "head_dim": model.head_dim}
-            forward += flops / rates[0].at(dtype, **sizes)
-            backward += BACKWARD_FLOPS * flops / rates[1].at(dtype, **sizes)
+            # Whichever of the two the rate is a table of: a profile may have none of windows.
+            of_pass = [rate.at(dtype, length=part.size, window=part.size, head_dim=model.head_dim) for rate in rates]
+            forward += flops / of_pass[0]
+            backward += BACKWARD_FLOPS * flops / of_pass[1]
         return forward, backward
 
 
@@ -132,6 +133,7 @@ def _of_schedule(
             table = work.slices.numpy()
             causal = _is_causal(table)
             queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
+            # Alike ones run at one rate, so sums by kind and size are all that seconds need.
             for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
                 part = Part("full", math.sqrt(int(q) * int(k)))
                 if of_kind != "full":
@@ -148,6 +150,7 @@ def _of_schedule(
 def _is_causal(table: np.ndarray) -> np.ndarray:
     """Which slices a diagonal cuts: a query of theirs does not see the last key."""
     lo = table[:, LO]
+    # A bound that cuts nothing off is none: the kernels leave it out too.
     return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
 
 

@@ -45,7 +45,8 @@ def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> f
     if of_experts < model.num_layers:
         total += (model.num_layers - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
     # Logits, from products to gradient: five passes in float32.
-    total += 5.0 * _FLOAT32 * tokens * model.vocab_size / hardware.loss_bandwidth.at(train.dtype, tokens=tokens)
+    logits = float(_FLOAT32 * tokens * model.vocab_size)
+    total += 5 * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 

@@ -136,7 +136,7 @@ SIZES = {
     "rotary_bandwidth": ("bytes",),
     "activation_bandwidth": ("bytes",),
     "activation_backward_bandwidth": ("bytes",),
-    "loss_bandwidth": ("tokens",),
+    "loss_bandwidth": ("bytes",),
     "routing_bandwidth": ("bytes",),
     "routing_backward_bandwidth": ("bytes",),
     "host_bandwidth": (),
@@ -172,6 +172,7 @@ _LIKE = {
 }
 """What a profile may leave out, and the figure before it that it is then like."""
 _OPTIONAL = {f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING} | set(_LIKE)
+_REQUIRED = [f.name for f in dataclasses.fields(Hardware) if f.name not in _OPTIONAL and f.name != "sources"]
 
 
 def load_hardware(given: str) -> Hardware:
@@ -189,7 +190,9 @@ def load_hardware(given: str) -> Hardware:
                 "`longctx measure` writes it: it measures this machine in about a minute."
             )
     elif not path.is_file():
-        question = did_you_mean(given, [*known, MEASURED], most=1)
+        names = list(known)
+        names.append(MEASURED)
+        question = did_you_mean(given, names, most=1)
         raise ConfigError(
             f"--device {given} is neither a profile nor a file of one.{question}\n"
             f"Profiles: {', '.join(known)}, or {MEASURED} after `longctx measure`."
@@ -203,14 +206,15 @@ def load_hardware(given: str) -> Hardware:
 
 def from_values(values: dict[str, Any], given: str) -> Hardware:
     """The profile of a file's values; ConfigError, which calls it ``given``, where they are no profile."""
-    unknown = sorted(set(values) - {"name", "device_type", *_FIELDS})
-    missing = [name for name in ("name", *_FIELDS) if name not in values and name not in _OPTIONAL]
+    unknown = sorted(set(values) - {"name", "device_type"} - set(_FIELDS))
+    missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
         listed = [f"{name} is not known" for name in unknown] + [f"{name} is missing" for name in missing]
         raise ConfigError(f"--device {given} is no profile: {', '.join(listed)}.\nCopy a shipped one: {FOLDER}.")
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
+    # Profiles are of GPUs where they do not say so: those were written first.
     found: dict[str, Any] = {"device_type": device_type}
     sources: dict[str, str] = {}
     for name in _FIELDS:

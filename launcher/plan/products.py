@@ -48,7 +48,7 @@ def _weights_in(layers: nn.Module) -> Counter[Weight]:
                 outer, inner = p.shape[1:]
                 found[Weight(outer, inner, p.shape[0], is_last)] += p.shape[0]
         elif p.ndim == 2 and name.endswith(".weight"):
-            found[Weight(*p.shape, is_last=is_last)] += 1
+            found[Weight(p.shape[0], p.shape[1], is_last=is_last)] += 1
     return found
 
 
@@ -78,12 +78,12 @@ def _seconds(
     config: RunConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
 ) -> float:
     """``rows`` through a weight, so many ``at_once``."""
+    # The rate is that of a product of as many values, as if the weight were square.
     flops = 2.0 * rows * weight.outer * weight.inner
-    sizes = {"tokens": at_once, "width": math.sqrt(weight.outer * weight.inner)}
-    dtype = config.train.dtype
+    width, dtype = math.sqrt(weight.outer * weight.inner), config.train.dtype
 
     def of(rate: Rate) -> float:
-        return flops / rate.at(dtype, **sizes)
+        return flops / rate.at(dtype, tokens=at_once, width=width)
 
     # Two products of backward: the gradients of rows and of weights.
     return forwards * of(hardware.product_flops) + 2 * of(hardware.product_backward_flops)

@@ -46,6 +46,7 @@ class Rate:
             return values[0]
         # Of each axis two points and their weights; the corners they make are weighed by products.
         places = [_place(points, sizes[name]) for name, points in self.axes.items()]
+        # Logarithms of rates are weighed: half way between 1 and 4 is 2.
         total = 0.0
         for corner in product((0, 1), repeat=len(places)):
             weight, index = 1.0, 0
@@ -95,6 +96,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
             if found is None:
                 return f"{name} = {given[name]!r} is no ascending list of sizes above 0"
             points[name] = found
+    # A run in the other dtype must not take this one's rate by accident: both are there, or one for all.
     tables = {name: given[name] for name in (ANY, *DTYPES) if name in given}
     if set(tables) not in ({ANY}, set(DTYPES)):
         return "it must have either a value, or one for float32 and one for bfloat16"

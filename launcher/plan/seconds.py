@@ -94,7 +94,7 @@ def step_seconds(
         moves=micro_batches * _waited(moved, computing, hardware),
         zero=zero,
         optimizer=optimizer,
-        host=_host_seconds(config, tokens, micro_batches, hardware),
+        host=_host_seconds(config, tokens, accumulation, hardware),
     )
 
 

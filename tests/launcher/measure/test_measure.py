@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from launcher.measure.attention import measure_attention, slices_of
 from launcher.measure.clock import Clock
 from launcher.measure.elementwise import measure_elementwise
 from launcher.measure.figures import Figure, mean_over_ranks, profile_text
+from launcher.measure.products import measure_products
 from launcher.measure.rank import measure_together
 from launcher.measure.run import MeasureOptions, measure_machine
 from launcher.measure.sizes import BY_NAME, SMALLEST
 from launcher.plan.hardware import SIZES, Hardware, from_values, load_hardware
 from launcher.plan.rates import Rate
 from longctx.errors import ConfigError
+from longctx.kernels.attention.slices import slice_table
+from parallel.schedule.bands import area
 from tests.helpers import run_distributed
 from tests.launcher.cli.calls import call
 
@@ -80,6 +87,45 @@ def test_tables_have_a_value_for_each_point():
         assert all(len(values) == points for values in figure.values.values())
 
 
+class HalfASecond(Clock):
+    """Everything takes half a second, once it was done."""
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        action()
+        return 0.5
+
+
+def test_rates_are_work_over_seconds():
+    clock = HalfASecond(torch.device("cpu"), round_seconds=0.0)
+    forward, backward = measure_products(clock, SMALLEST)
+    shapes = list(itertools.product(SMALLEST.tokens, SMALLEST.widths))
+    assert forward.values["float32"] == [2 * n * m * m / 0.5 for n, m in shapes]
+    assert backward.values["bfloat16"] == [4 * n * m * m / 0.5 for n, m in shapes]
+    figures = {figure.name: figure for figure in measure_attention(clock, SMALLEST)}
+    heads, size = SMALLEST.num_heads, SMALLEST.head_dims[0]
+    # Eight documents of 64 tokens, or of 128: as many as a call takes.
+    pairs = [8 * n * (n + 1) // 2 for n in SMALLEST.lengths]
+    assert figures["attention_flops"].values["float32"] == [4 * heads * size * n / 0.5 for n in pairs]
+    assert figures["attention_backward_flops"].values["float32"] == [10 * heads * size * n / 0.5 for n in pairs]
+    figures = {figure.name: figure for figure in measure_elementwise(clock, SMALLEST)}
+    for name, passes in (("memory_bandwidth", 3), ("norm_backward_bandwidth", 4), ("activation_bandwidth", 3)):
+        assert figures[name].values["float32"] == [passes * n / 0.5 for n in SMALLEST.tensor_bytes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "pairs"), [("", 4, 2 * 10), ("full_", 4, 2 * 16), ("window_", 2, 15), ("window_", 8, 36)]
+)
+def test_a_mask_leaves_the_pairs_that_it_says(kind, size, pairs):
+    assert area(slice_table(slices_of(kind, size, 8)).numpy()) == pairs
+
+
+def test_cpu_seconds_count_as_often_as_ranks_share_a_core(monkeypatch):
+    monkeypatch.setattr("launcher.measure.clock.num_ranks", lambda: 6)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert Clock(torch.device("cpu"), round_seconds=0.0, cpu_time=True).factor == 3.0
+    assert Clock(torch.device("cpu"), round_seconds=0.0).factor == 1.0
+
+
 @pytest.mark.parametrize("sizes", BY_NAME.values(), ids=BY_NAME)
 def test_sizes_ascend(sizes):
     for name in ("tokens", "widths", "lengths", "squares", "windows", "head_dims", "tensor_bytes", "message_bytes"):
@@ -132,7 +178,8 @@ def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
     [
         (("--ranks", "-1"), "must be 1 to"),
         (("--ranks", "5000"), "must be 1 to"),
-        (("--hostfile", "hosts"), "links between machines are not measured"),
+        (("--hostfile", "one"), "names one host, localhost"),
+        (("--master-port", "0"), "--master-port 0 is no port"),
         (("--output", "there.toml"), "there.toml exists"),
         (("--output", "nowhere/there.toml"), "there is no folder nowhere"),
     ],
@@ -140,6 +187,7 @@ def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
 def test_what_it_cannot_measure_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.toml").touch()
+    Path("one").write_text("localhost slots=2\n")
     code, _, said = call(capsys, "measure", *arguments, "--device", "cpu")
     assert code == 2
     assert message in said

@@ -14,6 +14,7 @@ from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
 from launcher.plan.parameters import num_parameters
 from launcher.plan.products import weights_of_layers
+from launcher.plan.screen import summary
 from launcher.plan.world import World
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS
@@ -220,3 +221,30 @@ def test_the_layout_is_that_of_a_run_on_such_documents(document_tokens, layout):
     changed = {"parallel__context": 2, "parallel__layout": "auto"}
     run = plan(profile(), ranks=2, document_tokens=document_tokens, **changed)
     assert run.config.parallel.layout == layout
+
+
+def test_a_profile_of_other_ranks_is_said_to_be_one():
+    said = "\n".join(summary(plan(profile(ranks=1.0), ranks=2, parallel__context=2), 0, None))
+    assert "`longctx measure --ranks 2` measures as many" in said
+    said = "\n".join(summary(plan(profile(ranks=2.0), ranks=2, parallel__context=2), 0, None))
+    assert "measures as many" not in said
+    assert "longctx measure" in "\n".join(summary(plan(profile()), 0, None))
+
+
+def test_what_a_profile_leaves_out_is_like_what_it_has():
+    """Also where that is a table by other sizes than a plan would ask for by itself."""
+    values = tomllib.loads((FOLDER / "h100.toml").read_text())
+    values["memory_bandwidth"] = {"bytes": [1, 1e12], "value": [1e9, 1e12], "source": "by hand"}
+    values["attention_flops"] = {
+        "length": [1, 1e6],
+        "head_dim": [1, 512],
+        "value": [[1e9] * 2] * 2,
+        "source": "by hand",
+    }
+    values["product_flops"] = {"tokens": [1, 1e6], "float32": [1e9, 2e9], "bfloat16": [1e9, 2e9], "source": "by hand"}
+    hardware = from_values(values, "mine")
+    assert hardware.loss_bandwidth is hardware.memory_bandwidth
+    layers = {"model__layers": "window", "model__window": 64}
+    experts = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_ffn_size": 32}
+    for changed in ({}, layers, experts, {"train__chunk_tokens": 64, "train__keep": "inputs"}):
+        assert plan(hardware, **changed).seconds.total > 0
