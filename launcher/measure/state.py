@@ -71,7 +71,7 @@ def _repeat_last(*figures: list[Figure]) -> None:
 
 def take_small_steps(clock: Clock, sizes: Sizes) -> None:
     """Steps of the smallest model, for what they import and allocate."""
-    _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256))
+    _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
 
 
 class _Stage:

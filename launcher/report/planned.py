@@ -13,7 +13,7 @@ from launcher.report.figures import BLUE, GREEN, GREY, ORANGE, PALE_BLUE, RED, n
 from launcher.report.run import Run
 from launcher.report.section import Section, Table
 
-_COLOURS = (GREY, BLUE, PALE_BLUE, GREEN, ORANGE, RED, "#7a5ea8", "#b59a3c", "#4aa3a2")
+_COLOURS = (BLUE, PALE_BLUE, GREEN, ORANGE, RED, "#7a5ea8", "#b59a3c", "#4aa3a2")
 _ELSEWHERE = ("kept_on_host", "kept_on_disk")
 """Bytes that are not in the device's peak."""
 _INSTEAD = ("after_backward", "optimizer_step")

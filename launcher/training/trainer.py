@@ -81,7 +81,9 @@ class Trainer:
                 if self._is_due(config.checkpoint.every_steps):
                     writer.doing("saving a checkpoint")
                     self._save()
-            self._compare_with_plan(writer)
+            compared = self._plan_watch.record(self.progress.step)
+            writer.write(compared)
+            log.info("%s", checked_line(compared))
         self._finish()
 
     def take_step(self) -> Record:
@@ -101,14 +103,9 @@ class Trainer:
         run = self.run
         # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
         if run.origin == "resumed":
-            on_every_rank(self._rewind_on_rank_0)
+            on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
-
-    def _rewind_on_rank_0(self) -> None:
-        """Set aside what this run did after the checkpoint that it resumes from."""
-        if self.run.is_rank_0:
-            rewind(self.run.folder, self.progress.step)
 
     def _take_recorded_step(self, writer: RecordWriter) -> None:
         """Take a step and write its record, also that of a step that could not be taken."""
@@ -138,12 +135,6 @@ class Trainer:
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         writer.write({**record, "step": self.progress.step})
-
-    def _compare_with_plan(self, writer: RecordWriter) -> None:
-        """Say how far the plan was from what the steps took."""
-        record = self._plan_watch.record(self.progress.step)
-        writer.write(record)
-        log.info("%s", checked_line(record))
 
     def _is_due(self, every: int) -> bool:
         """Whether something done every so many steps (0: at the end only) is due after this one."""
@@ -189,6 +180,11 @@ class Trainer:
         report = write_report(self.run.folder)
         newest = list_checkpoints(self.run.folder)[-1]
         log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)
+
+
+def _rewind_on_rank_0(run: Run, step: int) -> None:
+    if run.is_rank_0:
+        rewind(run.folder, step)
 
 
 def rewind(folder: Path, step: int) -> None:
