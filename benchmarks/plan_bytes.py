@@ -6,7 +6,7 @@
 whose first three have no experts). PYTHON has PyTorch's CUDA build; no GPU is needed. A trace of all layers takes one
 to ten minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations take as well: the
 peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it. Each row is saved in
-``benchmarks/results/plan_bytes.json``, which the tests hold the arithmetic to; one of few layers does not take the
+``benchmarks/results/KIND/plan_bytes.json``, which the tests hold the arithmetic to; one of few layers does not take the
 place of one of all.
 """
 
@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import KINDS, RESULTS, machine, processor_kind
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import load_hardware
 from launcher.plan.world import World
 
-RESULTS = Path(__file__).parent / "results" / "plan_bytes.json"
 LEAST, MOST = -0.01, 0.08
 _TOKENS = 131072
 _ATTENTION = ("--train.keep", "attention")
@@ -112,10 +111,17 @@ def largest(run: RunEstimate) -> StepBytes:
 
 
 def load_rows() -> dict[str, dict[str, Any]]:
-    """What was traced so far, by name."""
-    if not RESULTS.exists():
-        return {}
-    return {row["name"]: row for row in json.loads(RESULTS.read_text())["traced"]}
+    """What was traced so far, by name: of all layers where they were. No machine's trace differs from another's."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in filter(Path.exists, map(_path, KINDS)):
+        for row in json.loads(path.read_text())["rows"]:
+            if not row["few_layers"] or row["name"] not in found:
+                found[row["name"]] = row
+    return found
+
+
+def _path(kind: str) -> Path:
+    return RESULTS / kind / "plan_bytes.json"
 
 
 def save(row: dict[str, Any]) -> None:
@@ -125,7 +131,7 @@ def save(row: dict[str, Any]) -> None:
         return
     rows[row["name"]] = row
     ordered = [rows[case.name] for case in CASES if case.name in rows]
-    RESULTS.write_text(json.dumps({"machine": machine(), "traced": ordered}, indent=1) + "\n")
+    _path(processor_kind()).write_text(json.dumps({"machine": machine(), "rows": ordered}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,8 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         traced, run = trace(case, few=options.few), planned(case, few=options.few)
         of_peak, of_activations = errors(run, traced)
         missed += not all(LEAST <= error <= MOST for error in (of_peak, of_activations))
-        save({"name": case.name, "few_layers": options.few, **traced})
         of_bytes = largest(run)
+        planned_bytes = {name: getattr(of_bytes, name) for name in traced}
+        save({"name": case.name, "few_layers": options.few, **traced, "planned": planned_bytes})
         figures = (traced["kept"] + traced["passing"], of_bytes.kept + of_bytes.passing, traced["peak"], of_bytes.peak)
         cells = [f"{figure / 2**30:.1f}" for figure in figures]
         print(" | ".join([case.name, *cells, f"{of_peak:+.1%}", f"{of_activations:+.1%}"]), flush=True)

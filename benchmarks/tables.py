@@ -451,6 +451,21 @@ def plan_seconds(result: Result) -> str:
     return markdown(head, rows)
 
 
+def plan_bytes(result: Result) -> str:
+    """The plan's bytes of a rank, and those of the trace."""
+    head = ("run", "layers", "traced: kept + passing", "planned", "error", "traced: peak", "planned", "error")
+    rows = []
+    for row in result["rows"]:
+        layers, cells = "all", []
+        if row["few_layers"]:
+            layers = "few"
+        for names in (("kept", "passing"), ("peak",)):
+            traced, planned = (sum(of[name] for name in names) for of in (row, row["planned"]))
+            cells += [f"{traced / 2**30:,.1f} GiB", f"{planned / 2**30:,.1f} GiB", f"{planned / traced - 1:+.1%}"]
+        rows.append((row["name"], layers, *cells))
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -471,6 +486,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
+    "plan-bytes": ("plan_bytes", plan_bytes),
     "plan-seconds": ("plan_seconds", plan_seconds),
     "start-memory": ("start_memory", start_memory),
     "data-start": ("data_plan", data_start),

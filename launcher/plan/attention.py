@@ -98,6 +98,8 @@ def _one_layer(
         return Attention(_of_documents(model, of_kind, documents.lengths, parallel.context))
     schedule = _schedule(model, of_kind, parallel, documents)
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, width, value_dim=model.value_dim)
+    # A rank that stands for those that share the experts may be of another sequence.
+    rank %= parallel.context
     ring_rank, ring = rank // parallel.ulysses, parallel.context // parallel.ulysses
     ring_in_node = max(1, world.ranks_per_node // parallel.ulysses)
     within, afar = schedule.rows_received(rank), 0

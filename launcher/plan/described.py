@@ -18,7 +18,7 @@ def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
     return (
-        f"{world.ranks} ranks ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
+        f"{plural(world.ranks, 'rank')} ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
         f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
         f"{parallel.layout}, keep {config.train.keep} on {config.train.store}{_chunks(config)}{_offload(config)}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"

@@ -92,10 +92,8 @@ class Trainer:
         self._compile_watch.report(self.progress.step)
         load_LE = self.progress.expert_load_LE
         # Loads are the same on every rank, so rank 0 can watch them for all.
-        if load_LE is not None and self.run.is_rank_0:
-            dead = self._dead_experts.find(load_LE)
-            if dead:
-                log.warning("%s", self._dead_experts.warning(dead, self.progress.step, self.run.model))
+        if load_LE is not None and self.run.is_rank_0 and (dead := self._dead_experts.find(load_LE)):
+            log.warning("%s", self._dead_experts.warning(dead, self.progress.step, self.run.model))
         return record
 
     def _open_folder(self) -> None:

@@ -35,6 +35,17 @@ def test_seconds_of_attention_are_its_flops_over_the_rates():
     assert run.seconds.attention == pytest.approx(wanted, rel=0.01)
 
 
+def test_experts_may_be_spread_over_several_sequences():
+    flags = ["--config", "quickstart", "--model.preset", "qwen3-30b-a3b", "--parallel.expert", "8", "--zero.stage", "3"]
+    rows = ["--parallel.context", "2", "--data.seq_len", "65536", "--train.tokens_per_step", "262144"]
+    config = load_run_config([*flags, *rows])
+    run = estimate_run(config, World(ranks=8, ranks_per_node=8), load_hardware("h100"))
+    assert {rank.kind.rank for rank in run.ranks} == {0, 1, 7}
+    first, *others = (rank.seconds.attention for rank in run.ranks)
+    # Zigzag: every rank of every sequence computes as much.
+    assert all(other == pytest.approx(first, rel=0.01) for other in others)
+
+
 def test_keeping_inputs_computes_attention_forward_twice():
     once, twice = estimate(), estimate("--train.keep", "inputs")
     assert twice.seconds.attention > 1.2 * once.seconds.attention
