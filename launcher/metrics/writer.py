@@ -133,7 +133,9 @@ class RecordWriter:
             log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
-        self._writer.draw(written)
+        # An event has no curve, and TensorBoard is not imported before the first step.
+        if record["kind"] != "event":
+            self._writer.draw(written)
 
     def doing(self, what: str) -> None:
         """Say on the living line what happens between two steps, such as "saving"."""

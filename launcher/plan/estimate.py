@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.sections import ParallelSection, RunConfig, TrainSection
+from launcher.config.sections import DataSection, ParallelSection, RunConfig, TrainSection
 from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
@@ -204,7 +204,7 @@ def _activations(config: RunConfig, device_type: str) -> Activations:
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:
-    held = _held(_without_rows(config), world, hardware.device_type)
+    held = _held(_without_rows(config, world), world, hardware.device_type)
     kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
     if hardware.device_type == "cpu":
         # A CPU's memory is the machine's.
@@ -233,13 +233,18 @@ def _held(config: RunConfig, world: World, device_type: str) -> Held:
     return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
 
 
-def _without_rows(config: RunConfig) -> RunConfig:
+def _without_rows(config: RunConfig, world: World) -> RunConfig:
     """The config with all defaults but for what decides about weights, gradients and optimiser."""
-    train = TrainSection(dtype=config.train.dtype, chunk_tokens=min(config.train.chunk_tokens, 1))
+    # As many micro-batches a step, of one token each: how gradients are collected depends on their number.
+    micro_batches = config.accumulation(world.ranks) * (world.ranks // config.parallel.context)
+    train = TrainSection(
+        dtype=config.train.dtype, chunk_tokens=min(config.train.chunk_tokens, 1), tokens_per_step=micro_batches
+    )
     parallel = ParallelSection(
         context=config.parallel.context, ulysses=config.parallel.ulysses, expert=config.parallel.expert
     )
-    return RunConfig(model=config.model, train=train, parallel=parallel, zero=config.zero)
+    data = DataSection(seq_len=1)
+    return RunConfig(model=config.model, data=data, train=train, parallel=parallel, zero=config.zero)
 
 
 def _masked_flops(config: RunConfig, lengths: tuple[int, ...]) -> float:

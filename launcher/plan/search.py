@@ -6,7 +6,7 @@ Every combination of the settings below is estimated, none is left out by a rule
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -189,13 +189,26 @@ def _search_or_none(
 
 def variants(config: RunConfig, world: World, held: Collection[str]) -> Iterator[RunConfig]:
     """The combinations, simplest first; some of them a run would refuse."""
-    seen: set[RunConfig] = set()
-    for place, state, way in product(_places(config, world), _states(config, world), _ways(config)):
-        changes = dict(zip(SEARCHED, (*place, *state, *way), strict=True))
-        changed = _with(config, {key: value for key, value in changes.items() if key not in held})
-        if changed not in seen:
-            seen.add(changed)
-            yield changed
+    groups = (
+        _free(PLACES, _places(config, world), held),
+        _free(STATES, _states(config, world), held),
+        _free(WAYS, _ways(config), held),
+    )
+    for place, state, way in product(*groups):
+        yield _with(config, {**dict(place), **dict(state), **dict(way)})
+
+
+def _free(
+    names: Sequence[str], options: Iterable[tuple[Any, ...]], held: Collection[str]
+) -> list[tuple[tuple[str, Any], ...]]:
+    """The options that differ in a key that is not held, each as pairs of key and value, in their order."""
+    # What is held is left out before anything is combined: a search that holds most keys has few combinations.
+    return list(
+        dict.fromkeys(
+            tuple((key, value) for key, value in zip(names, values, strict=True) if key not in held)
+            for values in options
+        )
+    )
 
 
 def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, int]]:
@@ -261,10 +274,12 @@ def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tok
 
 def _with(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """The config with other values of dotted keys, and without folders that these do not write to."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
-        part = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section: part})
+        sections.setdefault(section, {})[name] = value
+    parts = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}
+    config = dataclasses.replace(config, **parts)
     if config.train.store != "disk":
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, store_path=""))
     if "nvme" not in (config.zero.offload, config.zero.offload_parameters):

@@ -42,7 +42,7 @@ def measure_on_ranks(folder: str) -> None:
     titles: list[str] = []
     figures = measure_together({**ORDERS, "folder": folder}, torch.device("cpu"), titles.append)
     hardware = profile_of(figures)
-    assert len(titles) == 6
+    assert len(titles) == 7
     assert all(name in hardware.sources for name in ALWAYS_MEASURED - {"exchange_bandwidth"})
     for name in SIZES:
         rate = getattr(hardware, name)
@@ -64,7 +64,7 @@ def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeyp
     titles: list[str] = []
     options = MeasureOptions(device="cpu", sizes="smallest", cpu_time=True)
     text, hardware = measure_machine(options, tmp_path, titles.append)
-    assert titles[0] == "memory and disk"
+    assert titles[0] == "the program itself"
     assert hardware.ranks == 1
     assert hardware.device_type == "cpu"
     assert "CPU seconds" in hardware.sources["product_flops"]
