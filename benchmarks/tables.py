@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plan_tables
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
 
@@ -434,38 +434,6 @@ def _data_blocks_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def plan_seconds(result: Result) -> str:
-    """The plan's seconds of a step, and those of the run."""
-    unit = "s"
-    if result["cpu_time"]:
-        unit = "CPU s"
-    head = ("run", "ranks", f"planned, {unit}", f"the run, {unit}", "error", "passed, s")
-    rows = []
-    for row in result["rows"]:
-        name = row["name"]
-        if row["held_out"]:
-            name += " *"
-        passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
-        figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
-        rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
-    return markdown(head, rows)
-
-
-def plan_bytes(result: Result) -> str:
-    """The plan's bytes of a rank, and those of the trace."""
-    head = ("run", "layers", "traced: kept + passing", "planned", "error", "traced: peak", "planned", "error")
-    rows = []
-    for row in result["rows"]:
-        layers, cells = "all", []
-        if row["few_layers"]:
-            layers = "few"
-        for names in (("kept", "passing"), ("peak",)):
-            traced, planned = (sum(of[name] for name in names) for of in (row, row["planned"]))
-            cells += [f"{traced / 2**30:,.1f} GiB", f"{planned / 2**30:,.1f} GiB", f"{planned / traced - 1:+.1%}"]
-        rows.append((row["name"], layers, *cells))
-    return markdown(head, rows)
-
-
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -486,8 +454,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-experts": ("scale", scale.table_of(scale.EXPERTS)),
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
-    "plan-bytes": ("plan_bytes", plan_bytes),
-    "plan-seconds": ("plan_seconds", plan_seconds),
+    "plan-bytes": ("plan_bytes", lambda result: markdown(*plan_tables.of_bytes(result))),
+    "plan-seconds": ("plan_seconds", lambda result: markdown(*plan_tables.of_seconds(result))),
     "start-memory": ("start_memory", start_memory),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),

@@ -1,0 +1,41 @@
+"""Headings and rows of the tables of ``plan``: its seconds beside real runs, its bytes beside the trace."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Table = tuple[Sequence[str], list[tuple[str, ...]]]
+
+
+def of_seconds(result: dict[str, Any]) -> Table:
+    """The plan's seconds of a step, and those of the run."""
+    unit = "s"
+    if result["cpu_time"]:
+        unit = "CPU s"
+    head = ("run", "ranks", f"planned, {unit}", f"the run, {unit}", "error", "passed, s")
+    rows = []
+    for row in result["rows"]:
+        name = row["name"]
+        if row["held_out"]:
+            name += " *"
+        passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
+        figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
+        rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
+    return head, rows
+
+
+def of_bytes(result: dict[str, Any]) -> Table:
+    """The plan's bytes of a rank, and those of the trace."""
+    head = ("run", "layers", "traced: kept + passing", "planned", "error", "traced: peak", "planned", "error")
+    rows = []
+    for row in result["rows"]:
+        layers, cells = "all", []
+        if row["few_layers"]:
+            layers = "few"
+        for names in (("kept", "passing"), ("peak",)):
+            traced, planned = (sum(of[name] for name in names) for of in (row, row["planned"]))
+            cells += [f"{traced / 2**30:,.1f} GiB", f"{planned / 2**30:,.1f} GiB", f"{planned / traced - 1:+.1%}"]
+        rows.append((row["name"], layers, *cells))
+    return head, rows
