@@ -20,7 +20,6 @@ import os
 import shutil
 import statistics
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,99 +27,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.plan_runs import Case, config_of, planned, settings_of, write_shards
 from benchmarks.ranks import run_ranks
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
-from launcher.plan.estimate import RunEstimate, estimate_run
-from launcher.plan.hardware import Hardware
-from launcher.plan.world import World
+from launcher.plan.estimate import RunEstimate
 
 BOUND = 0.15
 WARM_UP_STEPS, STEPS = 2, 5
-_VOCABULARY = 512
-_TOKENS_OF_DATA = 1 << 18
-_COMMON = {
-    "run.hostfile": "none",
-    "run.device": "cpu",
-    "model.preset": "none",
-    "data.verify": "off",
-    "train.steps": 100_000,
-    "train.lr": 1e-4,
-    "parallel.layout": "auto",
-    "checkpoint.every_steps": 0,
-    "validation.rows": 0,
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run."""
-
-    name: str
-    ranks: int
-    width: int
-    row_tokens: int
-    document_tokens: int
-    settings: dict[str, Any]
-    """Keys of the config beside those that follow from the fields above."""
-    layers: int = 4
-    vocabulary: int = 8192
-    experts: bool = False
-    rows: int = 1
-    """Of a step."""
-    held_out: bool = False
-    """Whether it was first planned when the arithmetic stood."""
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """All keys of its config but for folders."""
-        heads = self.width // 64
-        model = {
-            "hidden_size": self.width,
-            "num_layers": self.layers,
-            "num_heads": heads,
-            "num_kv_heads": heads,
-            "head_dim": 64,
-            "ffn_size": self.width * 11 // 4,
-            "vocab_size": self.vocabulary,
-        }
-        if self.experts:
-            model |= {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": self.width, "shared_ffn_size": 0}
-        keys = {f"model.{name}": value for name, value in model.items()}
-        keys |= {"data.seq_len": self.row_tokens, "train.tokens_per_step": self.rows * self.row_tokens}
-        return _COMMON | {"parallel.context": 1} | keys | self.settings
-
-
-def _of(dtype: str, stage: int, keep: str = "all", **more: Any) -> dict[str, Any]:
-    settings = {"train.dtype": dtype, "zero.stage": stage, "train.keep": keep}
-    return settings | {name.replace("__", "."): value for name, value in more.items()}
-
 
 CASES = (
-    Case("width 256, float32, short rows", 1, 256, 2048, 2048, _of("float32", 0), rows=2),
-    Case("width 512, bfloat16, one document", 1, 512, 4096, 4096, _of("bfloat16", 1, "attention"), layers=2),
-    Case("width 768, float32, packed", 1, 768, 2048, 256, _of("float32", 2, "inputs"), layers=2, held_out=True),
+    Case("width 256, float32, short rows", 1, 256, 2048, 2048, settings_of("float32", 0), rows=2),
+    Case("width 512, bfloat16, one document", 1, 512, 4096, 4096, settings_of("bfloat16", 1, "attention"), layers=2),
+    Case("width 768, float32, packed", 1, 768, 2048, 256, settings_of("float32", 2, "inputs"), layers=2, held_out=True),
     Case(
         "width 256, bfloat16, chunks, 32K packed",
         1,
         256,
         32768,
         1024,
-        _of("bfloat16", 1, "attention", train__chunk_tokens=4096),
+        settings_of("bfloat16", 1, "attention", train__chunk_tokens=4096),
         layers=2,
         vocabulary=2048,
     ),
-    Case("experts, width 512, bfloat16, packed", 1, 512, 2048, 512, _of("bfloat16", 2), experts=True, rows=2),
+    Case("experts, width 512, bfloat16, packed", 1, 512, 2048, 512, settings_of("bfloat16", 2), experts=True, rows=2),
     Case(
         "experts, width 256, bfloat16, ring of 2",
         2,
         256,
         8192,
         8192,
-        _of("bfloat16", 1, parallel__context=2),
+        settings_of("bfloat16", 1, parallel__context=2),
         layers=2,
         experts=True,
     ),
@@ -130,7 +66,7 @@ CASES = (
         512,
         4096,
         4096,
-        _of("float32", 2, parallel__context=2, parallel__ulysses=2),
+        settings_of("float32", 2, parallel__context=2, parallel__ulysses=2),
         layers=3,
     ),
     Case(
@@ -139,7 +75,7 @@ CASES = (
         384,
         2048,
         2048,
-        _of("float32", 1, "attention", parallel__expert=2),
+        settings_of("float32", 1, "attention", parallel__expert=2),
         experts=True,
         rows=2,
         held_out=True,
@@ -150,7 +86,7 @@ CASES = (
         384,
         16384,
         2048,
-        _of("bfloat16", 3, "attention", parallel__context=4),
+        settings_of("bfloat16", 3, "attention", parallel__context=4),
         layers=3,
         held_out=True,
     ),
@@ -160,7 +96,7 @@ CASES = (
         256,
         8192,
         8192,
-        _of("float32", 3, "inputs", parallel__context=4, parallel__ulysses=2),
+        settings_of("float32", 3, "inputs", parallel__context=4, parallel__ulysses=2),
         layers=3,
     ),
 )
@@ -172,40 +108,6 @@ class Steps:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-
-
-def write_shards(folder: Path, length: int) -> Path:
-    """A shard folder of documents of one length, of random tokens."""
-    from data_pipeline.prepare.sources import open_source
-    from data_pipeline.prepare.train_tokenizer import train_tokenizer
-    from data_pipeline.shards.writer import EncodedDocument, ShardWriter
-    from longctx.tokenizer import load_tokenizer
-
-    model = folder / "tokenizer.model"
-    if not model.exists():
-        corpus = folder / "corpus"
-        corpus.mkdir()
-        files = [p for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if 2000 < p.stat().st_size < 9000]
-        for path in files[:30]:
-            shutil.copyfile(path, corpus / path.name)
-        train_tokenizer(open_source(corpus), model, vocab_size=_VOCABULARY)
-    output, tokenizer = folder / f"documents_{length}", load_tokenizer(model)
-    if output.exists():
-        return output
-    output.mkdir()
-    writer, random = ShardWriter(output, vocab_size=tokenizer.vocab_size), np.random.default_rng(length)
-    for number in range(_TOKENS_OF_DATA // length):
-        tokens = random.integers(3, _VOCABULARY - 8, length).astype(np.uint16)
-        writer.add(EncodedDocument(tokens=tokens, hash=number, name=f"{number}", text_bytes=length))
-    tokenizer.save(output)
-    writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
-    return output
-
-
-def config_of(case: Case, data: str = "", output: str = "") -> RunConfig:
-    """Its config."""
-    keys = case.keys | {"data.train": data or "nothing", "run.output_dir": output or "nowhere"}
-    return load_run_config([word for key, value in keys.items() for word in (f"--{key}", str(value))])
 
 
 def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
@@ -228,12 +130,6 @@ def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
         found.cpu.append(time.process_time() - cpu)
     run.feed.close()
     return found
-
-
-def planned(case: Case, hardware: Hardware) -> RunEstimate:
-    """The plan's estimate."""
-    world = World(ranks=case.ranks, ranks_per_node=case.ranks)
-    return estimate_run(config_of(case), world, hardware, document_tokens=case.document_tokens)
 
 
 def measured_seconds(of_ranks: Sequence[Steps], *, cpu_time: bool) -> float:

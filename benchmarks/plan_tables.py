@@ -1,4 +1,4 @@
-"""Headings and rows of the tables of ``plan``: its seconds beside real runs, its bytes beside the trace."""
+"""Headings and rows of the tables of ``plan``: its seconds and memory beside real runs, its bytes beside the trace."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def of_seconds(result: dict[str, Any]) -> Table:
         passed = max(statistics.median(steps["wall"]) for steps in row["steps"])
         figures = f"{row['planned_seconds']:.2f}", f"{row['measured_seconds']:.2f}", f"{row['error']:+.1%}"
         rows.append((name, f"{row['ranks']}", *figures, f"{passed:.2f}"))
+    return head, rows
+
+
+def of_memory(result: dict[str, Any]) -> Table:
+    """The plan's bytes of a rank, and the resident memory of the run."""
+    head = ("run", "ranks", "planned", "the run", "error")
+    rows = []
+    for row in result["rows"]:
+        figures = tuple(f"{row[name] / 2**20:,.0f} MiB" for name in ("planned_bytes", "measured_bytes"))
+        rows.append((row["name"], f"{row['ranks']}", *figures, f"{row['error']:+.1%}"))
     return head, rows
 
 

@@ -76,7 +76,7 @@ def plan(
     run_config = load_run_config(argv)
     world = _world(run_config, ranks, ranks_per_node)
     if trace:
-        _trace(run_config, world, document_tokens, capability, json=json)
+        _trace(run_config, world, document_tokens, capability, device, json=json)
     elif search:
         _search(run_config, world, document_tokens, device, _held(settings), output, json=json)
     else:
@@ -88,19 +88,24 @@ def _estimate(run_config: RunConfig, world: World, document_tokens: int, device:
     from launcher.plan.hardware import load_hardware
 
     run = estimate_run(run_config, world, load_hardware(device), document_tokens=document_tokens)
-    longest = _longest(run)
+    longest = _longest(run, run_config)
     if json:
         say_json(run.to_json() | {"longest_row_tokens": longest})
         return
     _say_estimate(run, longest)
 
 
-def _longest(run: RunEstimate) -> int:
+def _longest(run: RunEstimate, asked: RunConfig) -> int:
+    from launcher.plan.chunks import chunk_choices
     from launcher.plan.estimate import fits_rows
     from launcher.plan.longest import longest_row
 
+    config = run.config
+    if asked.train.chunk_tokens == "auto":
+        # What a longer row's would be.
+        config = chunk_choices(config)[-1]
     return longest_row(
-        lambda seq_len: fits_rows(run.config, run.world, run.hardware, seq_len),
+        lambda seq_len: fits_rows(config, run.world, run.hardware, seq_len),
         unit=128 * run.config.parallel.context,
     )
 
@@ -154,7 +159,7 @@ def _search(
         near = nearest(found.leanest, world, document_tokens=document_tokens, held=held)
         raise ConfigError("\n".join([count_line(found, hardware), *nearest_lines(found.leanest, near, world)]))
     run = estimate_run(found.fastest.config, world, hardware, document_tokens=document_tokens)
-    longest = _longest(run)
+    longest = _longest(run, run.config)
     if output is not None:
         output.write_text(found.fastest.config.to_toml())
     if json:
@@ -169,7 +174,10 @@ def _search(
         say(f"\nWritten to {output}: start it with --config {output}.")
 
 
-def _trace(run_config: RunConfig, world: World, document_tokens: int, capability: str, *, json: bool) -> None:
+def _trace(
+    run_config: RunConfig, world: World, document_tokens: int, capability: str, device: str, *, json: bool
+) -> None:
+    from launcher.plan.hardware import load_hardware
     from launcher.trace.report import heading, link_rows, memory_rows, remarks
     from launcher.trace.trace import trace_run
 
@@ -178,6 +186,7 @@ def _trace(run_config: RunConfig, world: World, document_tokens: int, capability
         world,
         document_tokens=document_tokens,
         capability=_capability(capability),
+        hardware=load_hardware(device),
         progress=lambda kind: note(f"tracing {kind.describe()} …"),
     )
     if json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import RunConfig
+from launcher.config.sections import LEAST_CHUNK, RunConfig
 from longctx.errors import ConfigError
 from parallel.mesh import nearest
 
@@ -10,6 +10,9 @@ from parallel.mesh import nearest
 def check_kept(config: RunConfig) -> None:
     """What is kept for backward can be, and where it is kept makes a difference."""
     train = config.train
+    if train.chunk_tokens == "auto":
+        _check_either(config)
+        return
     if (train.keep != "all" or train.chunk_tokens) and train.recompute_experts == "none":
         key, value = "keep", train.keep
         if train.chunk_tokens:
@@ -33,11 +36,21 @@ def check_kept(config: RunConfig) -> None:
         )
 
 
+def _check_either(config: RunConfig) -> None:
+    """Whole rows or chunks go with the rest: a plan takes one of those that do."""
+    try:
+        check_kept(config.with_chunks(0))
+    except ConfigError:
+        check_kept(config.with_chunks(LEAST_CHUNK))
+
+
 def _check_chunks(config: RunConfig) -> None:
     """Chunks of tokens and groups of heads go with the rest."""
     train, model = config.train, config.model
-    if train.chunk_tokens < 0:
-        raise ConfigError(f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, or 0 for whole rows.")
+    if config.chunk_tokens < 0:
+        raise ConfigError(
+            f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, 0 for whole rows, or auto."
+        )
     if bool(train.store_path) != (train.store == "disk"):
         raise ConfigError(
             f"train.store={train.store} and train.store_path={train.store_path!r} do not go together: the folder is "

@@ -17,6 +17,9 @@ from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
 from parallel.zero.options import default_stage
 
+LEAST_CHUNK = 1024
+"""The fewest tokens at a time that train.chunk_tokens=auto comes to: products of fewer do not fill a GPU."""
+
 NO_PRESET = "none"
 """What ``model.preset`` is where the model comes from a checkpoint, or from the section's own fields."""
 
@@ -137,10 +140,12 @@ class TrainSection:
     every block's leaves the device, and it may go to a file in train.store_path (disk)."""
     store_path: str = ""
     """Folder on a local disk for train.store=disk; its file has no name and is gone with the process."""
-    chunk_tokens: int = 0
+    chunk_tokens: int | Literal["auto"] = 0
     """Tokens of a rank that go through a layer at a time; 0 is all at once. What passes between the layer's parts then
     lies in train.store, and the device holds one chunk of it: bounds the memory that a layer takes. Backward computes
     each chunk's projections and FFN again; train.keep=all keeps queries, keys and values besides, inputs no attention.
+    auto is 0 where the plan leaves a tenth of the free memory, else the first of 16384, 8192 … 1024 that does, with as
+    many groups of heads as it takes.
     """
     head_groups: int = 1
     """With train.chunk_tokens, key heads go through attention in so many groups, one after another: so much less of
@@ -294,6 +299,13 @@ class RunConfig:
         return self.parallel.expert_tile_tokens
 
     @property
+    def chunk_tokens(self) -> int:
+        """``train.chunk_tokens``; until a plan has settled it, auto is the leanest that it may come to."""
+        if self.train.chunk_tokens == "auto":
+            return LEAST_CHUNK
+        return self.train.chunk_tokens
+
+    @property
     def zero_stage(self) -> int:
         """The ZeRO stage, once ``resolve`` has settled it."""
         # Unsettled, it is that of the device that every machine has.
@@ -331,6 +343,13 @@ class RunConfig:
         train = dataclasses.replace(self.train, dtype=dtype, products=products)
         zero = dataclasses.replace(self.zero, stage=stage)
         return dataclasses.replace(self, train=train, parallel=parallel, zero=zero)
+
+    def with_chunks(self, chunk_tokens: int, head_groups: int | None = None) -> RunConfig:
+        """The config with ``train.chunk_tokens`` settled, and with its own or another number of groups of heads."""
+        groups = head_groups or self.train.head_groups
+        return dataclasses.replace(
+            self, train=dataclasses.replace(self.train, chunk_tokens=chunk_tokens, head_groups=groups)
+        )
 
     def with_layout(self, layout: str) -> RunConfig:
         """The config with ``parallel.layout`` settled."""

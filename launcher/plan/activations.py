@@ -135,6 +135,12 @@ class _Layers(TokenBytes):
         if model.value_dim != model.head_dim:
             # Values, their gradients, and attention's output and its gradient, as wide as queries.
             padded = 2 * model.num_kv_heads * model.head_dim * self.width + self.q
+        if self.ring == 1 and self.device_type == "cpu":
+            # Block by block; gradients in float32, then as they are handed on.
+            grads = (self.q + keys) * _FLOAT32 // self.width
+            if self.width < _FLOAT32:
+                grads += self.q + keys
+            return self.q + keys + self.out + grads + padded
         if self.ring == 1:
             return 5 * heads // 2 + 4 * keys + padded
         if self.config.parallel.transport == "all_gather":
@@ -143,7 +149,7 @@ class _Layers(TokenBytes):
         return max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded
 
     def _ffn_of_chunk(self, layer: int) -> int:
-        chunk = min(self.config.train.chunk_tokens, self.tokens)
+        chunk = min(self.config.chunk_tokens, self.tokens)
         saved = 6 * self.x + self.before_core() + self.out
         # The input's gradient takes the place of the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + self.out)
@@ -156,7 +162,11 @@ class _Layers(TokenBytes):
         if self.config.train.store == "device":
             arriving = -passed
         of_group = self.tokens * (arriving + self._attention_backward()) // self.config.train.head_groups
-        return of_group + self._stored(self.x + passed) + self._weight_sums(layer)
+        stored = self._stored(self.x + passed)
+        if self.config.train.store == "host" and self.device_type == "cpu":
+            # The machine's memory, too, is the device's.
+            stored = self.tokens * passed
+        return of_group + stored + self._weight_sums(layer)
 
     def _weight_sums(self, layer: int) -> int:
         """Gradients of a layer's weights, summed over chunks."""

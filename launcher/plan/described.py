@@ -27,9 +27,9 @@ def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
 
 def _chunks(config: RunConfig) -> str:
     train = config.train
-    if not train.chunk_tokens:
+    if not config.chunk_tokens:
         return ""
-    return f", chunks of {train.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
+    return f", chunks of {config.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
 
 
 def _offload(config: RunConfig) -> str:

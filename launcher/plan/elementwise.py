@@ -37,7 +37,7 @@ class _Tokens:
 def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
     train, model = config.train, config.model.config()
-    of_tokens = _Tokens(config, model, hardware, tokens, min(train.chunk_tokens or tokens, tokens))
+    of_tokens = _Tokens(config, model, hardware, tokens, min(config.chunk_tokens or tokens, tokens))
     of_experts = sum(map(model.has_experts, range(model.num_layers)))
     total = model.num_layers * _attention_seconds(of_tokens)
     if of_experts:
@@ -52,7 +52,7 @@ def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> f
 
 def _forwards(config: RunConfig) -> int:
     """How often a layer goes forward but for its last sum."""
-    if config.train.keep != "all" or config.train.chunk_tokens:
+    if config.train.keep != "all" or config.chunk_tokens:
         return 2
     return 1
 
@@ -78,7 +78,7 @@ def _ffn_seconds(of: _Tokens, width: int) -> float:
 def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
     """``rows`` through a gated activation of this width, forward and backward."""
     forwards = _forwards(of.config)
-    if of.config.train.chunk_tokens:
+    if of.config.chunk_tokens:
         # By chunks the second run leaves it out, with the product behind it.
         forwards = 1
     share = rows / of.tokens
@@ -102,9 +102,9 @@ def _expert_seconds(of: _Tokens) -> float:
 
 def _weight_sum_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """Each chunk's gradients of weights: written, read, and added to a float32 sum."""
-    if not config.train.chunk_tokens:
+    if not config.chunk_tokens:
         return 0.0
-    chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
+    chunks, parameters = -(-tokens // config.chunk_tokens), num_layer_parameters(config)
     moved = chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
     of_tensor = parameters / (7 * config.model.num_layers) * _FLOAT32
     return moved / hardware.memory_bandwidth.at(config.train.dtype, bytes=of_tensor)

@@ -11,6 +11,7 @@ from launcher.config.sections import DataSection, ParallelSection, RunConfig, Tr
 from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
+from launcher.plan.chunks import settle_chunks
 from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
@@ -22,6 +23,9 @@ from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
+
+HEADROOM = 0.1
+"""Share of a device's memory that is left to NCCL's buffers, kernels' workspaces and the allocator's gaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class RunEstimate:
 def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
     """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
     config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
+    config = settle_chunks(config, lambda one: fits(one, world, hardware, share=1 - HEADROOM))
     model = config.model.config()
     documents = documents_of(config, document_tokens)
     padded = padded_documents(config, documents)
@@ -165,10 +170,20 @@ def fits_rows(
         longer = settle_context(longer, world.ranks)
     except ConfigError:
         return False  # more tokens than parallel.tokens_per_rank allows
-    passing = _activations(longer, hardware.device_type)
-    if _host_bytes(longer, world, passing, hardware.device_type) > hardware.host_memory_bytes:
+    return fits(longer, world, hardware, share=share)
+
+
+def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> bool:
+    """Whether a settled run fits into a share of the device's memory, and into the host's."""
+    passing = _activations(config, hardware.device_type)
+    if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
-    return _bytes(longer, world, passing, hardware).peak <= share * hardware.memory_bytes
+    return _bytes(config, world, passing, hardware).peak <= share * hardware.memory_bytes
+
+
+def peak_bytes(config: RunConfig, world: World, hardware: Hardware) -> int:
+    """The most of a rank's device in a step of a settled run."""
+    return _bytes(config, world, _activations(config, hardware.device_type), hardware).peak
 
 
 def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
@@ -216,7 +231,7 @@ def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hard
         gradients=held.gradients,
         optimizer=held.optimizer,
         gathered=held.gathered,
-        reduction=held.reduction.within_backward,
+        reduction=held.reduction.beside(kept, passing.passing),
         after_backward=held.reduction.after_backward,
         kept=kept,
         kept_on_host=kept_on_host,
@@ -238,7 +253,7 @@ def _without_rows(config: RunConfig, world: World) -> RunConfig:
     # As many micro-batches a step, of one token each: how gradients are collected depends on their number.
     micro_batches = config.accumulation(world.ranks) * (world.ranks // config.parallel.context)
     train = TrainSection(
-        dtype=config.train.dtype, chunk_tokens=min(config.train.chunk_tokens, 1), tokens_per_step=micro_batches
+        dtype=config.train.dtype, chunk_tokens=min(config.chunk_tokens, 1), tokens_per_step=micro_batches
     )
     parallel = ParallelSection(
         context=config.parallel.context, ulysses=config.parallel.ulysses, expert=config.parallel.expert

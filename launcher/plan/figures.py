@@ -18,7 +18,7 @@ class StepBytes:
     gathered: int
     """Arithmetic: whole weights that ZeRO 3 has here at once, at most."""
     reduction: int
-    """Arithmetic: DeepSpeed's buckets of gradients, and the copies that one becomes on its way."""
+    """Arithmetic: what DeepSpeed's buckets of gradients, and the copies that one becomes, add at the peak."""
     after_backward: int
     """Arithmetic: the flat copy of gradients that stages without buckets reduce, when nothing of forward is alive."""
     kept: int

@@ -130,7 +130,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     activations, kept_on_disk = _activation_bytes(config, model), 0
     if config.train.store == "disk":
         kept_on_disk = activations
-    elif config.train.store == "host" and config.train.chunk_tokens:
+    elif config.train.store == "host" and config.chunk_tokens:
         in_memory += activations
     elif config.train.store == "host":
         # The last block's stay on the device.
@@ -162,7 +162,7 @@ def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
         # Each block's input, and attention's result: the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
-    if config.train.chunk_tokens:
+    if config.chunk_tokens:
         # What passes between a block's parts; the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + projected + heads) * config.dtype.itemsize
     # Inputs of both norms and of both parts; queries, keys, values and attention's result.

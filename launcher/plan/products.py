@@ -54,7 +54,7 @@ def _weights_in(layers: nn.Module) -> Counter[Weight]:
 
 def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
     """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch."""
-    chunk = min(config.train.chunk_tokens or tokens, tokens)
+    chunk = min(config.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     for weight, count in weights_of_layers(config).items():
         rows, at_once = float(tokens), float(chunk)
@@ -95,7 +95,7 @@ def _again(config: RunConfig, weight: Weight) -> int:
     if weight.num_experts:
         # An expert's last product is never formed again, and the others where their result was not saved.
         return int(not weight.is_last and (train.keep != "all" or train.recompute_experts == "all"))
-    if train.chunk_tokens:
+    if config.chunk_tokens:
         return int(not weight.is_last)
     return int(train.keep != "all")
 

@@ -21,10 +21,26 @@ FLOAT32 = 4
 class Reduction:
     """Bytes beside the gradients themselves."""
 
-    within_backward: int
-    """Buckets, and the copies that one bucket becomes on its way."""
+    buckets: int = 0
+    """That are there all through backward."""
+    message: int = 0
+    """The copies that one bucket becomes on its way."""
+    kept_share: float = 1.0
+    """Of what layers keep for backward, what is still there when the first bucket goes; 0 where it goes at the end."""
     after_backward: int
     """A flat copy of gradients, where they are reduced when all are there."""
+
+    @property
+    def within_backward(self) -> int:
+        """Both."""
+        return self.buckets + self.message
+
+    def beside(self, kept: int, passing: int) -> int:
+        """What it adds to the peak of a backward pass: a bucket that goes late goes when layers have let go of much."""
+        gone = (1 - self.kept_share) * kept
+        if not self.kept_share:
+            gone += passing
+        return max(self.buckets, self.within_backward - int(gone))
 
 
 def reduction_bytes(
@@ -40,31 +56,61 @@ def reduction_bytes(
         of_experts = sum(size for name, size in sizes.items() if name in experts)
         of_others = sum(sizes.values()) - of_experts
         flat = max(min(max(of_experts, of_others), FLAT_VALUES), *sizes.values())
-        return Reduction(within_backward=0, after_backward=flat * FLOAT32)
+        return Reduction(after_backward=flat * FLOAT32)
     bucket = config.zero.reduce_bucket_size
+    kept_share = _kept_share(sizes, bucket)
     # A tensor that no bucket has room for is reduced by itself.
     values = max(min(bucket, sum(sizes.values())), *sizes.values())
     if stage == 3:
         # The bucket stays for good; what it is cut into and padded for the message are two copies.
-        return Reduction(within_backward=(bucket + 2 * values) * FLOAT32, after_backward=0)
+        return Reduction(
+            buckets=bucket * FLOAT32, message=2 * values * FLOAT32, kept_share=kept_share, after_backward=0
+        )
     means = 0
     if config.dtype == torch.float32 and (stage == 1 or config.accumulation(world_size) > 1):
         # This rank's part of the mean stands beside what was added up over micro-batches.
         means = -(-sum(count_parameters(config.model.config()).values()) // world_size) * FLOAT32
     overlap = overlaps(stage, device, zero_options(config.zero).overlap_comm)
     if stage == 1 and not overlap:
-        return Reduction(within_backward=0, after_backward=means)
-    return Reduction(within_backward=means + _buckets(bucket, values, config.dtype.itemsize, overlap), after_backward=0)
+        return Reduction(after_backward=means)
+    width = config.dtype.itemsize
+    return Reduction(
+        buckets=means + (1 + overlap) * bucket * width,
+        message=_message(values, width),
+        kept_share=kept_share,
+        after_backward=0,
+    )
 
 
-def _buckets(bucket: int, values: int, width: int, overlap: bool) -> int:
-    """Bytes of stage 1's and 2's buckets, and of one message of so many ``values``."""
-    buckets = 1
-    if overlap:
-        buckets = 2
+def _message(values: int, width: int) -> int:
+    """Bytes of stage 1's and 2's messages of so many ``values``."""
     # A gradient waits for its bucket to go. Pieces of a bucket for one rank are laid end to end, and sent in float32.
     message = 2 * values * width
     if width != FLOAT32:
         # The copy in float32. Two more gradients have been seen alive beside it; why, DeepSpeed's source does not say.
         message += (2 * width + FLOAT32) * values
-    return buckets * bucket * width + message
+    return message
+
+
+def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
+    """The share of layers that are before backward, or in it, when gradients first are more than a ``bucket`` takes."""
+    places = [(_layer_of(name), size) for name, size in sizes.items()]
+    num_layers = 1 + max((place for place, _ in places if place is not None), default=0)
+    filled, share = 0, 1.0
+    for place, size in reversed(places):
+        filled += size
+        if place is not None:
+            share = (place + 1) / num_layers
+        elif share < 1:
+            share = 0.0  # embeddings, behind the first layer
+        if filled > bucket:
+            return share
+    return 0.0
+
+
+def _layer_of(name: str) -> int | None:
+    """The number of the layer that a parameter is in."""
+    _, layers, behind = name.partition(".layers.")
+    if not layers:
+        return None
+    return int(behind.partition(".")[0])

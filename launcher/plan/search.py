@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.plan.documents import documents_of
-from launcher.plan.estimate import estimate_ranks, fits_rows, with_rows
+from launcher.plan.estimate import HEADROOM, estimate_ranks, fits_rows, with_rows
 from launcher.plan.hardware import Hardware
 from launcher.plan.longest import longest_row
 from launcher.plan.seconds import slowest
@@ -23,8 +23,6 @@ from launcher.plan.settled import settled
 from launcher.plan.world import RANKS_IN_A_NODE, World
 from longctx.errors import ConfigError
 
-HEADROOM = 0.1
-"""Share of a device's memory that stays free: for NCCL's buffers, kernels' workspaces, the allocator's gaps."""
 _ALIKE = 1.005
 """Seconds that differ by less are the same: the simpler settings win."""
 
@@ -107,6 +105,9 @@ def search(
     if config.parallel.tokens_per_rank:
         # The key stands in their place.
         held = set(held).union(FIXED_DEGREE)
+    if config.train.chunk_tokens == "auto":
+        # Given or not, the choice is the search's.
+        held = set(held) - {"train.chunk_tokens"}
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
     for changed in variants(config, world, held):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from launcher.plan.described import Rows
+from launcher.plan.estimate import HEADROOM
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import gib
-from launcher.plan.search import HEADROOM, Candidate, Found, Nearest
+from launcher.plan.search import Candidate, Found, Nearest
 from launcher.plan.settings import words
 from launcher.plan.world import World
 from launcher.wording import plural

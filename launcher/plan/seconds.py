@@ -124,9 +124,9 @@ def _waits(attention: Attention, computing: float, hardware: Hardware, *, width:
 def _host_seconds(config: RunConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
     """Calling operators and bookkeeping, where nothing hides them."""
     chunks, again = 1, 0.0
-    if config.train.chunk_tokens:
-        chunks = -(-tokens // config.train.chunk_tokens)
-    if config.train.keep != "all" or config.train.chunk_tokens:
+    if config.chunk_tokens:
+        chunks = -(-tokens // config.chunk_tokens)
+    if config.train.keep != "all" or config.chunk_tokens:
         # A second forward pass, of three parts of which backward is two.
         again = 1 / 3
     of_layer, of_micro_batch, of_step = (
@@ -158,7 +158,7 @@ def _ulysses_seconds(
     row = model.num_heads * (model.head_dim + model.value_dim) + 2 * model.num_kv_heads * model.head_dim
     sent = tokens * row * config.dtype.itemsize * (ulysses - 1) / ulysses
     passes = 2
-    if config.train.keep != "all" or config.train.chunk_tokens:
+    if config.train.keep != "all" or config.chunk_tokens:
         passes = 3
     # Four messages a pass: queries, keys, values, output.
     bandwidth = _exchange_rate(ulysses, world, hardware).at(bytes=max(1.0, sent / 4))

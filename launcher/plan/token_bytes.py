@@ -24,7 +24,7 @@ class TokenBytes:
         self.out = model.num_heads * model.value_dim * width
         self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
         self.lse = model.num_heads * _LOGSUMEXP
-        self.chunked = bool(config.train.chunk_tokens)
+        self.chunked = bool(config.chunk_tokens)
 
     def kept_of(self, layer: int) -> int:
         """What forward keeps of a layer."""

@@ -72,7 +72,7 @@ def _gathered(config: RunConfig, parameters: dict[str, torch.Size], experts: set
     live = min(sum(sizes), config.zero.max_live_parameters)
     # What arrives at once lies by ranks, and is copied into parameters.
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
-    if config.train.chunk_tokens:
+    if config.chunk_tokens:
         # By chunks the weights of a block are gathered together.
         largest = max(_block_sizes(parameters).values())
         live, arriving = max(live, largest), max(arriving, largest)

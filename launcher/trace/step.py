@@ -180,7 +180,7 @@ class _Step:
                 gradients=held.gradients,
                 optimizer=held.optimizer,
                 gathered=held.gathered,
-                reduction=held.reduction.within_backward,
+                reduction=held.reduction.beside(self.kept, max(0, self.peak - self.kept)),
                 after_backward=held.reduction.after_backward,
                 kept=self.kept,
                 kept_on_host=self.kept_on_host,

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.sections import RunConfig
+from launcher.plan.chunks import settle_chunks
+from launcher.plan.estimate import HEADROOM, fits
+from launcher.plan.hardware import Hardware, load_hardware
 from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.trace.figures import RankTrace
@@ -63,9 +66,16 @@ def check_cuda_build() -> None:
         raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__))
 
 
-def traced_config(config: RunConfig, world: World, *, document_tokens: int) -> RunConfig:
-    """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse."""
+def traced_config(
+    config: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
+) -> RunConfig:
+    """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse.
+
+    ``train.chunk_tokens = "auto"`` is what ``hardware`` has memory for; None is an H100.
+    """
+    gpu = hardware or load_hardware("h100")
     config = settled(config, world, document_tokens=document_tokens)
+    config = settle_chunks(config, lambda one: fits(one, world, gpu, share=1 - HEADROOM))
     # A compiler's graphs do not go through the trace; the report says so.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     _check_store(config)
@@ -91,11 +101,12 @@ def trace_run(
     *,
     document_tokens: int = 0,
     capability: tuple[int, int] = (9, 0),
+    hardware: Hardware | None = None,
     progress: Callable[[RankKind], None] = lambda kind: None,
 ) -> RunTrace:
     """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
     check_cuda_build()
-    config = traced_config(config, world, document_tokens=document_tokens)
+    config = traced_config(config, world, document_tokens=document_tokens, hardware=hardware)
     kinds, traces = rank_kinds(config), []
     # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
     for kind in kinds:

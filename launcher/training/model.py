@@ -45,7 +45,7 @@ def build_causal_lm(
             keep=train.keep,
             store=train.store,
             store_path=train.store_path,
-            chunk_tokens=train.chunk_tokens,
+            chunk_tokens=config.chunk_tokens,
             head_groups=train.head_groups,
             recompute_experts=train.recompute_experts,
             expert_tile_tokens=config.expert_tile_tokens,

@@ -80,11 +80,7 @@ def expect(config: RunConfig, world: World, documents: PackedDocuments, *, devic
 
     ``device_name`` is "cpu" or a GPU's name.
     """
-    hardware = find_hardware(device_name)
-    known = hardware is not None
-    if hardware is None:
-        # Bytes do not depend on how fast a GPU is.
-        hardware = load_hardware("h100")
+    hardware, known = hardware_of(device_name)
     if hardware.device_type == "cpu":
         resident = psutil.Process().memory_info().rss
         hardware = dataclasses.replace(hardware, process_bytes=max(resident, hardware.process_bytes))
@@ -94,6 +90,12 @@ def expect(config: RunConfig, world: World, documents: PackedDocuments, *, devic
         seconds, name = slowest([rank.seconds for rank in ranks]), hardware.name
     largest = max((rank.bytes for rank in ranks), key=lambda of_rank: of_rank.peak)
     return Expected(hardware=name, bytes=largest, host_bytes=host_bytes, seconds=seconds, steps=steps)
+
+
+def hardware_of(device_name: str) -> tuple[Hardware, bool]:
+    """The profile of a run's devices, and whether it describes them: bytes do not depend on how fast a GPU is."""
+    found = find_hardware(device_name)
+    return found or load_hardware("h100"), found is not None
 
 
 def find_hardware(device_name: str) -> Hardware | None:

@@ -25,6 +25,7 @@ from launcher.metrics.tensorboard import check_tensorboard
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
 from launcher.run_folder import prepare_folder, start_logging
+from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
@@ -153,6 +154,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     on_every_rank(lambda: _take_order(origin, loader))
     config = settle_compile(settle_layout(config, model, loader), device)
+    config = settle_free_chunks(config, mesh, device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     # The others wait: rank 0 alone needs a first block of rows now.

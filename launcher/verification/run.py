@@ -10,6 +10,7 @@ import torch
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import settle_context
+from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
@@ -37,7 +38,7 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
     started = time.perf_counter()
     parallel = config.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
-    shrunk = shrink(config, mesh.world_size)
+    shrunk = shrink(settle_free_chunks(config, mesh, device), mesh.world_size)
     config = shrunk.config
     check_run(config, mesh.world_size)
     config = settle_context(config, mesh.world_size)
@@ -72,8 +73,8 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
 def _described(config: RunConfig, mesh: Mesh, device: torch.device) -> str:
     parallel, train = config.parallel, config.train
     chunks = ""
-    if train.chunk_tokens:
-        chunks = f", chunks of {train.chunk_tokens} tokens, {train.head_groups} groups of heads"
+    if config.chunk_tokens:
+        chunks = f", chunks of {config.chunk_tokens} tokens, {train.head_groups} groups of heads"
     return (
         f"{mesh.world_size} ranks on {device.type} (data {mesh.data} × context {mesh.context}, ulysses {mesh.ulysses}, "
         f"expert {mesh.expert}), {parallel.layout}, {parallel.transport}, ZeRO {config.zero_stage}, {train.dtype}, "

@@ -39,8 +39,8 @@ def shrink(config: RunConfig, world_size: int) -> Shrunk:
     rows = sum(sizes) * micro_batches.data_degree
     share = seq_len / config.data.seq_len
     train: dict[str, Any] = {"tokens_per_step": rows * seq_len}
-    if config.train.chunk_tokens:
-        train["chunk_tokens"] = max(1, math.ceil(config.train.chunk_tokens * share))
+    if config.chunk_tokens:
+        train["chunk_tokens"] = max(1, math.ceil(config.chunk_tokens * share))
     parallel: dict[str, Any] = {}
     if config.parallel.tokens_per_rank:
         # Room for as many rows as before.

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.machine import KINDS, RESULTS
-from benchmarks.plan_seconds import BOUND, CASES, Steps, measured_seconds, planned, write_shards
+from benchmarks.plan_runs import planned, write_shards
+from benchmarks.plan_seconds import BOUND, CASES, Steps, measured_seconds
 from data_pipeline.shards.reader import ShardSet
 from launcher.plan.hardware import load_hardware
 

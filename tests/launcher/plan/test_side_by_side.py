@@ -66,7 +66,7 @@ def test_smaller_micro_batches_are_counted_as_what_they_are():
 
 def test_the_longest_row_is_what_the_ranks_may_hold():
     run = estimate("--parallel.tokens_per_rank", "4096", "--train.tokens_per_step", "16384", ranks=4)
-    assert _longest(run) == 16384
+    assert _longest(run, run.config) == 16384
     longer = _longer(run, 16384)
     assert longer is not None
     assert longer.config.data.seq_len == 32768

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import launcher.training.chunks
+from launcher.config.sections import LEAST_CHUNK
+from launcher.training.chunks import settle_free_chunks
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
+from parallel.mesh import Mesh
+from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
+from tests.launcher.runs import tiny_config
 from tests.launcher.training.test_offloading import check_same
 from tests.launcher.workers import rows, run, train_each, train_until_killed_in_a_chunk
 
@@ -38,3 +45,37 @@ def test_a_run_killed_between_two_chunks_goes_on_to_the_same_bits(shards, tmp_pa
     for folder in sorted((unbroken / CHECKPOINTS).iterdir()):
         files = [CheckpointReader(path).manifest["files"] for path in (folder, killed / CHECKPOINTS / folder.name)]
         assert files[0] == files[1], f"{folder.name} holds other bytes"
+
+
+def settle_with_little_on_one_rank(folder: Path) -> None:
+    config = tiny_config(
+        folder, folder / "run", {"train.chunk_tokens": "auto", "data.seq_len": 65536, "train.tokens_per_step": 1 << 17}
+    )
+    config = config.resolve(native_bfloat16=False).with_layout("contiguous")
+    mesh = Mesh.build(context=1, ulysses=1, expert=1)
+    plenty, little, none = 8 << 30, 150 << 20, 1 << 20
+    found = []
+    for of_rank_0, of_rank_1 in ((plenty, plenty), (plenty, little), (little, plenty), (none, plenty)):
+        launcher.training.chunks.free_bytes = lambda _, free=(of_rank_0, of_rank_1): free[mesh.rank]
+        found.append(settle_free_chunks(config, mesh, torch.device("cpu")).train.chunk_tokens)
+    assert gather_objects(found) == [found, found]
+    # Whole rows take 170 MiB, chunks of any size 118: there is one group of heads, and its queries and keys decide.
+    assert found == [0, 16384, 16384, LEAST_CHUNK]
+
+
+def test_the_rank_with_least_memory_decides_for_all(tmp_path):
+    run_distributed(settle_with_little_on_one_rank, 2, tmp_path)
+
+
+def train_with_little_memory(shards: Path, folder: Path) -> None:
+    """Whole rows by number, then "auto" where whole rows have no room."""
+    train_each(shards, {folder / "whole": {}})
+    launcher.training.chunks.fits = lambda config, *_, **__: config.chunk_tokens > 0
+    train_each(shards, {folder / "auto": {"train.chunk_tokens": "auto"}})
+
+
+def test_a_run_with_little_memory_takes_chunks_and_says_so(shards, tmp_path):
+    run_distributed(train_with_little_memory, 2, shards, tmp_path, timeout=120)
+    check_same(tmp_path / "auto", tmp_path / "whole")
+    log = (tmp_path / "auto/logs/rank_0.log").read_text()
+    assert f"train.chunk_tokens=auto is {LEAST_CHUNK}, train.head_groups 1: a rank's peak is" in log

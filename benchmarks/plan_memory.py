@@ -1,0 +1,157 @@
+"""Bytes of a rank by ``plan`` beside the resident memory of real runs, for ten runs on one, two and four ranks.
+
+    python -m benchmarks.plan_memory [--quick] [--only NAME …]
+
+A run is ``deepspeed --num_gpus N launcher/pretrain.py`` for three steps; its figure is the largest resident set of rank
+0, as the kernel counts it from the program's start (``max_memory_bytes`` in metrics.jsonl). The plan is made before it
+from its config, the lengths of documents and one measured figure, ``process_bytes``: what a rank's program takes before
+it has a model worth the name, measured on as many ranks. It may be 10 % off either way.
+
+``MALLOC_MMAP_THRESHOLD_=4194304`` is in the environment of every run: without it glibc keeps freed tensors below 32 MiB
+for itself, as many as chance has it. Saved in ``benchmarks/results/KIND/plan_memory.json``; exit code 1 when a figure
+is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.plan_runs import Case, planned, settings_of, write_shards
+from launcher.measure.run import MeasureOptions, measure_machine
+from launcher.plan.hardware import Hardware, load_hardware
+
+BOUND = 0.10
+STEPS = 3
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "4194304"}
+_ROOT = Path(__file__).resolve().parents[1]
+_RUN_SECONDS = 1800
+
+CASES = (
+    Case("float32, whole layers, all kept", 1, 512, 8192, 8192, settings_of("float32", 0)),
+    Case("bfloat16, attention kept", 1, 768, 8192, 8192, settings_of("bfloat16", 1, "attention")),
+    Case(
+        "float32, chunks, packed",
+        1,
+        512,
+        16384,
+        2048,
+        settings_of("float32", 1, "attention", train__chunk_tokens=2048),
+    ),
+    Case(
+        "bfloat16, chunks, 4 groups, store host",
+        1,
+        512,
+        16384,
+        4096,
+        settings_of("bfloat16", 2, "attention", train__chunk_tokens=2048, train__head_groups=4, train__store="host"),
+    ),
+    Case("experts, bfloat16, packed", 1, 512, 4096, 512, settings_of("bfloat16", 2), experts=True, rows=2),
+    Case("a large vocabulary", 1, 256, 4096, 4096, settings_of("float32", 2, "inputs"), layers=2, vocabulary=65536),
+    Case("ring of 2, bfloat16", 2, 512, 16384, 16384, settings_of("bfloat16", 1, "attention", parallel__context=2)),
+    Case(
+        "ulysses 2, float32, inputs kept",
+        2,
+        512,
+        16384,
+        8192,
+        settings_of("float32", 2, "inputs", parallel__context=2, parallel__ulysses=2),
+    ),
+    Case(
+        "experts on 2 ranks, float32",
+        2,
+        512,
+        4096,
+        1024,
+        settings_of("float32", 1, parallel__expert=2),
+        experts=True,
+        rows=2,
+    ),
+    Case(
+        "ring of 4, bfloat16, ZeRO 3",
+        4,
+        768,
+        16384,
+        4096,
+        settings_of("bfloat16", 3, parallel__context=4),
+        layers=6,
+    ),
+)
+
+
+def measured_process(ranks: int, folder: Path) -> Hardware:
+    """The shipped profile of a CPU with this machine's ``process_bytes``, measured on so many ranks."""
+    options = MeasureOptions(ranks=ranks, device="cpu", sizes="smallest")
+    _, measured = measure_machine(options, folder, lambda _: None)
+    return dataclasses.replace(load_hardware("cpu"), process_bytes=measured.process_bytes)
+
+
+def take_run(case: Case, data: Path, output: Path, steps: int) -> int:
+    """Bytes of the largest resident set of a run's rank 0. RuntimeError with its words where it fails."""
+    keys = case.keys | {"data.train": data, "run.output_dir": output, "train.steps": steps}
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", f"{case.ranks}"]
+    command = [*deepspeed, "--master_port", f"{port}", "launcher/pretrain.py", *words]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(_ROOT)}
+    ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_RUN_SECONDS)
+    if ended.returncode:
+        raise RuntimeError(f"{case.name}: exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return max(record["max_memory_bytes"] for record in records if record["kind"] == "train")
+
+
+def measure(cases: Sequence[Case], steps: int) -> Iterator[dict[str, Any]]:
+    """A row for each case; ``process_bytes`` first, for each number of ranks."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for ranks in sorted({case.ranks for case in cases}):
+            hardware = measured_process(ranks, folder)
+            for number, case in enumerate(case for case in cases if case.ranks == ranks):
+                plan = planned(case, hardware)
+                largest = max((rank.bytes for rank in plan.ranks), key=lambda b: b.peak)
+                data = write_shards(folder, case.document_tokens)
+                found = take_run(case, data, folder / f"run_{ranks}_{number}", steps)
+                yield {
+                    "name": case.name,
+                    "ranks": ranks,
+                    "planned_bytes": largest.peak,
+                    "measured_bytes": found,
+                    "error": largest.peak / found - 1,
+                    "parts": dataclasses.asdict(largest),
+                }
+
+
+def main() -> int:
+    """Measure, run, compare, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; nothing is saved")
+    options = parse(parser, "two steps of a run in place of three")
+    cases = [case for case in CASES if options.only is None or case.name.startswith(tuple(options.only))]
+    rows, bounds = [], []
+    for row in measure(cases, 2 if options.quick else STEPS):
+        rows.append(row)
+        planned_mib, measured_mib = row["planned_bytes"] / 2**20, row["measured_bytes"] / 2**20
+        print(
+            f"{row['name']:<44} planned {planned_mib:6,.0f} MiB  measured {measured_mib:6,.0f} MiB  "
+            f"{row['error']:+.1%}",
+            flush=True,
+        )
+        bounds.append(Bound("error of the plan", abs(row["error"]), BOUND, case=row["name"]))
+    content = {"steps": STEPS, "environment": ENVIRONMENT, "rows": rows}
+    return conclude("plan_memory", content, bounds, options, whole=options.only is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

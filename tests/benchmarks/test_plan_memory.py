@@ -1,0 +1,42 @@
+"""The ten runs of ``benchmarks.plan_memory``: they plan, they differ, and what was saved adds up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.machine import KINDS, RESULTS
+from benchmarks.plan_memory import BOUND, CASES
+from benchmarks.plan_runs import planned
+from launcher.plan.figures import StepBytes
+from launcher.plan.hardware import load_hardware
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_run_plans_and_is_more_than_its_program(case):
+    run = planned(case, load_hardware("cpu"))
+    for rank in run.ranks:
+        assert rank.bytes.peak > 2 * rank.bytes.process
+
+
+def test_the_runs_are_as_different_as_those_of_users():
+    settings = [case.settings for case in CASES]
+    assert len(CASES) == 10
+    assert {case.ranks for case in CASES} == {1, 2, 4}
+    assert {s["train.dtype"] for s in settings} == {"float32", "bfloat16"}
+    assert {s["train.keep"] for s in settings} == {"all", "attention", "inputs"}
+    assert {s["zero.stage"] for s in settings} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_errors_are_those_of_the_saved_bytes(kind):
+    path = RESULTS / kind / "plan_memory.json"
+    if not path.exists():
+        pytest.skip("not measured on this kind of processor")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == [case.name for case in CASES]
+    for row in rows:
+        assert row["error"] == pytest.approx(row["planned_bytes"] / row["measured_bytes"] - 1)
+        assert row["planned_bytes"] == StepBytes(**row["parts"]).peak
+        assert abs(row["error"]) <= BOUND

@@ -1,0 +1,103 @@
+"""``train.chunk_tokens = "auto"``: what it chooses from, and that plan, search and longest row take what fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from launcher.config.check import check_run
+from launcher.config.load import load_run_config
+from launcher.config.sections import LEAST_CHUNK, RunConfig
+from launcher.plan.chunks import chunk_choices, settle_chunks
+from launcher.plan.estimate import HEADROOM, estimate_run, fits, peak_bytes
+from launcher.plan.hardware import load_hardware
+from launcher.plan.search import search
+from launcher.plan.settled import settled
+from launcher.plan.world import World
+from longctx.errors import ConfigError
+
+WORLD = World(ranks=8, ranks_per_node=8)
+LLAMA = {
+    "model.preset": "llama-3.1-8b",
+    "data.seq_len": 1 << 20,
+    "train.tokens_per_step": 1 << 20,
+    "parallel.context": 8,
+    "zero.stage": 3,
+    "train.keep": "attention",
+    "train.store": "host",
+    "train.chunk_tokens": "auto",
+}
+
+
+def llama(**changed: object) -> RunConfig:
+    keys = LLAMA | {name.replace("__", "."): value for name, value in changed.items()}
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    return load_run_config(["--config", "quickstart", *words])
+
+
+def ways(config: RunConfig) -> list[tuple[int, int]]:
+    return [(one.chunk_tokens, one.train.head_groups) for one in chunk_choices(config)]
+
+
+def test_whole_rows_come_first_then_large_chunks_in_few_groups():
+    found = ways(llama())
+    assert found[0] == (0, 1)
+    assert found[1:5] == [(16384, groups) for groups in (1, 2, 4, 8)]
+    assert found[-1] == (LEAST_CHUNK, 8), "Llama has eight key heads"
+    assert len(found) == 1 + 5 * 4
+
+
+def test_only_what_goes_with_the_other_settings_is_chosen_from():
+    on_disk = {"train__store": "disk", "train__store_path": "/local"}
+    assert 0 not in [chunk for chunk, _ in ways(llama(**on_disk))]
+    assert [groups for _, groups in ways(llama(train__head_groups=4))] == [4, 8] * 5
+    # Chunks recompute experts, which this setting forbids.
+    whole = {"model__preset": "qwen3-30b-a3b", "train__keep": "all", "train__recompute_experts": "none"}
+    kept = llama(**whole, train__store="device")
+    assert ways(kept) == [(0, 1)]
+    check_run(kept, 8)
+    neither = llama(**whole, **on_disk)
+    for refused in (lambda: check_run(neither, 8), lambda: chunk_choices(neither)):
+        with pytest.raises(ConfigError, match="recompute_experts"):
+            refused()
+
+
+def test_chunks_as_long_as_a_ranks_tokens_are_left_out():
+    assert {chunk for chunk, _ in ways(llama(data__seq_len=8 * 4096, train__tokens_per_step=8 * 4096))} == {
+        *(0, 2048, 1024)
+    }
+    assert {chunk for chunk, _ in ways(llama(data__seq_len=8 * 64, train__tokens_per_step=8 * 64))} == {0, LEAST_CHUNK}
+
+
+@pytest.mark.parametrize("memory", [100e9, 60e9, 50e9, 45e9, 40e9, 36e9, 20e9])
+def test_the_first_choice_that_leaves_room_is_taken_and_the_leanest_where_none_does(memory):
+    hardware = dataclasses.replace(load_hardware("h100"), memory_bytes=memory)
+    config = settled(llama(), WORLD, document_tokens=0)
+    found = settle_chunks(config, lambda one: fits(one, WORLD, hardware, share=1 - HEADROOM))
+    choices = chunk_choices(config)
+    index = choices.index(found)
+    for choice in choices[:index]:
+        assert peak_bytes(choice, WORLD, hardware) > (1 - HEADROOM) * memory
+    is_in_room = peak_bytes(found, WORLD, hardware) <= (1 - HEADROOM) * memory
+    assert is_in_room or index == len(choices) - 1
+    run = estimate_run(llama(), WORLD, hardware)
+    assert run.config == found
+    assert run.peak_bytes == peak_bytes(found, WORLD, hardware)
+
+
+def test_a_number_stays():
+    config = llama(train__chunk_tokens=4096)
+    assert settle_chunks(config, lambda _: False) is config
+
+
+def test_a_search_chooses_by_itself():
+    held = {"parallel.context", "parallel.ulysses", "zero.stage", "train.chunk_tokens", "train.keep", "train.store"}
+    found = search(llama(), WORLD, load_hardware("h100"), held=held)
+    assert found.fastest is not None
+    assert {one.config.train.chunk_tokens for one in found.front} <= {0, 16384, 8192, 4096, 2048}
+
+
+def test_until_a_plan_has_settled_it_the_leanest_counts():
+    assert llama().chunk_tokens == LEAST_CHUNK
+    assert llama().with_chunks(0).chunk_tokens == 0
