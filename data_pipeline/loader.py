@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.rows.batches import Pieces, build_batch, documents_of
+from data_pipeline.rows.batches import Pieces, Place, build_batch, build_share, documents_of
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.position import Position, read_position
@@ -128,14 +128,18 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank."""
-        if self._micro_batch == 0:
-            self._step_rows = self._rows_of_step()
-        rows = self.micro_batches.rows(self._micro_batch, self._data_rank)
-        batch = build_batch(self.shards, self._step_rows[rows.start : rows.stop], self.seq_len)
-        self._micro_batch += 1
-        if self._micro_batch == self.micro_batches_per_step:
-            self._finish_step()
+        batch = build_batch(self.shards, self._next_rows(), self.seq_len)
+        self._advance()
         return batch
+
+    def take(self, place: Place) -> tuple[Batch, PackedDocuments]:
+        """The part of the next micro-batch that ``place`` says, and the documents of all of it; reads that part alone.
+
+        The same to the bit as ``next`` and a split behind it.
+        """
+        share, documents = build_share(self.shards, self._next_rows(), self.seq_len, place)
+        self._advance()
+        return share, documents
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -213,10 +217,19 @@ class Loader:
         self._step_end = end.counted(len(rows), tokens)
         return rows
 
-    def _finish_step(self) -> None:
-        """Move to the row after the step's."""
-        self._position = self._step_end
-        self._micro_batch = 0
+    def _next_rows(self) -> list[Pieces]:
+        """The rows of the next micro-batch of this data rank."""
+        if self._micro_batch == 0:
+            self._step_rows = self._rows_of_step()
+        rows = self.micro_batches.rows(self._micro_batch, self._data_rank)
+        return self._step_rows[rows.start : rows.stop]
+
+    def _advance(self) -> None:
+        """To the next micro-batch; behind the last one to the row after the step's. Not before all was read."""
+        self._micro_batch += 1
+        if self._micro_batch == self.micro_batches_per_step:
+            self._position = self._step_end
+            self._micro_batch = 0
 
 
 class ValidationLoader:
@@ -263,14 +276,22 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            rows: list[Pieces] = []
-            for row in self._micro_batches.rows(number, self._data_rank):
-                # Every rank takes part in every collective, so a rank without rows gets rows of padding.
-                pieces: Pieces = []
-                if row < self.num_rows:
-                    pieces = self._row(row)
-                rows.append(pieces)
-            yield build_batch(self.shards, rows, self.seq_len)
+            yield build_batch(self.shards, self._rows(number), self.seq_len)
+
+    def shares(self, place: Place) -> Iterator[Batch]:
+        """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
+        for number in range(len(self)):
+            yield build_share(self.shards, self._rows(number), self.seq_len, place)[0]
+
+    def _rows(self, number: int) -> list[Pieces]:
+        rows: list[Pieces] = []
+        for row in self._micro_batches.rows(number, self._data_rank):
+            # Every rank takes part in every collective, so a rank without rows gets rows of padding.
+            pieces: Pieces = []
+            if row < self.num_rows:
+                pieces = self._row(row)
+            rows.append(pieces)
+        return rows
 
     def _row(self, row: int) -> Pieces:
         block = bisect.bisect_right(self._first_rows, row) - 1

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.rows.batches import Share
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
@@ -30,13 +31,13 @@ from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepFeed
-from launcher.training.model import build_causal_lm, build_layout, shard_batch
+from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
-from longctx.batch import Batch
+from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
@@ -98,7 +99,7 @@ class Run:
         """The data of the steps to come, in their order."""
         return StepFeed(
             self.loader,
-            self.shard_batch,
+            self.place,
             num_steps=max(0, self.config.last_step - self.progress.step),
             device=self.device,
             measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
@@ -109,8 +110,12 @@ class Run:
         """The layers that have experts: the rows of every tensor with an L axis."""
         return expert_layers(self.model)
 
+    def place(self, documents: PackedDocuments) -> Share:
+        """Which tokens of a micro-batch with these documents are this rank's."""
+        return share_of(documents, self.config, self.mesh)
+
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
+        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
         return shard_batch(batch, self.config, self.mesh)
 
     def first_token(self, micro_batch: int) -> int:
