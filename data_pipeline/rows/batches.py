@@ -64,6 +64,12 @@ def documents_of(rows: list[Pieces], seq_len: int) -> PackedDocuments:
     return PackedDocuments.of(_Layout.of(rows, seq_len).bounds)
 
 
+def lengths_of(rows: list[Pieces], seq_len: int) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths of each row's documents, that of padding too: it is attended to as well."""
+    for row in rows:
+        yield documents_of([row], seq_len).lengths
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Pieces of all rows one after the other, with those of padding at rows' ends."""

@@ -83,6 +83,10 @@ class DataSection:
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
+    balance: bool = True
+    """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
+    place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
+    """
     verify: Literal["start", "stamp", "off"] = "stamp"
     """When shards are read against their checksums: start reads all at every start; stamp each one once, and again
     after its size, times or inode changed; off none. Ranks that see the same files divide them."""

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from data_pipeline.loader import Taken
 from data_pipeline.rows.batches import Place
-from longctx.batch import Batch, PackedDocuments
+from longctx.batch import Batch
 from parallel.loss import count_tokens
 from parallel.schedule.degrees import Degrees, degrees_of
 
@@ -32,8 +33,8 @@ class StepLoader(Protocol):
         """Tokens of all completed steps."""
         ...
 
-    def take(self, place: Place) -> tuple[Batch, PackedDocuments]:
-        """This rank's part of the next micro-batch, and the documents of all of it."""
+    def take(self, place: Place) -> Taken:
+        """This rank's part of the next micro-batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,6 +54,8 @@ class StepData:
     """Tokens of all steps up to this one, over all ranks, without padding."""
     lengths: list[tuple[int, ...]]
     """Tokens of the documents of each whole micro-batch."""
+    rows: list[tuple[int, ...]]
+    """Numbers, in the step, of the rows of each micro-batch."""
     shards: list[Batch]
     """This rank's part of each micro-batch, on the CPU."""
     own_counts: tuple[int, int]
@@ -168,12 +171,14 @@ class StepFeed:
         """Read this rank's part of a step's rows."""
         loader = self._loader
         order = loader.state_dict()
-        lengths, shards, degrees = [], [], []
+        lengths, rows, shards, degrees = [], [], [], []
         for _ in range(loader.micro_batches_per_step):
-            shard, documents = loader.take(self._place)
-            lengths.append(documents.lengths)
+            taken = loader.take(self._place)
+            shard = taken.share
+            lengths.append(taken.documents.lengths)
+            rows.append(taken.rows)
             if self._measure:
-                degrees.append(degrees_of(shard.placement, shard.documents.bounds, documents.num_documents))
+                degrees.append(degrees_of(shard.placement, shard.documents.bounds, taken.documents.num_documents))
             if self._device.type == "cuda":
                 shard = shard.map_tokens(lambda x: x.pin_memory())
             shards.append(shard)
@@ -182,6 +187,7 @@ class StepFeed:
             after=loader.state_dict(),
             tokens_consumed=loader.tokens_consumed,
             lengths=lengths,
+            rows=rows,
             shards=shards,
             own_counts=count_tokens(shards),
             degrees=degrees,

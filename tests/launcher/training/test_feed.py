@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_pipeline.loader import Taken
 from data_pipeline.rows.batches import Place, Share
 from launcher.training import feed as feed_module
 from launcher.training.feed import StepFeed
@@ -37,7 +38,7 @@ class NumberedLoader:
     def state_dict(self) -> dict[str, Any]:
         return {"rows": 2 * (self.asked // 2)}
 
-    def take(self, place: Place) -> tuple[Batch, PackedDocuments]:
+    def take(self, place: Place) -> Taken:
         assert self.gate.wait(WAIT)
         self.threads.add(threading.current_thread().name)
         if self.asked == self.fail_at:
@@ -49,7 +50,8 @@ class NumberedLoader:
         documents = PackedDocuments.of_rows(1, 2)
         share = place(documents)
         assert share.documents == documents
-        return Batch(tokens=row, targets=row, positions=row, document_ids=row * 0, documents=documents), documents
+        batch = Batch(tokens=row, targets=row, positions=row, document_ids=row * 0, documents=documents)
+        return Taken(batch, documents, ((self.asked - 1) % 2,))
 
 
 def all_of_it(documents: PackedDocuments) -> Share:
@@ -109,7 +111,7 @@ def test_the_state_is_that_of_the_steps_that_were_given():
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, {"rows": 2}, 4)
     data, _ = feed.next_step()
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 2}, {"rows": 4}, 8)
-    assert (data.own_counts, data.lengths) == ((4, 4), [(2,), (2,)])
+    assert (data.own_counts, data.lengths, data.rows) == ((4, 4), [(2,), (2,)], [(0,), (1,)])
     feed.close()
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,13 +14,13 @@ from hypothesis import strategies as st
 from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.rows.batches import build_batch, build_share
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
 from launcher.training.model import shard_batch, share_of
 from longctx.batch import Batch
 from longctx.tokenizer import load_tokenizer
 from parallel.layout.sequence import KINDS, num_parts
+from tests.data_pipeline.lengths import write_lengths
 from tests.launcher.runs import TINY_MODEL
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 200, 3, 128, 500, 31, 1)
@@ -30,15 +29,8 @@ LENGTHS = (1, 2, 7, 63, 64, 65, 200, 3, 128, 500, 31, 1)
 @pytest.fixture(scope="module")
 def corpus(shards: Path, tmp_path_factory) -> ShardSet:
     """Documents of odd lengths, each token different from its neighbours."""
-    folder, tokenizer = tmp_path_factory.mktemp("odd"), load_tokenizer(shards)
-    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, shard_tokens=300)
-    random = np.random.default_rng(0)
-    for number, length in enumerate(LENGTHS):
-        tokens = random.integers(3, tokenizer.vocab_size, length).astype(np.uint16)
-        writer.add(EncodedDocument(tokens=tokens, hash=number, name=f"{number}", text_bytes=length))
-    tokenizer.save(folder)
-    writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
-    return ShardSet.open(folder)
+    folder = tmp_path_factory.mktemp("odd") / "shards"
+    return write_lengths(folder, load_tokenizer(shards), list(LENGTHS), shard_tokens=300)
 
 
 def config_of(row_tokens: int, **keys: Any) -> RunConfig:
@@ -114,7 +106,7 @@ def test_loaders_give_shares_in_the_order_of_their_batches(corpus):
         common: dict[str, Any] = {"seq_len": 64, "micro_batch_rows": 2}
         by_batch, by_share = (build_loader(corpus.folder, rows_per_step=6, **common) for _ in range(2))
         for _ in range(9):
-            check_equal(by_share.take(place)[0], shard_batch(next(by_batch), config, mesh))
+            check_equal(by_share.take(place).share, shard_batch(next(by_batch), config, mesh))
             assert by_share.state_dict() == by_batch.state_dict()
         validation = build_validation_loader(corpus.folder, max_rows=7, **common)
         for share, batch in zip(validation.shares(place), validation, strict=True):
