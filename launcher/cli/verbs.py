@@ -24,6 +24,7 @@ from launcher.cli import (
     checkpoint,
     convert,
     data,
+    data_rows,
     doctor,
     evaluate,
     generate,
@@ -65,6 +66,10 @@ VERBS = {
     "data build": Verb(data.build, ("--source stdlib --tokenizer runs/tokenizer.model --output runs/data",)),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
+    "data plan": Verb(
+        data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64 --output rows.svg"), takes_settings=True
+    ),
+    "data sample": Verb(data_rows.sample, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
     "data practice": Verb(
         practice.practice,
         (
@@ -114,8 +119,6 @@ UNBUILT = {
         "Start `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`, which compares a run with one "
         "process. For files use `data verify DIR` and `checkpoint verify DIR`."
     ),
-    "data plan": "Use `data inspect DIR --seq-len N`: rows, padding and cut documents at that length.",
-    "data sample": "Use `data inspect DIR --seq-len N --row K`: what a packed row holds.",
     "checkpoint prune": "Set checkpoint.keep_last in the run's config, or delete a step_NNNNNN folder whole.",
     "checkpoint export": "Use `convert --to hf RUN OUT`.",
 }

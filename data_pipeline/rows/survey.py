@@ -1,0 +1,90 @@
+"""How a run's rows will be: packing, documents by length, and the work of data ranks, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.rows.balance import balanced
+from data_pipeline.rows.batches import lengths_of
+from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.shards.reader import ShardSet
+
+STEPS = 64
+"""Steps whose work is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """The busiest data rank's work of each step as a multiple of the mean rank's."""
+
+    in_order: list[float]
+    balanced: list[float]
+    """With ``data.balance``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What a run will read."""
+
+    packing: PackReport
+    steps_of_epoch: float
+    piece_tokens: dict[str, int]
+    """Tokens of the rows looked at, by the length of the piece that they stand in: key ``2^k`` counts pieces of 2^k to
+    2^(k+1) - 1 tokens."""
+    work: StepWork
+
+
+def survey(
+    shards: ShardSet,
+    seq_len: int,
+    micro_batches: MicroBatches,
+    cost: Callable[[Sequence[int]], int],
+    *,
+    seed: int = 0,
+    documents: int,
+    steps: int = STEPS,
+) -> Survey:
+    """Plan the first rows of epoch 0, reading no tokens: blocks with at least so many ``documents`` for the packing.
+
+    ``cost`` is the work of a row of documents of these lengths. Of a short epoch there are fewer ``steps``, at least
+    one where a step has rows enough.
+    """
+    planner = BlockPlanner(shards, seq_len, seed=seed)
+    packing = planner.report(documents=documents)
+    rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
+    rows = []
+    for block in range(planner.num_blocks):
+        plan = planner.plan(0, block)
+        rows += [plan.row(row) for row in range(min(plan.num_rows, steps * rows_per_step - len(rows)))]
+        if len(rows) == steps * rows_per_step:
+            break
+    tokens: dict[str, int] = {}
+    for row in rows:
+        for _, start, stop in row:
+            key = f"2^{(stop - start).bit_length() - 1}"
+            tokens[key] = tokens.get(key, 0) + stop - start
+    work = StepWork(in_order=[], balanced=[])
+    costs = [cost(lengths) for lengths in lengths_of(rows, seq_len)]
+    for first in range(0, len(rows) - rows_per_step + 1, rows_per_step):
+        of_step = costs[first : first + rows_per_step]
+        work.in_order.append(_straggler(of_step, list(range(rows_per_step)), micro_batches))
+        work.balanced.append(_straggler(of_step, balanced(of_step, micro_batches), micro_batches))
+    return Survey(
+        packing=packing,
+        steps_of_epoch=packing.rows / rows_per_step,
+        piece_tokens=dict(sorted(tokens.items(), key=lambda item: int(item[0].removeprefix("2^")))),
+        work=work,
+    )
+
+
+def _straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroBatches) -> float:
+    """The work of the busiest rank over that of the mean one."""
+    loads = np.zeros(micro_batches.data_degree)
+    for rank in range(micro_batches.data_degree):
+        for number in range(len(micro_batches)):
+            loads[rank] += sum(costs[places[place]] for place in micro_batches.rows(number, rank))
+    return float(loads.max() / loads.mean())

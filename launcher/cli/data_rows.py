@@ -1,0 +1,145 @@
+"""The verbs ``data plan|sample``: the rows of a run, before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from tyro.conf import Positional, arg
+
+from launcher.cli.console import Json, progress, say, say_json, table
+from launcher.wording import plural
+from longctx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from data_pipeline.rows.survey import Survey
+
+
+def plan(
+    *,
+    config: Annotated[str | None, arg(metavar="F.toml")] = None,
+    ranks: int = 0,
+    output: Annotated[Path | None, arg(metavar="F.svg")] = None,
+    json: Json = False,
+    settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
+) -> None:
+    """Say how a run's rows will be: padding, cuts, tokens by length of document, and the work of each data rank.
+
+    Takes the config and flags of pretrain.py. Lengths are read, tokens are not.
+    The work of a rank is the model's FLOPs for its documents. Where the busiest one has more than the mean, the others
+    wait for it in every step: with rows in their order, and with data.balance.
+
+    Args:
+        config: The run's file, or a recipe's name.
+        ranks: Ranks of the run; those of run.hostfile where it names a file, else as few as the degrees allow.
+        output: File for a picture of the two.
+    """
+    if ranks < 0:
+        raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
+    from data_pipeline.inspect import PLANNED_DOCUMENTS
+    from data_pipeline.rows.survey import survey
+    from data_pipeline.shards.reader import ShardSet
+    from launcher.config.check import check_run
+    from launcher.config.load import load_run_config
+    from launcher.config.side_by_side import settle_context
+    from launcher.metrics.throughput import training_flops
+    from launcher.plan.world import World
+
+    argv = list(settings)
+    if config is not None:
+        argv[:0] = ["--config", config]
+    run_config = load_run_config(argv)
+    world = World.of(run_config, ranks, 0)
+    check_run(run_config, world.ranks)
+    run_config = settle_context(run_config, world.ranks)
+    shards = ShardSet.open(run_config.data.train, verify=False)
+    micro_batches = run_config.micro_batches(world.ranks)
+    with progress(f"planning {run_config.data.train}"):
+        found = survey(
+            shards,
+            run_config.data.seq_len,
+            micro_batches,
+            partial(training_flops, run_config.model.config()),
+            seed=run_config.run.seed,
+            documents=PLANNED_DOCUMENTS,
+        )
+    if output is not None:
+        from launcher.report.packing import packing_picture
+        from longctx.files import write_atomically
+
+        write_atomically(output, packing_picture(found).encode())
+    if json:
+        say_json(dataclasses.asdict(found))
+        return
+    each = sum(micro_batches.sizes)
+    say(
+        f"{run_config.data.train}: rows of {run_config.data.seq_len:,} tokens on "
+        f"{plural(micro_batches.data_degree, 'data rank')}, {plural(each, 'row')} a step on each\n"
+    )
+    say(table(["", ""], _lines(found, run_config.train.steps)))
+    say("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
+    if output is not None:
+        say(f"\nPicture: {output}")
+
+
+def sample(
+    folder: Annotated[Positional[Path], arg(metavar="DIR")],
+    *,
+    seq_len: int,
+    rows: int = 4,
+    seed: int = 0,
+    output: Annotated[Path | None, arg(metavar="F.txt")] = None,
+) -> None:
+    """Write the first rows of an epoch as text, whole, as a run reads them.
+
+    Args:
+        folder: Shard folder.
+        seq_len: Tokens of a row.
+        rows: How many.
+        seed: run.seed of the run that reads it.
+        output: File to write; standard output unless given.
+    """
+    from data_pipeline.sample import sample_rows
+
+    if output is None:
+        for row in sample_rows(folder, seq_len=seq_len, rows=rows, seed=seed):
+            say(row)
+        return
+    from longctx.files import write_atomically
+
+    text = "\n".join(sample_rows(folder, seq_len=seq_len, rows=rows, seed=seed))
+    write_atomically(output, text.encode())
+    say(f"Written to {output}: {len(text):,} characters.")
+
+
+def _lines(found: Survey, steps: int) -> list[list[str]]:
+    """What packing costs, and how even ranks are."""
+    packing, about = found.packing, ""
+    if not packing.exact:
+        about = "about "
+    lines = [
+        ["rows of an epoch", f"{about}{packing.rows:,}"],
+        ["steps of an epoch", f"{about}{found.steps_of_epoch:,.1f}"],
+        ["passes of the run", f"{about}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
+        ["padding", f"{about}{packing.padding_share:.2%}"],
+        ["documents longer than a row", f"{about}{packing.documents_cut:,}"],
+        ["truncated tokens", f"{packing.truncated_tokens:,}"],
+    ]
+    for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
+        if factors:
+            mean, most = statistics.fmean(factors), max(factors)
+            lines.append([f"busiest rank, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
+    return lines
+
+
+def _lengths(found: Survey) -> list[list[str]]:
+    total = sum(found.piece_tokens.values())
+    rows = []
+    for name, tokens in found.piece_tokens.items():
+        least = 2 ** int(name.removeprefix("2^"))
+        rows.append([f"{least:,} to {2 * least - 1:,}", f"{tokens / total:.1%}"])
+    return rows

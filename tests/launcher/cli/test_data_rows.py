@@ -1,0 +1,87 @@
+"""``data plan`` and ``data sample``."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.cli.calls import call
+from tests.launcher.runs import TINY_MODEL
+
+RUN = {
+    **TINY_MODEL,
+    "data.seq_len": 256,
+    "train.tokens_per_step": 2048,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "run.hostfile": "none",
+}
+FLAGS = [word for key, value in RUN.items() for word in (f"--{key}", value)]
+
+
+def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: Path, tmp_path):
+    picture = tmp_path / "rows.svg"
+    code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--output", picture)
+    assert code == 0, err
+    for words in ("on 2 data ranks, 4 rows a step on each", "padding", "busiest rank, rows data.balance"):
+        assert words in out
+    assert "about" not in out, "a small corpus is counted"
+    root = ET.fromstring(picture.read_text())
+    assert root.tag.endswith("svg")
+    text = "".join(root.itertext())
+    assert "Work of the busiest rank" in text
+    assert "#0a0b0c" not in picture.read_text(), "no placeholder of a page's colours"
+
+
+def test_json_has_the_factors_of_each_step(capsys, shards: Path):
+    code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert len(found["work"]["in_order"]) == len(found["work"]["balanced"]) > 0
+    assert min(found["work"]["balanced"]) >= 1
+    assert found["packing"]["truncated_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--data.train", "nowhere"], 1, "nowhere is not a shard folder"),
+        (["--ranks", "3"], 2, "is not a multiple of 768"),
+        (["--ranks", "-1"], 2, "--ranks -1 must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused_on_one_screen(capsys, words, code, said):
+    ended, out, err = call(capsys, "data", "plan", *FLAGS, *words)
+    assert (ended, out) == (code, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_sample_is_the_rows_as_text(capsys, shards: Path, tmp_path):
+    written = tmp_path / "rows.txt"
+    words = ("data", "sample", shards, "--seq-len", 128, "--rows", 3)
+    code, out, err = call(capsys, *words)
+    assert code == 0, err
+    assert [line.split(" (")[0] for line in out.splitlines() if line.startswith("════")] == [
+        *("════ row 0", "════ row 1", "════ row 2")
+    ]
+    code, said, _ = call(capsys, *words, "--output", written)
+    assert code == 0
+    assert f"Written to {written}" in said
+    assert written.read_text().split() == out.split()
+
+
+@pytest.mark.parametrize("words", [("--seq-len", 0), ("--seq-len", 8, "--rows", 0)])
+def test_a_sample_of_nothing_is_refused(capsys, words, shards: Path):
+    code, out, err = call(capsys, "data", "sample", shards, *words)
+    assert (code, out) == (2, "")
+    assert "must be at least 1" in err
+
+
+def test_a_sample_ends_with_the_epoch(capsys, shards: Path):
+    code, out, err = call(capsys, "data", "sample", shards, "--seq-len", 4096, "--rows", 10**6)
+    assert code == 0, err
+    assert 1 < out.count("════ row") < 10**6
