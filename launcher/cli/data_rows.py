@@ -55,6 +55,7 @@ def plan(
     run_config = load_run_config(argv)
     world = World.of(run_config, ranks, 0)
     check_run(run_config, world.ranks)
+    # How many rows go through the model at once may follow from the ranks.
     run_config = settle_context(run_config, world.ranks)
     shards = ShardSet.open(run_config.data.train, verify=False)
     micro_batches = run_config.micro_batches(world.ranks)
@@ -67,6 +68,7 @@ def plan(
             seed=run_config.run.seed,
             documents=PLANNED_DOCUMENTS,
         )
+    # Before the table, which names it.
     if output is not None:
         from launcher.report.packing import packing_picture
         from longctx.files import write_atomically

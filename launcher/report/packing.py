@@ -14,6 +14,7 @@ def packing_picture(found: Survey) -> str:
     figure, (by_length, by_step) = new_figure(2, height=3.4)
     names, tokens = list(found.piece_tokens), np.array(list(found.piece_tokens.values()), dtype=float)
     labels = [_short(2 ** int(name.removeprefix("2^"))) for name in names]
+    # Shares: the rows looked at are a beginning of the corpus.
     by_length.bar(labels, 100 * tokens / tokens.sum(), color=BLUE)
     by_length.set_title("Tokens by the length of their piece")
     by_length.set_xlabel("tokens of the piece, from")
@@ -22,6 +23,7 @@ def packing_picture(found: Survey) -> str:
     steps = np.arange(1, len(found.work.in_order) + 1)
     by_step.plot(steps, found.work.in_order, color=ORANGE, marker=".", label="rows in their order")
     by_step.plot(steps, found.work.balanced, color=BLUE, marker=".", label="data.balance")
+    # What no dealing out can go below.
     by_step.axhline(1, color=GREY, linewidth=0.8)
     by_step.set_title("Work of the busiest rank")
     by_step.set_xlabel("step")
