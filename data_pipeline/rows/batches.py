@@ -18,6 +18,7 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
     num_tokens = len(rows) * seq_len
+    shards.check_files({document for row in rows for document, _, _ in row})
     # Everything starts as padding, and each piece overwrites its part.
     tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)

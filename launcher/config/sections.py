@@ -83,9 +83,9 @@ class DataSection:
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
-    verify: Literal["start", "stamp", "off"] = "stamp"
-    """When shards are read against their checksums: start reads all at every start; stamp each one once, and again
-    after its size, times or inode changed; off none. Ranks that see the same files divide them."""
+    verify: Literal["read", "start", "off"] = "read"
+    """When shards are checked against their checksums: read checks what is read, as it is read; start reads all before
+    the first step as well, each once unless its size, times or inode change, divided among ranks; off none."""
 
 
 @dataclass(frozen=True, kw_only=True)
