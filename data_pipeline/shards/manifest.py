@@ -130,7 +130,10 @@ class Manifest:
         if not is_whole:
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
         try:
-            shards = [ShardEntry(**entry) for entry in body.pop("shards")]
+            listed = body.pop("shards")
+            if not isinstance(listed, list):
+                raise TypeError("shards is no list")
+            shards = [ShardEntry(**entry) for entry in listed]
             fields = {name: value for name, value in body.items() if name not in ("format", "version")}
             manifest = cls(shards=shards, **fields)
         except (TypeError, KeyError) as error:

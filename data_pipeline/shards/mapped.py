@@ -34,9 +34,7 @@ class MappedShard:
         self._blocks = blocks
         tokens, names = batch.column("tokens"), batch.column("name")
         if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
-            raise DataError(
-                f"{path} holds {tokens.type} and {names.type} as tokens and names: it is no shard. {ADVICE}"
-            )
+            raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
         self._batch = batch
         self.offsets = tokens.offsets.to_numpy(zero_copy_only=True)
         # Plain integers come from here, in a third of the time that numpy takes.
