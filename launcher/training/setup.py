@@ -285,8 +285,8 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
     )
     if checked.without_sums:
         log.info(
-            "%s was built by a release without sums of blocks: what a run reads of it cannot be checked as it is read. "
-            "So its files are read before the first step, as data.verify=start does. Build it again to change that.",
+            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
+            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
             " and ".join(checked.without_sums),
         )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,14 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.data_check import CheckedData, check_data
+from launcher.training.setup import Run
 from longctx.errors import DataError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer
 from parallel.runtime.process import gather_objects
+from tests.data_pipeline.lengths import strip_sums
 from tests.helpers import run_distributed
-from tests.launcher.workers import build
+from tests.launcher.workers import breaking_step, build, end_guarded, rows
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +175,62 @@ def test_a_run_reads_what_its_config_asks_for(many: Path, tmp_path: Path):
     content[len(content) // 2] ^= 1
     (folder / "00001.arrow").write_bytes(content)
     run_distributed(refuse_in_a_run, 2, folder, tmp_path / "run", tmp_path / "cache")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda path: os.truncate(path, 100), "was changed while it is read: it has 100 bytes and had"),
+    "removed": (lambda path: path.unlink(), "is missing, though manifest.json lists it"),
+    "replaced": (
+        lambda path: Path(shutil.copy(path, path.with_suffix(".new"))).replace(path),
+        "was replaced by another file while it is read",
+    ),
+    "written to": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged: bytes 0 to"),
+}
+
+
+def change_shards(change: str, run: Run) -> None:
+    """What befalls the shards of a run in a step, while the next one's rows are ready on every rank."""
+    while run.feed._ready.empty():
+        time.sleep(0.01)
+    gather_objects(None)
+    if run.is_rank_0:
+        for path in run.loader.shards.folder.glob("*.arrow"):
+            CHANGES[change][0](path)
+    gather_objects(None)
+
+
+def end_on_changed_data(folder: Path, output: Path, change: str, changed: dict) -> None:
+    step = breaking_step(2, functools.partial(change_shards, change))
+    end_guarded(folder, output, changed, 1, [CHANGES[change][1], ".arrow"], step=step)
+    # Not the step that was ready, and no later one.
+    assert [row["step"] for row in rows(output) if row["kind"] == "train"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shards_that_change_under_a_run_end_every_rank(shards: Path, tmp_path: Path, change: str):
+    folder = Path(shutil.copytree(shards, tmp_path / "data"))
+    degree = {"cut short": 1, "removed": 2}.get(change, 1)
+    run_distributed(end_on_changed_data, 2, folder, tmp_path / "run", change, {"parallel.context": degree})
+
+
+def start_on_older_data(folder: Path, output: Path, cache: Path) -> None:
+    start_with_cache(cache)
+    run = build(folder, output, {})
+    assert not run.loader.shards.verifies_reads
+    log = (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
+    assert log.count("Built by a release without sums of blocks") == 1
+    first, again = (check_data(opened(folder), "read") for _ in range(2))
+    assert (first.read_files, again.read_files) == (0, 0), "stamped"
+    with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
+        build(folder.with_name("damaged"), output.with_name("other"), {})
+
+
+def test_data_of_older_releases_is_read_before_the_first_step(many: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(many, tmp_path / "older"))
+    for path in (folder, folder / "validation"):
+        strip_sums(path)
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged")) / "00001.arrow"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    run_distributed(start_on_older_data, 2, folder, tmp_path / "run", tmp_path / "cache")
