@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from data_pipeline.inspect import verify
 from data_pipeline.loader import build_loader
 from data_pipeline.shards.manifest import Manifest, hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.sums import BLOCK_BYTES, damaged_ranges, sum_blocks
+from data_pipeline.shards.sums import BLOCK_BYTES, Blocks, damaged_ranges, sum_blocks
 from data_pipeline.shards.verify import FolderCheck, open_verified
+from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import read_all, strip_sums, write_lengths
@@ -151,6 +153,44 @@ class TestNothingMoreIsTouched:
         assert touched(shards, 0) == [0, 1, 3, blocks - 1], "the first, those asked for, the end of the offsets, footer"
         assert shards.longest_document() == 2
         assert touched(shards, 0) == [0, 1, 2, 3, blocks - 1]
+
+    def test_a_name_checks_its_own_blocks(self, tokenizer: Tokenizer, tmp_path: Path):
+        writer = ShardWriter(tmp_path, vocab_size=tokenizer.vocab_size)
+        names = [f"{number:03}" + "é" * 500 for number in range(300)]
+        for number, name in enumerate(names):
+            writer.add(EncodedDocument(tokens=np.array([5]), hash=number, name=name, text_bytes=1))
+        writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
+        shards = ShardSet.open(tmp_path)
+        assert [shards.name(number) for number in range(300)] == names
+        path = tmp_path / "00000.arrow"
+        flip_bit(path, path.read_bytes().index(b"150"), 0)
+        shards = ShardSet.open(tmp_path)
+        assert (shards.name(0), shards.name(299)) == (names[0], names[299])
+        with pytest.raises(DataError, match=r"00000\.arrow is damaged: bytes 131,072 to 196,608"):
+            shards.name(150)
+
+    @given(
+        size=st.integers(1, 6 * BLOCK_BYTES),
+        damaged=st.sets(st.integers(0, 5)),
+        ranges=st.lists(st.tuples(st.integers(0, 6 * BLOCK_BYTES), st.integers(1, 3 * BLOCK_BYTES)), max_size=12),
+    )
+    def test_a_range_is_refused_where_it_touches_damage(self, size: int, damaged: set[int], ranges: list):
+        content = np.random.default_rng(size).bytes(size)
+        sums = [xxhash.xxh3_64_intdigest(content[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
+        wrong = np.array([value ^ (number in damaged) for number, value in enumerate(sums)], np.uint64)
+        blocks = Blocks(pa.py_buffer(content), wrong, Path("00000.arrow"))
+        for start, length in ranges:
+            start = min(start, size - 1)
+            stop = min(start + length, size)
+            of_range = {block for block in range(len(sums)) if block * BLOCK_BYTES < stop and start < stop}
+            of_range = {block for block in of_range if start < (block + 1) * BLOCK_BYTES}
+            expected = nullcontext()
+            if of_range & damaged:
+                expected = pytest.raises(DataError, match=r"00000\.arrow is damaged")
+            with expected:
+                blocks.check(start, stop)
+            with expected:
+                blocks.check_items(np.array([start]), stop - start)
 
     def test_what_was_seen_is_not_read_again(self, copied: Path):
         shards = ShardSet.open(copied)
