@@ -79,12 +79,15 @@ class Blocks:
 
     def __init__(self, content: pa.Buffer, sums: np.ndarray | None, path: Path) -> None:
         self._content, self._view = content, memoryview(content)
-        self._sums, self._path = sums, path
+        self._sums, self._path = None, path
         count = -(-content.size // BLOCK_BYTES)
         # A byte a block: a byte is set in one stroke, whichever thread does it, and the search below runs in C.
         self.seen = bytearray(count)
         """For each block 1 once it has been found right."""
-        if sums is None:
+        if sums is not None:
+            # Plain integers come from here, faster than from an array.
+            self._sums = sums.astype(np.uint64).data
+        else:
             self.seen = bytearray(b"\1") * count
         self._seen_view = np.frombuffer(self.seen, np.uint8)
 
@@ -110,20 +113,32 @@ class Blocks:
         number = self.seen.find(0, first, last)
         while number >= 0:
             begin = number << BLOCK_SHIFT
-            end = min(begin + BLOCK_BYTES, stop)
             # Some blocks at a time: what is read ahead must still be in memory when its turn comes.
             if begin >= ahead:
                 ahead = min(begin + _READ_BYTES, stop)
-                advise(self._content.slice(begin, ahead - begin), mmap.MADV_WILLNEED)
-            if not _populate(self._content.slice(begin, end - begin)):
-                raise DataError(
-                    f"{self._path} cannot be read from byte {begin:,} to {end:,}: the disk failed, or the file was "
-                    f"cut short. {ADVICE}"
-                )
-            if xxhash.xxh3_64_intdigest(self._view[begin:end]) != int(self._sums[number]):
-                raise damaged_blocks(self._path, begin, end)
+                self._bring(begin, ahead)
+            end = begin + BLOCK_BYTES
+            if xxhash.xxh3_64_intdigest(self._view[begin:end]) != self._sums[number]:
+                raise damaged_blocks(self._path, begin, min(end, stop))
             self.seen[number] = 1
             number = self.seen.find(0, number + 1, last)
+
+    def _bring(self, begin: int, end: int) -> None:
+        """Have the system read these bytes into memory; DataError where a read would end the process by a signal."""
+        part = self._content.slice(begin, end - begin)
+        advise(part, mmap.MADV_WILLNEED)
+        # Where a system does not know how to, reads go the ordinary way.
+        if advise(part, _POPULATE_READ) or ctypes.get_errno() != errno.EFAULT:
+            return
+        if end - begin > BLOCK_BYTES:
+            # Which of the blocks it is.
+            for start in range(begin, end, BLOCK_BYTES):
+                self._bring(start, min(start + BLOCK_BYTES, end))
+            return
+        raise DataError(
+            f"{self._path} cannot be read from byte {begin:,} to {end:,}: the disk failed, or the file was cut short. "
+            f"{ADVICE}"
+        )
 
 
 def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
@@ -145,9 +160,3 @@ def advise(part: pa.Buffer, advice: int) -> bool:
     """Tell the system how a part of a mapped file will be read (madvise); whether it took the advice."""
     begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
     return not _LIBC.madvise(begin, part.address + part.size - begin, advice)
-
-
-def _populate(part: pa.Buffer) -> bool:
-    """Bring a part of a mapped file into memory; False where a read of it would end the process by a signal."""
-    # Where a system does not know how to, reads go the ordinary way.
-    return advise(part, _POPULATE_READ) or ctypes.get_errno() != errno.EFAULT
