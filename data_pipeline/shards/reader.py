@@ -186,10 +186,10 @@ def _check_replaced(shard: MappedShard, entry: ShardEntry, state: FileState) -> 
     """DataError where a file's size or inode is another one than when it was mapped."""
     if state[0] != entry.bytes:
         raise DataError(
-            f"{shard.path} was changed while it is read: it has {state[0]} bytes and had {entry.bytes}. {ADVICE}"
+            f"{shard.path} changed while it was being read: it has {state[0]} bytes and had {entry.bytes}. {ADVICE}"
         )
     if state[3] != shard.state[3]:
         raise DataError(
-            f"{shard.path} was replaced by another file while it is read. Start again once the data is whole: "
+            f"{shard.path} was replaced by another file while it was being read. Start again once the data is whole: "
             "`longctx data verify DIR` says so."
         )

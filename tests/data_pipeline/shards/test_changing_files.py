@@ -48,11 +48,11 @@ def write_into(path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut short": (cut, r"00000\.arrow was changed while it is read: it has 1000 bytes and had \d+"),
-    "emptied": (lambda path: os.truncate(path, 0), r"00000\.arrow was changed while it is read: it has 0 bytes"),
-    "grown": (lambda path: os.truncate(path, 10**6), r"00000\.arrow was changed while it is read: it has 1000000"),
+    "cut short": (cut, r"00000\.arrow changed while it was being read: it has 1000 bytes and had \d+"),
+    "emptied": (lambda path: os.truncate(path, 0), r"00000\.arrow changed while it was being read: it has 0 bytes"),
+    "grown": (lambda path: os.truncate(path, 10**6), r"00000\.arrow changed while it was being read: it has 1000000"),
     "removed": (Path.unlink, r"00000\.arrow is missing, though manifest\.json lists it"),
-    "replaced": (replace, r"00000\.arrow was replaced by another file while it is read"),
+    "replaced": (replace, r"00000\.arrow was replaced by another file while it was being read"),
     "written to": (write_into, r"00000\.arrow is damaged: bytes 65,536 to 131,072"),
 }
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_put_back_is_read_on(folder: Path):
     path = folder / "00000.arrow"
     content = path.read_bytes()
     cut(path)
-    with pytest.raises(DataError, match="was changed while it is read"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         shards.check_files([0])
     path.write_bytes(content)
     shards.check_files(range(len(LENGTHS)))
@@ -103,7 +103,7 @@ def test_a_loader_names_it_at_the_next_batch(folder: Path):
     next(loader)
     cut(folder / "00000.arrow")
     cut(folder / "00001.arrow")
-    with pytest.raises(DataError, match=r"0000\d\.arrow was changed while it is read"):
+    with pytest.raises(DataError, match=r"0000\d\.arrow changed while it was being read"):
         next(loader)
 
 

@@ -178,11 +178,11 @@ def test_a_run_reads_what_its_config_asks_for(many: Path, tmp_path: Path):
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (lambda path: os.truncate(path, 100), "was changed while it is read: it has 100 bytes and had"),
+    "cut short": (lambda path: os.truncate(path, 100), "changed while it was being read: it has 100 bytes and had"),
     "removed": (lambda path: path.unlink(), "is missing, though manifest.json lists it"),
     "replaced": (
         lambda path: Path(shutil.copy(path, path.with_suffix(".new"))).replace(path),
-        "was replaced by another file while it is read",
+        "was replaced by another file while it was being read",
     ),
     "written to": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged: bytes 0 to"),
 }
