@@ -1,21 +1,23 @@
 """Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
 
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` deals them out, in their
-order: with B rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. Rows of an epoch are
-planned block by block (``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch
-e + 1 follow those of epoch e directly.
+order: with B rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. With ``cost`` they are
+put into another order first, in which ranks have as much work (``rows.balance``). Rows of an epoch are planned block by
+block (``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch e + 1 follow
+those of epoch e directly.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.rows.batches import Pieces, build_batch, documents_of
+from data_pipeline.rows.balance import balanced
+from data_pipeline.rows.batches import Pieces, Place, build_batch, build_share, documents_of, lengths_of
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.position import Position, read_position
@@ -25,6 +27,9 @@ from longctx.batch import Batch, PackedDocuments
 from longctx.errors import ConfigError, DataError
 
 STATE_FORMAT = "longctx-loader"
+
+Cost = Callable[[Sequence[int]], int]
+"""The work that a row of documents of these lengths is, in any unit."""
 
 
 def build_loader(
@@ -37,12 +42,14 @@ def build_loader(
     data_degree: int = 1,
     seed: int = 0,
     shuffle: bool = True,
+    cost: Cost | None = None,
     verify: bool = True,
 ) -> Loader:
     """An endless iterator of this data rank's micro-batches from a shard folder.
 
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
+    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``).
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
     """
@@ -57,6 +64,7 @@ def build_loader(
         data_degree=data_degree,
         seed=seed,
         shuffle=shuffle,
+        cost=cost,
     )
 
 
@@ -90,6 +98,17 @@ def build_validation_loader(
     )
 
 
+@dataclass(frozen=True)
+class Taken:
+    """One rank's part of a micro-batch."""
+
+    share: Batch
+    documents: PackedDocuments
+    """Those of the whole micro-batch, without padding behind its rows."""
+    rows: tuple[int, ...]
+    """Its rows' numbers in the step."""
+
+
 class Loader:
     """Endless micro-batches for one data rank. ``build_loader`` makes it."""
 
@@ -104,11 +123,13 @@ class Loader:
         data_degree: int,
         seed: int,
         shuffle: bool,
+        cost: Cost | None = None,
         deal: Deal | None = None,
     ) -> None:
         """``deal`` is that of the corpus unless it is given."""
         self.shards = shards
         self.seq_len = seq_len
+        self._cost = cost
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
         """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
@@ -119,7 +140,7 @@ class Loader:
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
         self._position = Position()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
-        self._step_rows: list[Pieces] = []
+        self._step_rows: list[tuple[int, Pieces]] = []
         self._step_end = self._position
         self._micro_batch = 0
 
@@ -129,14 +150,19 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank."""
-        if self._micro_batch == 0:
-            self._step_rows = self._rows_of_step()
-        rows = self.micro_batches.rows(self._micro_batch, self._data_rank)
-        batch = build_batch(self.shards, self._step_rows[rows.start : rows.stop], self.seq_len)
-        self._micro_batch += 1
-        if self._micro_batch == self.micro_batches_per_step:
-            self._finish_step()
+        batch = build_batch(self.shards, [row for _, row in self._next_rows()], self.seq_len)
+        self._advance()
         return batch
+
+    def take(self, place: Place) -> Taken:
+        """The part of the next micro-batch that ``place`` says; reads that part alone.
+
+        The same to the bit as ``next`` and a split behind it.
+        """
+        rows = self._next_rows()
+        share, documents = build_share(self.shards, [row for _, row in rows], self.seq_len, place)
+        self._advance()
+        return Taken(share, documents, tuple(number for number, _ in rows))
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -161,12 +187,9 @@ class Loader:
     def next_documents(self) -> list[PackedDocuments]:
         """The documents of each micro-batch that this data rank takes for the next step. Reads no tokens."""
         assert self._micro_batch == 0, "within a step"
-        rows = self._rows_of_step()
-        found = []
-        for number in range(len(self.micro_batches)):
-            own = self.micro_batches.rows(number, self._data_rank)
-            found.append(documents_of(rows[own.start : own.stop], self.seq_len))
-        return found
+        placed = self._placed_rows()
+        dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
+        return [documents_of([row for _, row in placed[own.start : own.stop]], self.seq_len) for own in dealt]
 
     def pack_report(self) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
@@ -214,10 +237,27 @@ class Loader:
         self._step_end = end.counted(len(rows), tokens)
         return rows
 
-    def _finish_step(self) -> None:
-        """Move to the row after the step's."""
-        self._position = self._step_end
-        self._micro_batch = 0
+    def _placed_rows(self) -> list[tuple[int, Pieces]]:
+        """The rows of the next step with their numbers, at the places that the micro-batches are dealt out by."""
+        rows = self._rows_of_step()
+        if self._cost is None:
+            return list(enumerate(rows))
+        costs = [self._cost(lengths) for lengths in lengths_of(rows, self.seq_len)]
+        return [(number, rows[number]) for number in balanced(costs, self.micro_batches)]
+
+    def _next_rows(self) -> list[tuple[int, Pieces]]:
+        """Those of this data rank's next micro-batch."""
+        if self._micro_batch == 0:
+            self._step_rows = self._placed_rows()
+        own = self.micro_batches.rows(self._micro_batch, self._data_rank)
+        return self._step_rows[own.start : own.stop]
+
+    def _advance(self) -> None:
+        """To the next micro-batch; behind the last one to the row after the step's. Not before all was read."""
+        self._micro_batch += 1
+        if self._micro_batch == self.micro_batches_per_step:
+            self._position = self._step_end
+            self._micro_batch = 0
 
 
 class ValidationLoader:
@@ -264,14 +304,22 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            rows: list[Pieces] = []
-            for row in self._micro_batches.rows(number, self._data_rank):
-                # Every rank takes part in every collective, so a rank without rows gets rows of padding.
-                pieces: Pieces = []
-                if row < self.num_rows:
-                    pieces = self._row(row)
-                rows.append(pieces)
-            yield build_batch(self.shards, rows, self.seq_len)
+            yield build_batch(self.shards, self._rows(number), self.seq_len)
+
+    def shares(self, place: Place) -> Iterator[Batch]:
+        """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
+        for number in range(len(self)):
+            yield build_share(self.shards, self._rows(number), self.seq_len, place)[0]
+
+    def _rows(self, number: int) -> list[Pieces]:
+        rows: list[Pieces] = []
+        for row in self._micro_batches.rows(number, self._data_rank):
+            # Every rank takes part in every collective, so a rank without rows gets rows of padding.
+            pieces: Pieces = []
+            if row < self.num_rows:
+                pieces = self._row(row)
+            rows.append(pieces)
+        return rows
 
     def _row(self, row: int) -> Pieces:
         block = bisect.bisect_right(self._first_rows, row) - 1

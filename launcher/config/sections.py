@@ -83,6 +83,10 @@ class DataSection:
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
+    balance: bool = True
+    """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
+    place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
+    """
     verify: Literal["read", "start", "off"] = "read"
     """When shards are checked against their checksums: read checks what is read, as it is read; start reads all before
     the first step as well, each once unless its size, times or inode change, divided among ranks; off none."""

@@ -110,7 +110,7 @@ def search(
         held = set(held) - {"train.chunk_tokens"}
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
-    for changed in variants(config, world, held):
+    for changed in variants(config, world, held, hardware.device_type):
         try:
             candidates.append(_candidate(changed, world, hardware, document_tokens))
         except ConfigError as error:
@@ -188,12 +188,12 @@ def _search_or_none(
 # ---------------------------------------------------------------------------------------------------------- candidates
 
 
-def variants(config: RunConfig, world: World, held: Collection[str]) -> Iterator[RunConfig]:
+def variants(config: RunConfig, world: World, held: Collection[str], device_type: str = "cuda") -> Iterator[RunConfig]:
     """The combinations, simplest first; some of them a run would refuse."""
     groups = (
         _free(PLACES, _places(config, world), held),
-        _free(STATES, _states(config, world), held),
-        _free(WAYS, _ways(config), held),
+        _free(STATES, _states(config, world, device_type), held),
+        _free(WAYS, _ways(config, device_type), held),
     )
     for place, state, way in product(*groups):
         yield _with(config, {**dict(place), **dict(state), **dict(way)})
@@ -231,23 +231,27 @@ def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, in
                 yield context, ulysses, expert, micro_batch
 
 
-def _states(config: RunConfig, world: World) -> list[tuple[int, str, str]]:
+def _states(config: RunConfig, world: World, device_type: str) -> list[tuple[int, str, str]]:
     """ZeRO's stage, and what it offloads; to a disk where the config names a folder."""
     found = [(stage, "none", "none") for stage in (1, 2, 3)]
     if world.ranks == 1:
         # Nothing to spread.
         found = [(1, "none", "none")]
-    found += [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")]
+    if device_type != "cpu":
+        found += [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")]
     if config.zero.nvme_path:
         found += [(3, "nvme", "cpu"), (3, "nvme", "nvme")]
     return found
 
 
-def _ways(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
+def _ways(config: RunConfig, device_type: str) -> Iterator[tuple[str, str, int, int]]:
     """What is kept and where, chunks, and groups of heads."""
-    for keep, store in product(("all", "attention", "inputs"), ("device", "host")):
-        yield keep, store, 0, 1
     stores = ["device", "host"]
+    if device_type == "cpu":
+        # Its memory is the machine's.
+        stores = ["device"]
+    for keep, store in product(("all", "attention", "inputs"), stores):
+        yield keep, store, 0, 1
     if config.train.store_path:
         stores.append("disk")
     groups = [n for n in (1, 2, 4, 8, 16) if config.model.num_kv_heads % n == 0]

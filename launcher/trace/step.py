@@ -122,7 +122,7 @@ class _Step:
         shard = shard_batch(batch, self.config, self.mesh)
         # Counted on the CPU before the first forward, as in a run.
         counts = count_step([shard])
-        training_pass = TrainingPass(seed=self.config.run.seed, first_token=0)
+        training_pass = TrainingPass(seed=self.config.run.seed)
         loss = LossSum.from_tensors(self.module(shard.to(DEVICE), training_pass))
         self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
         # DeepSpeed averages over all ranks, which a run undoes in the same way.

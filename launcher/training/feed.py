@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from data_pipeline.loader import Taken
+from data_pipeline.rows.batches import Place
 from longctx.batch import Batch
 from parallel.loss import count_tokens
 from parallel.schedule.degrees import Degrees, degrees_of
@@ -32,8 +33,8 @@ class StepLoader(Protocol):
         """Tokens of all completed steps."""
         ...
 
-    def __next__(self) -> Batch:
-        """The next micro-batch."""
+    def take(self, place: Place) -> Taken:
+        """This rank's part of the next micro-batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,6 +54,8 @@ class StepData:
     """Tokens of all steps up to this one, over all ranks, without padding."""
     lengths: list[tuple[int, ...]]
     """Tokens of the documents of each whole micro-batch."""
+    rows: list[tuple[int, ...]]
+    """Numbers, in the step, of the rows of each micro-batch."""
     shards: list[Batch]
     """This rank's part of each micro-batch, on the CPU."""
     own_counts: tuple[int, int]
@@ -78,18 +81,20 @@ class StepFeed:
     def __init__(
         self,
         loader: StepLoader,
-        shard_batch: Callable[[Batch], Batch],
+        place: Place,
         *,
         num_steps: int,
         device: torch.device,
         measure: bool = False,
     ) -> None:
-        """For a GPU shards lie in page-locked memory, which it copies from while it computes.
+        """``place`` says which tokens are this rank's: no others are read.
+
+        For a GPU they lie in page-locked memory, which it copies from while it computes.
 
         With ``measure`` a step says how its micro-batches lie on their ranks (``StepData.degrees``).
         """
         self._measure = measure
-        self._loader, self._shard_batch, self._device = loader, shard_batch, device
+        self._loader, self._place, self._device = loader, place, device
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
         # One step ahead: a second would only take memory.
@@ -163,16 +168,17 @@ class StepFeed:
             self._ready.put(_Failure(error))
 
     def _prepare(self) -> StepData:
-        """Read a step's rows and cut this rank's shards out of them."""
+        """Read this rank's part of a step's rows."""
         loader = self._loader
         order = loader.state_dict()
-        lengths, shards, degrees = [], [], []
+        lengths, rows, shards, degrees = [], [], [], []
         for _ in range(loader.micro_batches_per_step):
-            batch = next(loader)
-            lengths.append(batch.documents.lengths)
-            shard = self._shard_batch(batch)
+            taken = loader.take(self._place)
+            shard = taken.share
+            lengths.append(taken.documents.lengths)
+            rows.append(taken.rows)
             if self._measure:
-                degrees.append(degrees_of(shard.placement, shard.documents.bounds, batch.documents.num_documents))
+                degrees.append(degrees_of(shard.placement, shard.documents.bounds, taken.documents.num_documents))
             if self._device.type == "cuda":
                 shard = shard.map_tokens(lambda x: x.pin_memory())
             shards.append(shard)
@@ -181,6 +187,7 @@ class StepFeed:
             after=loader.state_dict(),
             tokens_consumed=loader.tokens_consumed,
             lengths=lengths,
+            rows=rows,
             shards=shards,
             own_counts=count_tokens(shards),
             degrees=degrees,

@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
+from data_pipeline.rows.batches import Share
 from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import padded_tokens
+from launcher.config.side_by_side import padded_documents, padded_tokens
 from launcher.training.compiling import compiler_of
 from longctx.batch import Batch, PackedDocuments
 from longctx.kernels.processor import fastest_products
@@ -65,11 +66,18 @@ def build_layout(config: RunConfig, mesh: Mesh, documents: PackedDocuments) -> S
     return SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
 
 
-def shard_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
-    """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
+def share_of(documents: PackedDocuments, config: RunConfig, mesh: Mesh) -> Share:
+    """Which tokens of a micro-batch with these documents are this rank's; ``config`` has its layout settled."""
     # Rows side by side need not divide by the ranks: padding behind them does.
+    padded = padded_documents(config, documents)
+    layout = build_layout(config, mesh, padded)
+    # The plans of attention start from the same layout: it travels with the tokens.
+    return Share(padded, layout.rank_runs(mesh.context_rank), layout)
+
+
+def shard_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
+    """This rank's tokens of a whole micro-batch that did not come from a loader, where the batch is: on the CPU."""
     batch = batch.padded(padded_tokens(config, batch.documents.num_tokens))
     layout = build_layout(config, mesh, batch.documents)
-    # The plans of attention start from the same layout: it travels with the batch.
     shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
     return dataclasses.replace(shard, placement=layout)

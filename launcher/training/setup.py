@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.rows.batches import Share
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
@@ -22,6 +23,7 @@ from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
+from launcher.metrics.throughput import training_flops
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
 from launcher.run_folder import prepare_folder, start_logging
@@ -29,14 +31,14 @@ from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.expert_record import expert_layers
-from launcher.training.feed import StepFeed
-from launcher.training.model import build_causal_lm, build_layout, shard_batch
+from launcher.training.feed import StepData, StepFeed
+from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
-from longctx.batch import Batch
+from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
@@ -98,7 +100,7 @@ class Run:
         """The data of the steps to come, in their order."""
         return StepFeed(
             self.loader,
-            self.shard_batch,
+            self.place,
             num_steps=max(0, self.config.last_step - self.progress.step),
             device=self.device,
             measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
@@ -109,25 +111,29 @@ class Run:
         """The layers that have experts: the rows of every tensor with an L axis."""
         return expert_layers(self.model)
 
+    def place(self, documents: PackedDocuments) -> Share:
+        """Which tokens of a micro-batch with these documents are this rank's."""
+        return share_of(documents, self.config, self.mesh)
+
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch, where the batch is: on the CPU."""
+        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
         return shard_batch(batch, self.config, self.mesh)
 
-    def first_token(self, micro_batch: int) -> int:
-        """The index, among all tokens of a step, of the first one of this rank's micro-batch."""
-        rows = self.loader.micro_batches.rows(micro_batch, self.mesh.data_rank)
-        return rows.start * self.config.data.seq_len
+    def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""
+        return tuple(row * self.config.data.seq_len for row in rows)
 
-    def token_indices(self, shards: Sequence[Batch]) -> list[Tensor]:
+    def token_indices(self, data: StepData) -> list[Tensor]:
         """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.
 
         −1 for what pads a micro-batch for its ranks.
         """
-        found = []
-        for number, shard in enumerate(shards):
+        found, row_tokens = [], self.config.data.seq_len
+        for rows, shard in zip(data.rows, data.shards, strict=True):
             index = shard.placement.indices(self.mesh.context_rank)
-            tokens = len(self.loader.micro_batches.rows(number, self.mesh.data_rank)) * self.config.data.seq_len
-            found.append(torch.where(index < tokens, index + self.first_token(number), -1))
+            row, place = index // row_tokens, index % row_tokens
+            first = torch.tensor(self.first_tokens(rows))[row.clamp(max=len(rows) - 1)]
+            found.append(torch.where(row < len(rows), first + place, -1))
         return found
 
 
@@ -244,7 +250,10 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     }
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     shards = _open_shards(config, config.data.train)
-    loader = build_loader(shards, rows_per_step=config.rows_per_step, seed=config.run.seed, **common)
+    cost = None
+    if config.data.balance:
+        cost = partial(training_flops, model)
+    loader = build_loader(shards, rows_per_step=config.rows_per_step, seed=config.run.seed, cost=cost, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
         advice = f"Try --model.vocab_size {vocab_size}."

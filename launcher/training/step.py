@@ -19,7 +19,6 @@ from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
 from launcher.training.setup import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
-from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
@@ -46,14 +45,14 @@ class TrainStep:
         # 1. The step's rows, and this rank's shard of each micro-batch. ``order`` says where they begin in the data:
         # the routing files and the message about a broken step need it. The next step's are prepared meanwhile.
         data, waited = run.feed.next_step()
-        order, shards = data.order, data.shards
+        order = data.order
         if run.routing.active:
-            run.routing.begin(step, order, run.token_indices(shards))
+            run.routing.begin(step, order, run.token_indices(data))
 
         # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
         # the step's loss is one sum over one count whatever the degrees and the accumulation.
         counts = sum_counts(data.own_counts)
-        sums = self.forward_backward(shards, counts, progress)
+        sums = self.forward_backward(data, counts, progress)
         totals = sums.over_ranks(_model_flops(run, data))
 
         # 3. A step that is not finite ends the run here: weights and moments are still those of the step before.
@@ -89,17 +88,17 @@ class TrainStep:
         }
         return Progress(step=step, expert_load_LE=load_LE), record
 
-    def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
+    def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
         """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""
         run, sums, load_LE = self.run, StepSums(), None
         if progress.expert_load_LE is not None:
             load_LE = load_share(progress.expert_load_LE).to(run.device)
-        for number, shard in enumerate(shards):
+        for number, (rows, shard) in enumerate(zip(data.rows, data.shards, strict=True)):
             # Dropout and jitter depend on the run's seed, the step and a token's index in it, and on nothing else:
             # another degree or a resumed run draws the same numbers.
             training_pass = TrainingPass(
                 seed=run.config.run.seed * 0x9E3779B1 + progress.step,
-                first_token=run.first_token(number),
+                first_tokens=run.first_tokens(rows),
                 expert_load_LE=load_LE,
                 replay=run.routing.replay(number),
             )

@@ -123,8 +123,7 @@ class Trainer:
         assert run.validation is not None
         record = validate(
             run.engine.model,
-            run.validation,
-            run.shard_batch,
+            run.validation.shares(run.place),
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from parallel.loss import sum_over_ranks
 
 def validate(
     model: CausalLM,
-    batches: Iterable[Batch],
-    shard_batch: Callable[[Batch], Batch],
+    shards: Iterable[Batch],
     device: torch.device,
     *,
     seq_len: int,
@@ -27,15 +26,14 @@ def validate(
     """A validation record without its step: loss, unigram entropy and loss by position. Collective.
 
     ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known.
-    ``shard_batch`` cuts a micro-batch down to this rank's tokens, which ``model`` then reads on ``device``. Sums are
-    float64, so the loss depends on the number of ranks by rounding alone.
+    ``shards`` are this rank's tokens of each micro-batch, which ``model`` reads on ``device``. Sums are float64, so the
+    loss depends on the number of ranks by rounding alone.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
     targets_by_bin = torch.zeros(len(edges), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
-    for batch in batches:
-        shard = shard_batch(batch)
+    for shard in shards:
         # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
         nll = model.token_nll(shard.to(device)).flatten().double().cpu()
         counted = shard.targets.flatten() != IGNORED_TARGET

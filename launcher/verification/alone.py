@@ -89,7 +89,7 @@ def _gradients(
     for batch, first_token in zip(batches, first_tokens, strict=True):
         training_pass = TrainingPass(
             seed=config.run.seed * 0x9E3779B1 + step,
-            first_token=first_token,
+            first_tokens=(first_token,),
             expert_load_LE=load_LE,
         )
         # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.

@@ -39,7 +39,7 @@ def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Itera
         for own, shard in zip(rows, shards, strict=True):
             training_pass = TrainingPass(
                 seed=config.run.seed * 0x9E3779B1 + step,
-                first_token=own.start * config.data.seq_len,
+                first_tokens=(own.start * config.data.seq_len,),
                 expert_load_LE=load_LE,
             )
             loss = engine.forward(shard.to(device), training_pass)

@@ -287,7 +287,7 @@ class Decoder(nn.Module):
             plans=plans,
             length=length,
             cache=cache,
-            dropout=build_dropout(self.config, training_pass, token_Bt),
+            dropout=build_dropout(self.config, training_pass, token_Bt, row_tokens=row_tokens),
             experts=_build_moe_call(
                 self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
             ),
@@ -422,7 +422,7 @@ def _build_moe_call(
         run,
         documents_Bt=stats_documents_Bt,
         num_documents=documents.num_documents,
-        jitter=build_jitter(config, training_pass, token_Bt),
+        jitter=build_jitter(config, training_pass, token_Bt, row_tokens=row_tokens),
         capacity=capacity,
         replay=training_pass.replay,
     )

@@ -58,8 +58,9 @@ class TrainingPass:
     seed: int | None = None
     """Decides all that is random. None switches off what happens in training alone: dropout, router jitter and the
     experts' capacity."""
-    first_token: int = 0
-    """Index of the pass's first token among all tokens that share the seed."""
+    first_tokens: tuple[int, ...] = (0,)
+    """For each row of the pass the index of its first token among all tokens that share the seed; one entry is that of
+    the whole pass, whose rows then follow each other."""
     expert_load_LE: Tensor | None = None
     """The loads of the step before (``load_share``), for a balance loss over the global batch; None before the first
     step."""
@@ -80,19 +81,37 @@ def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
     return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
 
 
-def build_dropout(config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None) -> Dropout | None:
-    """The residual dropout of the pass, whose tokens have these indices in the micro-batch."""
+def build_dropout(
+    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int
+) -> Dropout | None:
+    """The residual dropout of the pass, whose tokens have these indices in the micro-batch (``build_capacity``)."""
     if token_Bt is None or training_pass.seed is None or not config.residual_dropout:
         return None
     # Indices among all tokens of the seed: a token's mask is the same however the batch is split over ranks.
-    return Dropout(config.residual_dropout, training_pass.seed, token_Bt + training_pass.first_token)
+    return Dropout(config.residual_dropout, training_pass.seed, _of_seed(training_pass, token_Bt, row_tokens))
 
 
-def build_jitter(config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None) -> Jitter | None:
+def build_jitter(
+    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int
+) -> Jitter | None:
     """The router jitter of the pass."""
     if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.router_jitter):
         return None
-    return Jitter(config.router_jitter, training_pass.seed, token_Bt + training_pass.first_token)
+    return Jitter(config.router_jitter, training_pass.seed, _of_seed(training_pass, token_Bt, row_tokens))
+
+
+def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> Tensor:
+    """The indices of tokens among all that share the seed."""
+    first = training_pass.first_tokens
+    if len(first) == 1:
+        return token_Bt + first[0]
+    if row_tokens == 0:
+        row_tokens = token_Bt.shape[1]
+    # Where each row begins, less where it begins in the micro-batch.
+    moves = [start - row * row_tokens for row, start in enumerate(first)]
+    # On the CPU, and sent along: a device would be waited for.
+    moves_N = torch.tensor(moves).to(token_Bt.device, non_blocking=True)
+    return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
 
 
 def build_capacity(

@@ -22,6 +22,7 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import write_lengths
+from tests.launcher.training.test_feed import all_of_it
 
 SEQ_LEN = 128
 
@@ -167,11 +168,11 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
 
 def test_a_feed_reads_the_same_rows_ahead(shards: ShardSet, stream: torch.Tensor):
     (loader,) = loaders(shards)
-    feed = StepFeed(loader, lambda batch: batch, num_steps=40, device=torch.device("cpu"))
+    feed = StepFeed(loader, all_of_it, num_steps=40, device=torch.device("cpu"))
     try:
         for step in range(40):
             data, _ = feed.next_step()
-            tokens = torch.cat([batch.tokens for batch in data.shards])
+            tokens = torch.cat([batch.tokens.view(-1, loader.seq_len) for batch in data.shards])
             assert torch.equal(tokens, stream[24 * step : 24 * step + 24, 0])
     finally:
         feed.close()

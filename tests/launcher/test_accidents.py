@@ -55,7 +55,7 @@ PLACES = [
     Place("start", "launcher.training.setup", "build_engine"),
     Place("start", "parallel.zero.partition", "Wrapping.start"),
     Place("start", "launcher.training.trainer", "Trainer._open_folder"),
-    Place("step", "launcher.training.setup", "Run.shard_batch", call=2),
+    Place("step", "launcher.training.setup", "Run.place", call=2),
     Place("step", "launcher.training.step", "sum_counts", call=2),
     Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2),
     Place("step", "parallel.transport.point_to_point", "PointToPoint.forward", call=3),

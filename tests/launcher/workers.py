@@ -23,11 +23,11 @@ from launcher.cluster.exit import run_to_exit_code
 from launcher.config.side_by_side import settle_context
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
+from launcher.training.feed import StepData
 from launcher.training.setup import Progress, Run, build_run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from launcher.training.trainer import Trainer
-from longctx.batch import Batch
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from longctx.files import sync_path
@@ -68,10 +68,10 @@ def breaking_step(step: int, act: Callable[[Run], None]) -> type[TrainStep]:
     """Steps of which one breaks something before its forward pass."""
 
     class BreakingStep(TrainStep):
-        def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
+        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
             if progress.step + 1 == step:
                 act(self.run)
-            return super().forward_backward(shards, counts, progress)
+            return super().forward_backward(data, counts, progress)
 
     return BreakingStep
 
@@ -80,8 +80,8 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
     """``train``, but one rank is killed between the backward pass and the update of a step."""
 
     class KilledStep(TrainStep):
-        def forward_backward(self, shards: list[Batch], counts: StepCounts, progress: Progress) -> StepSums:
-            sums = super().forward_backward(shards, counts, progress)
+        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
+            sums = super().forward_backward(data, counts, progress)
             if self.run.mesh.rank == rank and progress.step + 1 == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             return sums

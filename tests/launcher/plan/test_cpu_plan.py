@@ -15,6 +15,7 @@ from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
 from launcher.plan.parameters import num_parameters
 from launcher.plan.products import weights_of_layers
 from launcher.plan.screen import summary
+from launcher.plan.search import variants
 from launcher.plan.world import World
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS
@@ -248,3 +249,9 @@ def test_what_a_profile_leaves_out_is_like_what_it_has():
     experts = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_ffn_size": 32}
     for changed in ({}, layers, experts, {"train__chunk_tokens": 64, "train__keep": "inputs"}):
         assert plan(hardware, **changed).seconds.total > 0
+
+
+def test_a_search_moves_nothing_to_the_memory_that_it_is_in():
+    tried = list(variants(config_of(), World(ranks=1, ranks_per_node=1), set(), "cpu"))
+    assert {(one.zero.offload, one.train.store) for one in tried} == {("none", "device")}
+    assert {one.zero.offload for one in variants(config_of(), World(ranks=1, ranks_per_node=1), set())} > {"none"}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from data_pipeline.loader import Taken
+from data_pipeline.rows.batches import Place, Share
 from launcher.training import feed as feed_module
 from launcher.training.feed import StepFeed
 from longctx.batch import Batch, PackedDocuments
@@ -36,7 +38,7 @@ class NumberedLoader:
     def state_dict(self) -> dict[str, Any]:
         return {"rows": 2 * (self.asked // 2)}
 
-    def __next__(self) -> Batch:
+    def take(self, place: Place) -> Taken:
         assert self.gate.wait(WAIT)
         self.threads.add(threading.current_thread().name)
         if self.asked == self.fail_at:
@@ -45,13 +47,19 @@ class NumberedLoader:
         self.asked += 1
         if self.asked % 2 == 0:
             self.prepared[self.asked // 2 - 1].set()
-        return Batch(
-            tokens=row, targets=row, positions=row, document_ids=row * 0, documents=PackedDocuments.of_rows(1, 2)
-        )
+        documents = PackedDocuments.of_rows(1, 2)
+        share = place(documents)
+        assert share.documents == documents
+        batch = Batch(tokens=row, targets=row, positions=row, document_ids=row * 0, documents=documents)
+        return Taken(batch, documents, ((self.asked - 1) % 2,))
+
+
+def all_of_it(documents: PackedDocuments) -> Share:
+    return Share(documents, [(0, documents.num_tokens, 1)], None)
 
 
 def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu") -> StepFeed:
-    return StepFeed(loader, lambda batch: batch.flatten_rows(), num_steps=num_steps, device=torch.device(device))
+    return StepFeed(loader, all_of_it, num_steps=num_steps, device=torch.device(device))
 
 
 def threads() -> list[str]:
@@ -103,7 +111,7 @@ def test_the_state_is_that_of_the_steps_that_were_given():
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, {"rows": 2}, 4)
     data, _ = feed.next_step()
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 2}, {"rows": 4}, 8)
-    assert (data.own_counts, data.lengths) == ((4, 4), [(2,), (2,)])
+    assert (data.own_counts, data.lengths, data.rows) == ((4, 4), [(2,), (2,)], [(0,), (1,)])
     feed.close()
 
 

@@ -333,7 +333,7 @@ def test_a_compiled_step_may_have_another_seed():
     torch.compiler.reset()
     compiled = torch.compile(lm, backend="aot_eager")
     for seed in (5, 5 + 0x9E3779B1, 2**62 + 3):
-        training_pass = TrainingPass(seed=seed, first_token=7 * (seed % 3))
+        training_pass = TrainingPass(seed=seed, first_tokens=(7 * (seed % 3),))
         wanted = lm(EXPERT_BATCH, training_pass)
         torch.testing.assert_close(compiled(EXPERT_BATCH, training_pass), wanted, atol=1e-5, rtol=1e-5)
     torch.compiler.reset()

@@ -68,7 +68,7 @@ def micro_batch(data_rank: int) -> Batch:
 def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
     loads = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     load_LE = loads / loads.mean(1, keepdim=True)
-    training_pass = TrainingPass(seed=7, first_token=data_rank * ROWS * LENGTH, expert_load_LE=load_LE)
+    training_pass = TrainingPass(seed=7, first_tokens=(data_rank * ROWS * LENGTH,), expert_load_LE=load_LE)
     loss = LossSum.from_tensors(model(batch, training_pass))
     StepCounts(targets=1, tokens=1).loss(loss, CONFIG).backward()  # sums stay sums
     return loss

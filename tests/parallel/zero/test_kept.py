@@ -53,7 +53,7 @@ def rows() -> list[Batch]:
 
 
 def training_pass(row: int) -> TrainingPass:
-    return TrainingPass(seed=SEED, first_token=row * SEQ_LEN)
+    return TrainingPass(seed=SEED, first_tokens=(row * SEQ_LEN,))
 
 
 def alone(config: ModelConfig) -> tuple[float, float, dict[str, Tensor]]:

@@ -134,7 +134,7 @@ def test_training_alone_jitters():
     assert not torch.equal(jittered, plain[0])
     assert torch.equal(jittered, model()(BATCH, TRAINING)[0])
     assert not torch.equal(jittered, lm(BATCH, TrainingPass(seed=12))[0])
-    assert not torch.equal(jittered, lm(BATCH, TrainingPass(seed=11, first_token=1))[0])
+    assert not torch.equal(jittered, lm(BATCH, TrainingPass(seed=11, first_tokens=(1,)))[0])
 
 
 def test_routers_alone_read_jittered_values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -153,10 +154,14 @@ def decoder_of(*, rate: float = 0.25, experts: bool = False, core=None, keep="al
     return Decoder(config, core, execution=Execution(keep)).double()
 
 
-def run(decoder: Decoder, batch, *, seed: int | None = 11, first_token: int = 0) -> Tensor:
-    given = TrainingPass(seed=seed, first_token=first_token)
+def run(decoder: Decoder, batch, *, seed: int | None = 11, first_tokens: tuple[int, ...] = (0,)) -> Tensor:
     return decoder(
-        batch.tokens, batch.positions, batch.cu_seqlens, document_ids=batch.document_ids, training_pass=given
+        batch.tokens,
+        batch.positions,
+        batch.cu_seqlens,
+        document_ids=batch.document_ids,
+        row_tokens=batch.row_tokens,
+        training_pass=TrainingPass(seed=seed, first_tokens=first_tokens),
     )
 
 
@@ -241,7 +246,7 @@ def test_micro_batches_of_one_seed_continue_its_places():
     decoder = decoder_of(core=Blind())
     whole = run(decoder, batch)
     for part, start in zip(parts, (0, 6), strict=True):
-        found = run(decoder, part, first_token=start)
+        found = run(decoder, part, first_tokens=(start,))
         torch.testing.assert_close(found, whole[:, start : start + 6], atol=1e-13, rtol=0)
 
 
@@ -256,3 +261,18 @@ def test_the_mean_over_seeds_is_the_plain_function():
     plain = embed(batch.tokens, batch.positions, None).detach()
     error = (torch.stack(means).mean(0) - plain).abs() / plain.abs()
     assert error.max() < 5 * (0.3 / 0.7 / 400) ** 0.5
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_rows_keep_their_places_in_whatever_order_they_come(flat):
+    """Rows 2, 0 and 3 of a step as one micro-batch, as rows and laid end to end."""
+    batch = packed_batch([[4, 2], [6], [1, 5], [6]])
+    decoder = decoder_of(core=Blind())
+    whole = run(decoder, batch)
+    chosen = (2, 0, 3)
+    part = packed_batch([[[4, 2], [6], [1, 5], [6]][row] for row in chosen])
+    part = replace(part, tokens=batch.tokens[list(chosen)])
+    if flat:
+        part = part.flatten_rows()
+    found = run(decoder, part, first_tokens=tuple(6 * row for row in chosen))
+    torch.testing.assert_close(found.view(3, 6, -1), whole[list(chosen)], atol=1e-13, rtol=0)
