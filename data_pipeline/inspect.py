@@ -11,7 +11,8 @@ from data_pipeline.prepare.build import VALIDATION_FOLDER
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.shards.manifest import Manifest
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.problems import shard_problems
+from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
 from longctx.errors import ConfigError, DataError
 from longctx.files import hash_file
 from longctx.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
 
     All offsets are read, 8 bytes a document, for the longest one.
     """
-    shards = ShardSet.open(folder, verify=False)
+    shards = ShardSet.open(folder)
     manifest = shards.manifest
     packing = None
     if seq_len is not None:
@@ -125,7 +126,7 @@ def show_row(
     about a second for a million documents. ConfigError where there is no such row.
     """
     _check_seq_len(seq_len)
-    shards = ShardSet.open(folder, verify=False)
+    shards = ShardSet.open(folder)
     tokenizer = shards.tokenizer()
     # The same pure function as the loader's: what is shown is what a run reads.
     planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle)
@@ -168,8 +169,8 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
 def verify(folder: str | Path) -> list[str]:
     """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
 
-    Reads every byte: manifest hash, sizes, checksums, offsets, ids below the vocabulary size, the tokenizer file, and
-    Arrow files that no manifest lists.
+    Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
+    names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
     """
     folder = Path(folder)
     held_out = folder / VALIDATION_FOLDER
@@ -186,23 +187,29 @@ def _problems(folder: Path) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
-    # A file that nobody reads is a sign of a copy that mixed two folders.
-    listed = {entry.file for entry in manifest.shards}
-    for path in sorted(folder.glob("*.arrow")):
-        if path.name not in listed:
-            yield f"{path} is not listed in the manifest."
     if manifest.left_out:
         yield from _list_problems(folder / LEFT_OUT_FILE, manifest.left_out)
-    broken = list(_broken_shards(folder, manifest))
-    yield from broken
-    # Opening the folder would only repeat the first broken shard.
-    if not has_tokenizer(folder):
-        yield f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
-    elif not broken:
+    tokenizer = None
+    problem = f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
+    if has_tokenizer(folder):
         try:
-            ShardSet.open(folder, verify=False).tokenizer()
+            tokenizer = manifest_tokenizer(folder, manifest)
         except DataError as error:
-            yield str(error)
+            problem = str(error)
+    padding = None
+    if tokenizer is not None:
+        padding = _padding_alone(tokenizer)
+    yield from shard_problems(folder, manifest, padding=padding)
+    if tokenizer is None:
+        yield problem
+
+
+def _padding_alone(tokenizer: Tokenizer) -> int | None:
+    """The id that fills rows, where it stands for nothing else: no document holds it then."""
+    padding, special = tokenizer.padding, tokenizer.special
+    if padding != special.padding or padding in (special.begin, special.end) or tokenizer.decode([padding]):
+        return None
+    return padding
 
 
 def _list_problems(path: Path, hash: str) -> Iterator[str]:
@@ -211,26 +218,6 @@ def _list_problems(path: Path, hash: str) -> Iterator[str]:
         yield f"{path} is missing."
     elif hash_file(path) != hash:
         yield f"{path} was changed after it was written."
-
-
-def _broken_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with the shards, read one by one: a damaged file does not hide another."""
-    documents = tokens = 0
-    for entry in manifest.shards:
-        documents += entry.documents
-        tokens += entry.tokens
-        try:
-            values = ShardSet.open_one(folder, manifest, entry).shard_tokens(0)
-        except DataError as error:
-            yield str(error)
-            continue
-        # A checksum proves that the file is as it was written, not that what was written is right.
-        largest = int(values.max(initial=0))
-        if largest >= manifest.vocab_size:
-            yield f"{folder / entry.file} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
-    # Each entry may fit its file while the totals do not: an entry is missing, or there twice.
-    if (documents, tokens) != (manifest.documents, manifest.tokens):
-        yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
 
 
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:

@@ -22,6 +22,7 @@ from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackRepo
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.position import Position, read_position
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
 from longctx.batch import Batch, PackedDocuments
 from longctx.errors import ConfigError, DataError
 
@@ -32,7 +33,7 @@ Cost = Callable[[Sequence[int]], int]
 
 
 def build_loader(
-    folder: str | Path,
+    folder: str | Path | ShardSet,
     *,
     seq_len: int,
     rows_per_step: int,
@@ -49,8 +50,8 @@ def build_loader(
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
     With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``).
-    ``verify`` reads every shard once to check its checksum. Raises ``ConfigError`` for sizes that do not fit,
-    ``DataError`` for a folder that cannot be read.
+    With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
+    Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
@@ -68,7 +69,7 @@ def build_loader(
 
 
 def build_validation_loader(
-    folder: str | Path,
+    folder: str | Path | ShardSet,
     *,
     seq_len: int,
     max_rows: int | None = None,
@@ -325,11 +326,16 @@ class ValidationLoader:
         return self._planner.plan(0, block).row(row - self._first_rows[block])
 
 
-def _open(folder: str | Path, *, verify: bool) -> ShardSet:
+def _open(folder: str | Path | ShardSet, *, verify: bool) -> ShardSet:
     """The shard folder; ``DataError`` if it has no documents."""
-    shards = ShardSet.open(folder, verify=verify)
+    if isinstance(folder, ShardSet):
+        shards = folder
+    elif verify:
+        shards = open_verified(folder)
+    else:
+        shards = ShardSet.open(folder, verify=False)
     if not shards.num_documents:
-        raise DataError(f"{folder} holds no documents. Build it again from a source with text.")
+        raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
     return shards
 
 

@@ -20,6 +20,7 @@ def read_texts(folder: str | Path) -> Iterator[str]:
         shards = open_verified(folder)
         tokenizer = shards.tokenizer()
         for number in range(shards.num_documents):
+            shards.check_files([number])
             yield tokenizer.decode(shards.document(number))
         return
     for document in open_source(str(folder)):

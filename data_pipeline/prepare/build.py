@@ -14,7 +14,7 @@ from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, LeftOutFile, read_left_out
 from data_pipeline.prepare.sources import Source
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, ShardWriter
 from data_pipeline.shuffle import falls_below
 from longctx.errors import DataError
@@ -183,7 +183,8 @@ def _check_same_recipe(
     """Raise ``DataError`` unless ``output`` is what this build would make; say what differs."""
     if not (output / MANIFEST_FILE).is_file():
         raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
-    manifest = ShardSet.open(output).manifest
+    # Whole: who builds again may do so because something is damaged. What is stamped is not read again.
+    manifest = open_verified(output, whole=True).manifest
     wanted = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     found = {"source": manifest.sources, "tokenizer": manifest.tokenizer, "options": manifest.options}
     differing = [name for name in wanted if wanted[name] != found[name]]
@@ -194,7 +195,7 @@ def _check_same_recipe(
         )
     if (output / VALIDATION_FOLDER).exists():
         # Raises for a damaged split, which is not up to date either.
-        ShardSet.open(output / VALIDATION_FOLDER)
+        open_verified(output / VALIDATION_FOLDER, whole=True)
 
 
 def _report(

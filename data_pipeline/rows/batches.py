@@ -102,9 +102,24 @@ class _Layout:
             number += 1
 
 
+def _documents_read(layout: _Layout, share: Share) -> set[int]:
+    """The documents of which a share has tokens."""
+    found: set[int] = set()
+    for start, count, step in share.runs:
+        for number, _, _ in layout.overlapping(share.documents, start, start + (count - 1) * step + 1):
+            # Padding behind the rows has no piece, and padding within them has none of a document.
+            if number < len(layout.pieces):
+                piece = layout.pieces[number]
+                if piece is not None:
+                    found.add(piece[0])
+    return found
+
+
 def _read(shards: ShardSet, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0) -> Batch:
     """The tokens of a share, and what belongs to them."""
     num_tokens = shape[0] * shape[1]
+    # Once for all that is read here, and right before it.
+    shards.check_files(_documents_read(layout, share))
     # Everything starts as padding, and each piece overwrites its part.
     tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +32,16 @@ class ShardEntry:
     xxh3_128: str
     documents: int
     tokens: int
+    sums: str = ""
+    """xxh3_128 of the sums of the file's blocks (``shards.sums``); empty in folders of releases without them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that is written."""
+        values = dataclasses.asdict(self)
+        # Older folders have none, and their hash must stay what it was.
+        if not self.sums:
+            del values["sums"]
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +80,15 @@ class Manifest:
             return None
         return self.text_bytes / self.tokens
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether there are sums of blocks for every shard, so that a read can check what it touches."""
+        return all(entry.sums for entry in self.shards)
+
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        body["shards"] = [entry.to_json() for entry in self.shards]
         # Written where there are some only: most folders have none, and older ones have no such entry.
         if not self.inexact_documents:
             del body["inexact_documents"]
@@ -104,14 +122,78 @@ class Manifest:
             )
         recorded = body.pop("hash", None)
         # The manifest holds the shards' checksums, so its own hash vouches for every byte of the folder.
-        if hash_json(body) != recorded:
+        try:
+            is_whole = hash_json(body) == recorded
+        except UnicodeEncodeError:
+            # Half of a surrogate pair, which JSON can spell and nobody wrote.
+            is_whole = False
+        if not is_whole:
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
         try:
-            shards = [ShardEntry(**entry) for entry in body.pop("shards")]
+            listed = body.pop("shards")
+            if not isinstance(listed, list):
+                raise TypeError("shards is no list")
+            shards = [ShardEntry(**entry) for entry in listed]
             fields = {name: value for name, value in body.items() if name not in ("format", "version")}
-            return cls(shards=shards, **fields)
+            manifest = cls(shards=shards, **fields)
         except (TypeError, KeyError) as error:
             raise DataError(f"{path} lacks a field or has one too many ({error}). Build the shards again.") from error
+        # Anybody can seal a manifest, and a folder may come from a stranger.
+        for problem in manifest_problems(manifest):
+            raise DataError(f"{path}: {problem}. Take a folder that `longctx data build` wrote.")
+        return manifest
+
+
+def manifest_problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what cannot be right whatever the files hold: types, file names, sizes; the first may hide others."""
+    yield from _wrong_types("", manifest)
+    seen: set[str] = set()
+    for number, entry in enumerate(manifest.shards):
+        where = f"shards[{number}]"
+        yield from _wrong_types(f"{where}.", entry)
+        # A name that leads elsewhere would have us read, and name in messages, files of others.
+        if not _SHARD_NAME.fullmatch(entry.file):
+            yield f"{where}.file={_shown(entry.file)} is no name of a shard in this folder, such as 00000.arrow"
+        if entry.file in seen:
+            yield f"{entry.file} is listed twice"
+        seen.add(entry.file)
+        for name in ("xxh3_128", "sums"):
+            value = getattr(entry, name)
+            if not _HASH.fullmatch(value) and (value or name != "sums"):
+                yield f"{where}.{name}={_shown(value)} is no checksum of 32 hex digits"
+        # Bounds everything that is reserved or counted by these numbers: the size is compared with the file's.
+        if not 1 <= entry.documents <= entry.tokens or 8 * entry.documents + 2 * entry.tokens > entry.bytes:
+            yield (
+                f"{entry.file} cannot hold {_shown(entry.documents)} documents and {_shown(entry.tokens)} tokens in "
+                f"{_shown(entry.bytes)} bytes"
+            )
+    sums = [entry.file for entry in manifest.shards if entry.sums]
+    if sums and not manifest.has_sums:
+        yield f"{sums[0]} has sums of its blocks and other shards have none"
+    if not 0 <= manifest.padding < manifest.vocab_size <= _MOST_IDS:
+        yield f"padding={_shown(manifest.padding)} and vocab_size={_shown(manifest.vocab_size)} cannot be right"
+
+
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_MOST_IDS = 1 << 32
+_TYPES = {"str": str, "int": int, "list": list, "dict": dict}
+
+
+def _wrong_types(prefix: str, values: ShardEntry | Manifest) -> Iterator[str]:
+    """Yield the fields of another type than the class says, and counts below zero."""
+    for field in dataclasses.fields(values):
+        value, wanted = getattr(values, field.name), _TYPES[str(field.type).partition("[")[0]]
+        # Not isinstance: true is no number.
+        if type(value) is not wanted:
+            yield f"{prefix}{field.name}={_shown(value)} is no {wanted.__name__}"
+        elif isinstance(value, int) and value < 0:
+            yield f"{prefix}{field.name}={_shown(value)} is below 0"
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, whatever a stranger made of it."""
+    return reprlib.repr(value)
 
 
 def hash_json(value: Any) -> str:
@@ -131,7 +213,8 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ``DataError`` says what stands there instead."""
     try:
-        body = json.loads(path.read_bytes())
+        # Decoded here: JSON's own guess takes other encodings too.
+        body = json.loads(path.read_bytes().decode())
     except FileNotFoundError as error:
         raise DataError(
             f"{path.parent} is not a shard folder: it has no {path.name}.\n"
@@ -139,7 +222,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object. Build the shards again.")

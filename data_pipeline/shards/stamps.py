@@ -27,7 +27,19 @@ _NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "cifs", "smb
 
 def file_state(path: Path) -> FileState:
     """What the system says of a file; OSError where there is none."""
-    status = path.stat()
+    return _state(path.stat())
+
+
+def opened_state(path: Path) -> FileState:
+    """The same, of the file opened: a network file system then asks its server, and does not answer from memory."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _state(os.fstat(handle))
+    finally:
+        os.close(handle)
+
+
+def _state(status: os.stat_result) -> FileState:
     # The change time too: a tool that sets the modification time back cannot set that one.
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 

@@ -15,13 +15,15 @@ from typing import Literal
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
+from data_pipeline.shards.sums import read_sums
 from longctx.errors import DataError
 from longctx.files import hash_file
 
 log = logging.getLogger(__name__)
 
-Verify = Literal["start", "stamp", "off"]
-"""When shards are read against their checksums: at every start, once for each state of a file, or never."""
+Verify = Literal["read", "start", "off"]
+"""When shards are checked against their checksums: block by block as they are read; all of them before the first step,
+once for each state of a file, and again as they are read; or never."""
 
 _SETTLED_NANOSECONDS = 2_000_000_000
 """How old a change must be before a stamp is taken: two changes within a tick of the clock have one time."""
@@ -37,11 +39,12 @@ class FolderCheck:
         self.shards = manifest.shards
         self._states = [_state(folder / entry.file) for entry in manifest.shards]
         self._stamps: dict[str, tuple[FileState, str]] = {}
-        if verify == "stamp":
-            self._stamps = read_stamps(folder, self.manifest_hash)
         self.pending: list[ShardEntry] = []
         """Files that have to be read, in the manifest's order."""
-        if verify != "off":
+        self.lacks_sums = verify == "read" and not manifest.has_sums
+        """Whether files are read only because reads could not be checked."""
+        if verify == "start" or self.lacks_sums:
+            self._stamps = read_stamps(folder, self.manifest_hash)
             self.pending = [
                 entry for entry, state in zip(self.shards, self._states, strict=True) if self._is_new(entry, state)
             ]
@@ -53,11 +56,15 @@ class FolderCheck:
         return hash_json([place_of(self.folder), self.manifest_hash, states, [entry.file for entry in self.pending]])
 
     def problem(self, entry: ShardEntry) -> str | None:
-        """Read one file whole; what is wrong with it, None where its checksum is right."""
+        """Read one file whole, and its sums; what is wrong with it, None where its checksum is right."""
         path = self.folder / entry.file
         try:
             if hash_file(path) == entry.xxh3_128:
+                if entry.sums:
+                    read_sums(self.folder, entry)
                 return None
+        except DataError as error:
+            return str(error)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror or error}). Copy the shard again or build the folder again."
         return (
@@ -80,13 +87,16 @@ class FolderCheck:
         return self._stamps.get(entry.file) != (state, entry.xxh3_128)
 
 
-def open_verified(folder: str | Path) -> ShardSet:
-    """Open a folder whose checksums are right; files that have a stamp are not read again. For a process on its own.
+def open_verified(folder: str | Path, *, whole: bool = False) -> ShardSet:
+    """Open a folder of which nothing wrong is ever read, in the cheapest way. For a process on its own.
 
-    DataError names the first file that is missing or damaged.
+    Reads are checked by the sums of blocks. Files without sums, and all of them if ``whole``, are read here; not again
+    where they have a stamp. DataError names the first file that is missing or damaged.
     """
-    shards = ShardSet.open(folder, verify=False)
-    check = FolderCheck(shards.folder, shards.manifest, "stamp")
+    shards = ShardSet.open(folder)
+    if shards.verifies_reads and not whole:
+        return shards
+    check = FolderCheck(shards.folder, shards.manifest, "start")
     for entry in check.pending:
         problem = check.problem(entry)
         if problem is not None:

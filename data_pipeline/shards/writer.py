@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from data_pipeline.shards.manifest import Manifest, ShardEntry, length_histogram
+from data_pipeline.shards.sums import sum_blocks, sums_file
 from longctx.errors import DataError
-from longctx.files import hash_file
+from longctx.files import write_synced
 from longctx.tokenizer.contract import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 26
@@ -119,7 +121,7 @@ class ShardWriter:
         return manifest
 
     def _close_shard(self) -> None:
-        """Write the open documents as the next file."""
+        """Write the open documents as the next file, and the sums of its blocks beside it."""
         path = self._folder / f"{len(self._entries):05d}.arrow"
         batch = _record_batch(self._open, token_dtype(self._vocab_size))
         with path.open("wb") as file:
@@ -128,12 +130,15 @@ class ShardWriter:
             # On the disk before the manifest that vouches for it.
             file.flush()
             os.fsync(file.fileno())
+        whole, sums = sum_blocks(path)
+        write_synced(path.with_name(sums_file(path.name)), sums.tobytes())
         entry = ShardEntry(
             file=path.name,
             bytes=path.stat().st_size,
-            xxh3_128=hash_file(path),
+            xxh3_128=whole,
             documents=len(self._open),
             tokens=self._open_tokens,
+            sums=xxhash.xxh3_128_hexdigest(sums.tobytes()),
         )
         self._entries.append(entry)
         self._open = []

@@ -126,7 +126,7 @@ def inspect(
 def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     """Read every byte of a shard folder and name what is damaged.
 
-    Hashes, sizes, offsets, ids and the tokenizer are checked, of the validation split too.
+    Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
     The exit code is 1 when anything is damaged.
 
     Args:

@@ -37,6 +37,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     _refuse_removed([key_of_flag(argument) for argument in argv if argument.startswith("--")])
+    _refuse_removed_values({key: take_flag(argv, f"--{key}")[1] for key, _ in _REMOVED_VALUES})
     topic = help_topic(argv)
     if topic is not None:
         # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
@@ -147,6 +148,7 @@ def _check_keys(values: dict[str, Any]) -> None:
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
     _refuse_removed(sorted(_named_keys(values)))
+    _refuse_removed_values({f"{section}.{key}": v for section, keys in values.items() for key, v in keys.items()})
     check_not_offered(_named_keys(values))
     for section, entries in values.items():
         if section not in sections:
@@ -171,6 +173,22 @@ def _refuse_removed(names: list[str]) -> None:
     for name in names:
         if name in _REMOVED:
             raise ConfigError(f"key {name} is no more: {_REMOVED[name]}")
+
+
+_REMOVED_VALUES = {
+    ("data.verify", "stamp"): (
+        '"start" is what "stamp" was: each shard is read once before the first step, and again after it changed.\n'
+        'The default, "read", checks what a run reads as it reads it, and starts at once.'
+    ),
+}
+"""Values of earlier versions, and what to write in their place."""
+
+
+def _refuse_removed_values(given: dict[str, Any]) -> None:
+    """ConfigError for a value that an earlier version had."""
+    for key, value in given.items():
+        if isinstance(value, str) and (key, value) in _REMOVED_VALUES:
+            raise ConfigError(f"{key}={value!r} is no more: {_REMOVED_VALUES[key, value]}")
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

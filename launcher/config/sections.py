@@ -87,9 +87,9 @@ class DataSection:
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
     """
-    verify: Literal["start", "stamp", "off"] = "stamp"
-    """When shards are read against their checksums: start reads all at every start; stamp each one once, and again
-    after its size, times or inode changed; off none. Ranks that see the same files divide them."""
+    verify: Literal["read", "start", "off"] = "read"
+    """When shards are checked against their checksums: read checks what is read, as it is read; start reads all before
+    the first step as well, each once unless its size, times or inode change, divided among ranks; off none."""
 
 
 @dataclass(frozen=True, kw_only=True)

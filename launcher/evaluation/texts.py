@@ -63,6 +63,7 @@ def _documents(options: Options, subject: Subject, folder: Path) -> Iterator[tup
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
         for number in range(shards.num_documents):
+            shards.check_files([number])
             yield shards.name(number), shards.document(number)
         return
     shortest, longest = min(options.lengths), 0

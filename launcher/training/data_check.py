@@ -29,6 +29,8 @@ class CheckedData:
     read_files: int
     read_bytes: int
     """Of those that this rank read against their checksums."""
+    without_sums: list[str]
+    """Folders that were read only because reads of them cannot be checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
         bytes=sum(entry.bytes for check in checks for entry in check.shards),
         read_files=len(own),
         read_bytes=sum(entry.bytes for _, entry in own),
+        without_sums=[str(check.folder) for check in checks if check.lacks_sums],
     )
 
 

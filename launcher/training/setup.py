@@ -243,20 +243,17 @@ def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees
 def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
-        # Every rank would read everything: ``check_data`` deals the files out.
-        "verify": False,
         "seq_len": config.data.seq_len,
         "micro_batch_rows": config.train.micro_batch_rows,
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
+    shards = _open_shards(config, config.data.train)
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
-    loader = build_loader(
-        config.data.train, rows_per_step=config.rows_per_step, seed=config.run.seed, cost=cost, **common
-    )
+    loader = build_loader(shards, rows_per_step=config.rows_per_step, seed=config.run.seed, cost=cost, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
         advice = f"Try --model.vocab_size {vocab_size}."
@@ -271,12 +268,18 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         return loader, None
     even = config.parallel.tokens_per_rank > 0
     return loader, build_validation_loader(
-        config.validation_folder, max_rows=config.validation.rows, even=even, **common
+        _open_shards(config, config.validation_folder), max_rows=config.validation.rows, even=even, **common
     )
 
 
+def _open_shards(config: RunConfig, folder: str | Path) -> ShardSet:
+    """A shard folder whose reads are checked, unless nothing shall be."""
+    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
+    return ShardSet.open(folder, verify=config.data.verify != "off")
+
+
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
-    """Read the checksums that data.verify asks for; the log says how much that was. Collective."""
+    """Read the files that data.verify asks for; the log says how much that was. Collective."""
     folders = [loader.shards]
     if validation is not None:
         folders.append(validation.shards)
@@ -289,6 +292,12 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
         checked.read_files,
         checked.read_bytes / 1e9,
     )
+    if checked.without_sums:
+        log.info(
+            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
+            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
+            " and ".join(checked.without_sums),
+        )
 
 
 def _take_order(origin: Origin, loader: Loader) -> None:
@@ -313,7 +322,7 @@ def _tokenizer_files(
     if origin is not None and has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
         return load_tokenizer(origin).files
-    tokenizer = load_tokenizer(loader.shards.folder)
+    tokenizer = loader.shards.tokenizer()
     if origin is not None:
         return uncompared_files(origin, tokenizer)
     return tokenizer.files

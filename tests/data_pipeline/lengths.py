@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.tokenizer import Tokenizer
@@ -14,6 +16,23 @@ from longctx.tokenizer import Tokenizer
 def lengths_of(shards: ShardSet) -> np.ndarray:
     """Tokens of all documents."""
     return shards.lengths_of(np.arange(shards.num_documents))
+
+
+def read_all(shards: ShardSet) -> list[object]:
+    """Everything that a reader gives of its documents: lengths, names and tokens."""
+    documents = [(shards.name(number), shards.document(number).tolist()) for number in range(shards.num_documents)]
+    return [lengths_of(shards).tolist(), shards.longest_document(), *documents]
+
+
+def strip_sums(folder: Path) -> Path:
+    """Make a folder what releases without sums of blocks wrote, its manifest's hash included."""
+    body = json.loads((folder / "manifest.json").read_text())
+    for entry in body["shards"]:
+        del entry["sums"]
+        (folder / entry["file"]).with_suffix(".sums").unlink()
+    del body["hash"]
+    (folder / "manifest.json").write_text(json.dumps({**body, "hash": hash_json(body)}, indent=2) + "\n")
+    return folder
 
 
 def write_lengths(folder: Path, tokenizer: Tokenizer, lengths: list[int], *, shard_tokens: int = 1 << 26) -> ShardSet:

@@ -17,7 +17,7 @@ from data_pipeline.shards.writer import EncodedDocument, ShardWriter, token_dtyp
 from longctx.errors import DataError
 from longctx.files import staged_folder, write_atomically
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import lengths_of
+from tests.data_pipeline.lengths import lengths_of, read_all
 
 
 def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **options) -> Manifest:
@@ -114,7 +114,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "lacks a field",
     ),
     "sealed with wrong counts": (
-        lambda f: edit(f / "manifest.json", lambda m: m["shards"][0].update(tokens=7), seal=True),
+        lambda f: edit(
+            f / "manifest.json", lambda m: m["shards"][0].update(tokens=m["shards"][0]["tokens"] - 1), seal=True
+        ),
         "00000.arrow does not hold",
     ),
 }
@@ -125,7 +127,7 @@ def test_damage_is_named(damaged: Path, damage: str):
     harm, message = DAMAGE[damage]
     harm(damaged)
     with pytest.raises(DataError) as caught:
-        ShardSet.open(damaged)
+        read_all(ShardSet.open(damaged))
     assert message in str(caught.value)
     assert str(damaged) in str(caught.value)
 
@@ -135,9 +137,9 @@ def test_any_flipped_byte_of_a_shard_is_noticed(damaged: Path):
     for offset in range(0, path.stat().st_size, path.stat().st_size // 12):
         flip_byte(path, offset)
         with pytest.raises(DataError, match=r"00000.arrow"):
-            ShardSet.open(damaged)
+            read_all(ShardSet.open(damaged))
         flip_byte(path, offset)
-    ShardSet.open(damaged)
+    read_all(ShardSet.open(damaged))
 
 
 def test_without_verify_a_file_is_looked_at_when_something_of_it_is_asked_for(damaged: Path):
@@ -195,7 +197,7 @@ class TestBoundedMappings:
     def test_every_document_comes_back_in_any_order(self, many: Path):
         shards = ShardSet.open(many, max_mapped=2)
         assert len(shards.manifest.shards) == 9
-        assert mapped(many) == 2
+        assert mapped(many) == 0
         for number in (0, 8, 0, 4, 4, 7, 1, 0, 8):
             assert shards.document(number).tolist() == [number + 1] * 4
             assert mapped(many) <= 2

@@ -14,6 +14,7 @@ from data_pipeline.shards.stamps import cache_folder, place_of
 from data_pipeline.shards.verify import FolderCheck, deal, open_verified
 from longctx.errors import DataError
 from longctx.files import hash_file
+from tests.data_pipeline.lengths import strip_sums
 
 YEAR_2001 = 10**18
 
@@ -26,11 +27,11 @@ def settled(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return damaged
 
 
-def check(folder: Path, verify: str = "stamp") -> FolderCheck:
+def check(folder: Path, verify: str = "start") -> FolderCheck:
     return FolderCheck(folder, Manifest.load(folder), verify)  # type: ignore[arg-type]
 
 
-def pending(folder: Path, verify: str = "stamp") -> list[str]:
+def pending(folder: Path, verify: str = "start") -> list[str]:
     return [entry.file for entry in check(folder, verify).pending]
 
 
@@ -51,8 +52,25 @@ def test_a_file_is_read_once_and_again_when_asked(settled: Path):
     assert pending(settled) == files(settled)
     check(settled).keep_stamps()
     assert pending(settled) == []
-    assert pending(settled, "start") == files(settled)
     assert pending(settled, "off") == []
+
+
+def test_what_is_checked_as_it_is_read_is_not_read_before(settled: Path):
+    assert pending(settled, "read") == []
+    assert not check(settled, "read").lacks_sums
+    strip_sums(settled)
+    assert check(settled, "read").lacks_sums
+    assert pending(settled, "read") == files(settled)
+    check(settled, "read").keep_stamps()
+    assert pending(settled, "read") == pending(settled, "start") == []
+    assert pending(settled, "off") == []
+
+
+def test_the_sums_of_a_shard_are_read_with_it(settled: Path):
+    (settled / "00001.sums").write_bytes(b"")
+    problems = [check(settled).problem(entry) for entry in check(settled).pending]
+    assert [problem is None for problem in problems] == [True, False, *[True] * (len(problems) - 2)]
+    assert "00001.sums is damaged" in str(problems[1])
 
 
 def test_a_read_only_folder_stays_as_it_is(settled: Path):
@@ -124,6 +142,14 @@ def test_a_cache_that_cannot_be_written_is_named(settled: Path):
 def test_a_process_on_its_own_reads_a_file_once(settled: Path, monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
     monkeypatch.setattr("data_pipeline.shards.verify.hash_file", lambda path: read.append(path.name) or hash_file(path))
+    assert open_verified(settled).verifies_reads
+    assert read == [], "nothing, where reads are checked"
+    open_verified(settled, whole=True)
+    assert read == files(settled)
+    open_verified(settled, whole=True)
+    assert read == files(settled)
+    read.clear()
+    strip_sums(settled)
     assert open_verified(settled).document(0).tolist() == ShardSet.open(settled).document(0).tolist()
     assert read == files(settled)
     open_verified(settled)

@@ -56,6 +56,8 @@ CHUNKS = ["--train.chunk_tokens", "8"]
 ONE_A_KEY = ["--model.num_heads", "2", "--model.num_kv_heads", "2"]
 OF_KEPT = [
     (["--train.recompute", "true"], ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
+    (["--data.verify", "stamp"], ["data.verify='stamp' is no more", '"start" is what "stamp" was']),
+    (["--data.verify=stamp"], ["data.verify='stamp' is no more"]),
     (["--train.recompute=false"], ["train.recompute is no more", 'keep = "all"']),
     (["--train.keep", "input"], ["input", "'inputs'"]),
     (["--train.store", "tape"], ["tape", "'host'"]),
@@ -176,6 +178,8 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
         ("[parallel]\ndeterministic = 1\n", ["parallel.deterministic=1", "boolean"]),
         ("[parallel]\ndeterministic = 'yes'\n", ["parallel.deterministic='yes'", "boolean"]),
         ("[train]\nrecompute = true\n", ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
+        ("[data]\nverify = 'stamp'\n", ["data.verify='stamp' is no more", '"start" is what "stamp" was']),
+        ("[data]\nverify = 'always'\n", ["data.verify='always'", "'read', 'start' or 'off'"]),
         ("[train]\nkeep = true\n", ["train.keep=True", "'inputs'"]),
         ("[train]\nstore = 'tape'\n", ["train.store='tape'", "'host'"]),
         ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,14 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.data_check import CheckedData, check_data
+from launcher.training.setup import Run
 from longctx.errors import DataError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer
 from parallel.runtime.process import gather_objects
+from tests.data_pipeline.lengths import strip_sums
 from tests.helpers import run_distributed
-from tests.launcher.workers import build
+from tests.launcher.workers import breaking_step, build, end_guarded, rows
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def many(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path) -> list[ShardSet]:
-    return [ShardSet.open(path, verify=False) for path in (folder, folder / "validation")]
+    return [ShardSet.open(path) for path in (folder, folder / "validation")]
 
 
 def counted(folder: Path, verify: str) -> tuple[CheckedData, list[Path]]:
@@ -67,17 +72,16 @@ def start_with_cache(cache: Path) -> None:
 def read_once_over_all(folder: Path, cache: Path) -> None:
     start_with_cache(cache)
     world = dist.get_world_size()
-    checked, read = counted(folder, "stamp")
+    checked, read = counted(folder, "start")
     of_all = gather_objects(read)
     assert sorted(path for paths in of_all for path in paths) == every_file(folder)
     sizes = [sum(path.stat().st_size for path in paths) for paths in of_all]
     largest = max(path.stat().st_size for path in every_file(folder))
     assert max(sizes) <= checked.bytes / world + largest
     dist.barrier()
-    # Known now, unless it is asked for.
-    assert counted(folder, "stamp")[1] == []
+    # Known now.
+    assert counted(folder, "start")[1] == []
     assert counted(folder, "off")[1] == []
-    assert sorted(path for paths in gather_objects(counted(folder, "start")[1]) for path in paths) == every_file(folder)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -103,15 +107,15 @@ def test_hosts_with_copies_of_their_own_read_each_theirs(many: Path, tmp_path: P
 
 def name_damage(folder: Path, cache: Path) -> None:
     start_with_cache(cache)
-    for verify in ("stamp", "start"):
-        with pytest.raises(DataError) as caught:
-            check_data(opened(folder), verify)  # type: ignore[arg-type]
-        said = str(caught.value).splitlines()
-        assert [re.findall(r"\w+\.arrow", line) for line in said] == [["00001.arrow"], ["00000.arrow"]]
-        assert "validation" in said[1]
+    with pytest.raises(DataError) as caught:
+        check_data(opened(folder), "start")
+    said = str(caught.value).splitlines()
+    assert [re.findall(r"\w+\.arrow", line) for line in said] == [["00001.arrow"], ["00000.arrow"]]
+    assert "validation" in said[1]
     # What was damaged got no stamp, nor did the others of that check.
     assert not cache.exists()
-    check_data(opened(folder), "off")
+    for verify in ("off", "read"):
+        assert check_data(opened(folder), verify).read_files == 0  # type: ignore[arg-type]
 
 
 def test_damaged_files_are_named_on_every_rank(many: Path, tmp_path: Path):
@@ -145,7 +149,7 @@ def go_on_without_a_cache(folder: Path, cache: Path) -> None:
     warned: list[str] = []
     launcher.training.data_check.log.warning = lambda text, *values: warned.append(text % values)  # type: ignore[method-assign]
     for _ in range(2):
-        counted(folder, "stamp")
+        counted(folder, "start")
     assert len(warned) == 2
     assert "could not be written" in warned[0]
     assert "LONGCTX_CACHE" in warned[0]
@@ -171,3 +175,62 @@ def test_a_run_reads_what_its_config_asks_for(many: Path, tmp_path: Path):
     content[len(content) // 2] ^= 1
     (folder / "00001.arrow").write_bytes(content)
     run_distributed(refuse_in_a_run, 2, folder, tmp_path / "run", tmp_path / "cache")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda path: os.truncate(path, 100), "changed while it was being read: it has 100 bytes and had"),
+    "removed": (lambda path: path.unlink(), "is missing, though manifest.json lists it"),
+    "replaced": (
+        lambda path: Path(shutil.copy(path, path.with_suffix(".new"))).replace(path),
+        "was replaced by another file while it was being read",
+    ),
+    "written to": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged: bytes 0 to"),
+}
+
+
+def change_shards(change: str, run: Run) -> None:
+    """What befalls the shards of a run in a step, while the next one's rows are ready on every rank."""
+    while run.feed._ready.empty():
+        time.sleep(0.01)
+    gather_objects(None)
+    if run.is_rank_0:
+        for path in run.loader.shards.folder.glob("*.arrow"):
+            CHANGES[change][0](path)
+    gather_objects(None)
+
+
+def end_on_changed_data(folder: Path, output: Path, change: str, changed: dict) -> None:
+    step = breaking_step(2, functools.partial(change_shards, change))
+    end_guarded(folder, output, changed, 1, [CHANGES[change][1], ".arrow"], step=step)
+    # Not the step that was ready, and no later one.
+    assert [row["step"] for row in rows(output) if row["kind"] == "train"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shards_that_change_under_a_run_end_every_rank(shards: Path, tmp_path: Path, change: str):
+    folder = Path(shutil.copytree(shards, tmp_path / "data"))
+    degree = {"cut short": 1, "removed": 2}.get(change, 1)
+    run_distributed(end_on_changed_data, 2, folder, tmp_path / "run", change, {"parallel.context": degree})
+
+
+def start_on_older_data(folder: Path, output: Path, cache: Path) -> None:
+    start_with_cache(cache)
+    run = build(folder, output, {})
+    assert not run.loader.shards.verifies_reads
+    log = (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
+    assert log.count("Built by a release without sums of blocks") == 1
+    first, again = (check_data(opened(folder), "read") for _ in range(2))
+    assert (first.read_files, again.read_files) == (0, 0), "stamped"
+    with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
+        build(folder.with_name("damaged"), output.with_name("other"), {})
+
+
+def test_data_of_older_releases_is_read_before_the_first_step(many: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(many, tmp_path / "older"))
+    for path in (folder, folder / "validation"):
+        strip_sums(path)
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged")) / "00001.arrow"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    run_distributed(start_on_older_data, 2, folder, tmp_path / "run", tmp_path / "cache")

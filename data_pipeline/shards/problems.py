@@ -1,0 +1,116 @@
+"""``shard_problems``: everything that can be wrong with a folder's shards, whatever its checksums say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, length_histogram
+from data_pipeline.shards.mapped import MappedShard, check_size
+from data_pipeline.shards.sums import ADVICE, damaged_blocks, damaged_ranges, read_sums, sum_blocks, sums_file
+from data_pipeline.shards.writer import token_dtype
+from longctx.errors import DataError
+
+_TOKENS = 1 << 22
+"""Tokens that are looked at together: what is compared takes memory beside the file."""
+_SHOWN = 8
+"""Damaged parts of a file that are named one by one."""
+
+
+def shard_problems(folder: Path, manifest: Manifest, *, padding: int | None) -> Iterator[str]:
+    """Yield what is wrong with the shards, a sentence each. Reads every byte, one file after the other.
+
+    ``padding`` is an id that no document may hold; None where documents may hold them all.
+    """
+    yield from _unlisted(folder, manifest)
+    documents = tokens = 0
+    lengths: list[np.ndarray] = []
+    for entry in manifest.shards:
+        documents += entry.documents
+        tokens += entry.tokens
+        # A damaged file does not hide another.
+        damage = list(_damage(folder, entry))
+        yield from damage
+        if not damage:
+            yield from _wrong_content(folder, manifest, entry, padding, lengths)
+    # Each entry may fit its file while the totals do not: an entry is missing, or there twice.
+    if (documents, tokens) != (manifest.documents, manifest.tokens):
+        yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
+    elif len(lengths) == len(manifest.shards):
+        counted = length_histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
+        if counted != manifest.length_histogram:
+            yield f"{folder}: the documents do not have the lengths that {MANIFEST_FILE} counts."
+
+
+def _unlisted(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield the files that nobody reads: a sign of a copy that mixed two folders."""
+    listed = {entry.file for entry in manifest.shards}
+    listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
+    for path in sorted([*folder.glob("*.arrow"), *folder.glob("*.sums")]):
+        if path.name not in listed:
+            yield f"{path} is not listed in the manifest."
+
+
+def _damage(folder: Path, entry: ShardEntry) -> Iterator[str]:
+    """Yield where a file, or the sums of its blocks, are not what was written."""
+    path = folder / entry.file
+    try:
+        check_size(folder, entry)
+        whole, sums = sum_blocks(path)
+    except DataError as error:
+        yield str(error)
+        return
+    except OSError as error:
+        yield f"{path} cannot be read ({error.strerror or error}). {ADVICE}"
+        return
+    ranges: list[tuple[int, int]] = []
+    if entry.sums:
+        try:
+            listed = read_sums(folder, entry)
+        except DataError as error:
+            yield str(error)
+        else:
+            if len(listed) == len(sums):
+                ranges = damaged_ranges(sums, listed, entry.bytes)
+    for begin, end in ranges[:_SHOWN]:
+        yield str(damaged_blocks(path, begin, end))
+    if len(ranges) > _SHOWN:
+        yield f"{path} is damaged in {len(ranges) - _SHOWN} more places."
+    if not ranges and whole != entry.xxh3_128:
+        yield f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}"
+
+
+def _wrong_content(
+    folder: Path, manifest: Manifest, entry: ShardEntry, padding: int | None, lengths: list[np.ndarray]
+) -> Iterator[str]:
+    """Yield what is wrong with a file that is as it was written; its documents' lengths are added to ``lengths``."""
+    path = folder / entry.file
+    # A checksum proves that the file is as it was written, not that what was written is right.
+    try:
+        shard = MappedShard.open(folder, entry, verify=True)
+        found = shard.lengths_of(np.arange(entry.documents))
+        lengths.append(found)
+        for row in range(entry.documents):
+            shard.name(row)
+    except DataError as error:
+        yield str(error)
+        return
+    values = shard.all_tokens()
+    if values.dtype != token_dtype(manifest.vocab_size):
+        yield f"{path} holds ids of {values.dtype}, which do not fit a vocabulary of {manifest.vocab_size}."
+    largest, padded = 0, None
+    for start in range(0, len(values), _TOKENS):
+        part = values[start : start + _TOKENS]
+        largest = max(largest, int(part.max()))
+        if padding is not None and padded is None and (part == padding).any():
+            padded = start + int((part == padding).argmax())
+    if largest >= manifest.vocab_size:
+        yield f"{path} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
+    if padded is not None:
+        document = int(np.searchsorted(np.cumsum(found), padded, side="right"))
+        yield f"{path} holds id {padding}, which is padding, in document {document} ({shard.name(document)})."
+    strange = shard.strange_sources(len(manifest.sources))
+    if strange is not None:
+        yield f"{path} holds documents of source {strange}, and {MANIFEST_FILE} lists {len(manifest.sources)}."

@@ -1,0 +1,162 @@
+"""Sums: a checksum of each 64 KiB of a shard, so that a read checks what it touches and nothing more.
+
+``NNNNN.sums`` beside ``NNNNN.arrow`` is the xxh3_64 of each block of that file, little-endian uint64; the last block
+may be shorter. The manifest holds the xxh3_128 of the sums, and its own hash vouches for that. Folders of releases
+without sums have none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
+from longctx.errors import DataError
+from longctx.files import check_link
+
+BLOCK_SHIFT = 16
+BLOCK_BYTES = 1 << BLOCK_SHIFT
+"""Part of the format."""
+
+ADVICE = "Copy the shard again or build the folder again."
+
+_READ_BYTES = 64 * BLOCK_BYTES
+# Linux has it since 5.14; Python's mmap does not name it yet.
+_POPULATE_READ = 22
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def sums_file(shard: str) -> str:
+    """The name of a shard's sums: ``00000.sums`` of ``00000.arrow``."""
+    return Path(shard).with_suffix(".sums").name
+
+
+def sum_blocks(path: Path) -> tuple[str, np.ndarray]:
+    """xxh3_128 of a file as 32 hex digits, and xxh3_64 of each of its blocks, uint64; it is read once."""
+    whole, sums = xxhash.xxh3_128(), []
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            whole.update(piece)
+            view = memoryview(piece)
+            sums += [
+                xxhash.xxh3_64_intdigest(view[start : start + BLOCK_BYTES])
+                for start in range(0, len(piece), BLOCK_BYTES)
+            ]
+    return whole.hexdigest(), np.array(sums, np.dtype("<u8"))
+
+
+def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
+    """The sums of one shard, uint64; DataError unless they are the ones that the manifest vouches for."""
+    path = folder / sums_file(entry.file)
+    try:
+        if path.is_symlink():
+            check_link(folder, path.name)
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing, though {MANIFEST_FILE} vouches for it. {ADVICE}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}). {ADVICE}") from error
+    if xxhash.xxh3_128_hexdigest(content) != entry.sums:
+        raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
+    # Right as it was written, and of this file: else blocks would be compared with those of others.
+    if len(content) != 8 * -(-entry.bytes // BLOCK_BYTES):
+        raise DataError(f"{path} holds {len(content)} bytes, which are not the sums of {entry.bytes}. {ADVICE}")
+    return np.frombuffer(content, np.dtype("<u8"))
+
+
+class Blocks:
+    """The blocks of one mapped file, and which of them have been found right. Threads may share it.
+
+    Each block is checked when something of it is first used, and then no more. Without sums nothing is checked.
+    """
+
+    def __init__(self, content: pa.Buffer, sums: np.ndarray | None, path: Path) -> None:
+        self._content, self._view = content, memoryview(content)
+        self._sums, self._path = None, path
+        count = -(-content.size // BLOCK_BYTES)
+        # A byte a block: a byte is set in one stroke, whichever thread does it, and the search below runs in C.
+        self.seen = bytearray(count)
+        """For each block 1 once it has been found right."""
+        if sums is not None:
+            # Plain integers come from here, faster than from an array.
+            self._sums = sums.astype(np.uint64).data
+        else:
+            self.seen = bytearray(b"\1") * count
+        self._seen_view = np.frombuffer(self.seen, np.uint8)
+
+    def check(self, start: int, stop: int) -> None:
+        """DataError where a block with some of these bytes is damaged."""
+        first, last = start >> BLOCK_SHIFT, (stop + BLOCK_BYTES - 1) >> BLOCK_SHIFT
+        if self.seen.find(0, first, last) >= 0:
+            self._read(first, last)
+
+    def check_items(self, starts: np.ndarray, size: int) -> None:
+        """The same for items of ``size`` bytes each, which begin at these bytes [n], int64."""
+        blocks = np.unique(np.concatenate([starts >> BLOCK_SHIFT, (starts + size - 1) >> BLOCK_SHIFT]))
+        blocks = blocks[self._seen_view[blocks] == 0]
+        # Neighbours together: the system is then asked for them once.
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
+            if len(run):
+                self._read(int(run[0]), int(run[-1]) + 1)
+
+    def _read(self, first: int, last: int) -> None:
+        """Check the blocks from ``first`` to before ``last`` which have not been found right yet."""
+        assert self._sums is not None
+        stop, ahead = min(last << BLOCK_SHIFT, self._content.size), 0
+        number = self.seen.find(0, first, last)
+        while number >= 0:
+            begin = number << BLOCK_SHIFT
+            # Some blocks at a time: what is read ahead must still be in memory when its turn comes.
+            if begin >= ahead:
+                ahead = min(begin + _READ_BYTES, stop)
+                self._bring(begin, ahead)
+            end = begin + BLOCK_BYTES
+            if xxhash.xxh3_64_intdigest(self._view[begin:end]) != self._sums[number]:
+                raise damaged_blocks(self._path, begin, min(end, stop))
+            self.seen[number] = 1
+            number = self.seen.find(0, number + 1, last)
+
+    def _bring(self, begin: int, end: int) -> None:
+        """Have the system read these bytes into memory; DataError where a read would end the process by a signal."""
+        part = self._content.slice(begin, end - begin)
+        advise(part, mmap.MADV_WILLNEED)
+        # Where a system does not know how to, reads go the ordinary way.
+        if advise(part, _POPULATE_READ) or ctypes.get_errno() != errno.EFAULT:
+            return
+        if end - begin > BLOCK_BYTES:
+            # Which of the blocks it is.
+            for start in range(begin, end, BLOCK_BYTES):
+                self._bring(start, min(start + BLOCK_BYTES, end))
+            return
+        raise DataError(
+            f"{self._path} cannot be read from byte {begin:,} to {end:,}: the disk failed, or the file was cut short. "
+            f"{ADVICE}"
+        )
+
+
+def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
+    """The error for bytes of a shard that are not those that were written."""
+    return DataError(
+        f"{path} is damaged: bytes {begin:,} to {end:,} do not have the checksum that {sums_file(path.name)} "
+        f"lists. {ADVICE}"
+    )
+
+
+def damaged_ranges(found: np.ndarray, listed: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """First byte and the one after the last of each run of blocks whose sums differ, in a file of ``size`` bytes."""
+    wrong = np.flatnonzero(found != listed)
+    runs = np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1)
+    return [(int(run[0]) << BLOCK_SHIFT, min((int(run[-1]) + 1) << BLOCK_SHIFT, size)) for run in runs if len(run)]
+
+
+def advise(part: pa.Buffer, advice: int) -> bool:
+    """Tell the system how a part of a mapped file will be read (madvise); whether it took the advice."""
+    begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
+    return not _LIBC.madvise(begin, part.address + part.size - begin, advice)

@@ -1,0 +1,245 @@
+"""What ``data verify`` and every opening refuse: folders that were mixed up, and manifests that somebody made up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_pipeline.inspect import verify
+from data_pipeline.prepare.train_tokenizer import train_tokenizer
+from data_pipeline.shards.manifest import Manifest, hash_json
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.sums import sum_blocks
+from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.lengths import read_all, strip_sums, write_lengths
+from tests.data_pipeline.shards.test_shards import edit, flip_byte
+
+
+@pytest.fixture
+def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """Three shards of equal size."""
+    return write_lengths(tmp_path / "shards", tokenizer, [500, 500, 500], shard_tokens=500).folder
+
+
+def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **fields: Any) -> Path:
+    folder.mkdir()
+    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size)
+    for number, ids in enumerate(documents):
+        document = EncodedDocument(tokens=np.array(ids), hash=number, name=f"d{number}", text_bytes=1)
+        writer.add(document if "source" not in fields else EncodedDocument(**{**vars(document), **fields}))
+    writer.finish(split="training", tokenizer=tokenizer, sources=[{"kind": "test"}], options={}, skipped={})
+    tokenizer.save(folder)
+    return folder
+
+
+def swap(folder: Path, suffix: str) -> None:
+    one, other = folder / f"00000{suffix}", folder / f"00002{suffix}"
+    one.rename(folder / "kept")
+    other.rename(one)
+    (folder / "kept").rename(other)
+
+
+class TestMixedUpFolders:
+    def test_swapped_shards(self, folder: Path):
+        swap(folder, ".arrow")
+        problems = verify(folder)
+        assert ["00000.arrow is damaged" in problems[0], "00002.arrow is damaged" in problems[1]] == [True, True]
+        with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
+            ShardSet.open(folder).document(0)
+
+    def test_swapped_with_their_sums(self, folder: Path):
+        swap(folder, ".arrow")
+        swap(folder, ".sums")
+        problems = verify(folder)
+        assert len(problems) == 4
+        assert "00000.sums is damaged" in problems[0]
+        with pytest.raises(DataError, match=r"00000\.sums is damaged"):
+            ShardSet.open(folder).document(0)
+
+    def test_a_shard_of_another_folder(self, folder: Path, tokenizer: Tokenizer, tmp_path: Path):
+        other = write_lengths(tmp_path / "other", tokenizer, [7, 500], shard_tokens=500).folder
+        shutil.copy(other / "00001.arrow", folder / "00000.arrow")
+        assert "00000.arrow is damaged" in verify(folder)[0]
+        with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
+            ShardSet.open(folder).document(0)
+
+    def test_files_that_nobody_lists(self, folder: Path):
+        shutil.copy(folder / "00000.arrow", folder / "00003.arrow")
+        shutil.copy(folder / "00000.sums", folder / "00003.sums")
+        assert verify(folder) == [
+            f"{folder / name} is not listed in the manifest." for name in ("00003.arrow", "00003.sums")
+        ]
+
+    def test_another_tokenizer(self, folder: Path, source, tmp_path: Path):
+        train_tokenizer(source, folder / "tokenizer.model", vocab_size=400)
+        assert ["is not the tokenizer that made these shards" in problem for problem in verify(folder)] == [True]
+
+    def test_missing_and_truncated_files_beside_each_other(self, folder: Path):
+        (folder / "00000.arrow").unlink()
+        (folder / "00001.arrow").write_bytes((folder / "00001.arrow").read_bytes()[:-1])
+        (folder / "00002.sums").unlink()
+        words = ("00000.arrow is missing", "00001.arrow has", "00002.sums is missing")
+        assert [word in problem for word, problem in zip(words, verify(folder), strict=True)] == [True] * 3
+
+    def test_damage_of_a_folder_without_sums(self, folder: Path):
+        strip_sums(folder)
+        flip_byte(folder / "00001.arrow", 900)
+        assert ["00001.arrow is damaged: its checksum" in problem for problem in verify(folder)] == [True]
+
+    def test_many_damaged_places_are_a_screen(self, tokenizer: Tokenizer, tmp_path: Path):
+        folder = write_lengths(tmp_path / "long", tokenizer, [1_000_000]).folder
+        for block in range(0, 30, 2):
+            flip_byte(folder / "00000.arrow", block * 65_536 + 7)
+        problems = verify(folder)
+        assert len(problems) == 9
+        assert problems[-1] == f"{folder / '00000.arrow'} is damaged in 7 more places."
+
+
+class TestWrongContent:
+    """As it was written, by somebody who wrote nonsense."""
+
+    def test_padding_in_a_document(self, tokenizer: Tokenizer, tmp_path: Path):
+        padding = tokenizer.special.padding
+        assert padding is not None
+        folder = write(tmp_path / "padded", tokenizer, [[5, 6], [7, 8, padding, 9], [padding]])
+        assert verify(folder) == [f"{folder / '00000.arrow'} holds id {padding}, which is padding, in document 1 (d1)."]
+
+    def test_a_source_that_is_not_there(self, tokenizer: Tokenizer, tmp_path: Path):
+        folder = write(tmp_path / "strange", tokenizer, [[5, 6]], source=3)
+        assert verify(folder) == [f"{folder / '00000.arrow'} holds documents of source 3, and manifest.json lists 1."]
+
+    def test_lengths_that_are_not_those_of_the_manifest(self, folder: Path):
+        edit(folder / "manifest.json", lambda body: body.update(length_histogram={"2^3": 3}), seal=True)
+        assert verify(folder) == [f"{folder}: the documents do not have the lengths that manifest.json counts."]
+
+    @pytest.mark.parametrize(
+        ("tokens", "names", "message"),
+        [
+            (
+                pa.array([[5, -6]], pa.large_list(pa.int32())),
+                None,
+                "is no shard: its tokens are large_list<item: int32>",
+            ),
+            (pa.array([[5, 6]], pa.list_(pa.uint16())), None, "is no shard: its tokens are list<item: uint16>"),
+            (pa.array([[5, 6]], pa.large_list(pa.uint16())), pa.array([b"a"]), "its names binary"),
+            (
+                pa.array([[5, 6]], pa.large_list(pa.uint32())),
+                None,
+                "holds ids of uint32, which do not fit a vocabulary",
+            ),
+        ],
+    )
+    def test_columns_of_other_types(self, tokenizer: Tokenizer, tmp_path: Path, tokens, names, message: str):
+        folder = write(tmp_path / "typed", tokenizer, [[5, 6]])
+        columns = {"tokens": tokens, "source": pa.array([0], pa.int16()), "hash": pa.array([0], pa.uint64())}
+        batch = pa.record_batch({**columns, "name": names if names is not None else pa.array(["a"])})
+        with pa.OSFile(str(folder / "00000.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        reseal(folder)
+        assert message in verify(folder)[0]
+        if "is no shard" in message:
+            with pytest.raises(DataError, match="is no shard"):
+                ShardSet.open(folder).document(0)
+
+
+def reseal(folder: Path) -> None:
+    """Have the manifest vouch for what is in the first shard, whatever it is."""
+    import xxhash
+
+    whole, sums = sum_blocks(folder / "00000.arrow")
+    (folder / "00000.sums").write_bytes(sums.tobytes())
+    size, of_sums = (folder / "00000.arrow").stat().st_size, xxhash.xxh3_128_hexdigest(sums.tobytes())
+    edit(
+        folder / "manifest.json",
+        lambda body: body["shards"][0].update(xxh3_128=whole, sums=of_sums, bytes=size),
+        seal=True,
+    )
+
+
+def of_shard(**changed: Any) -> Callable[[dict], object]:
+    return lambda body: body["shards"][1].update(changed)
+
+
+FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
+    "above": (of_shard(file="../00001.arrow"), r"shards\[1\]\.file='../00001.arrow' is no name of a shard"),
+    "below": (of_shard(file="validation/00000.arrow"), r"is no name of a shard in this folder"),
+    "absolute": (of_shard(file="/etc/passwd.arrow"), r"is no name of a shard in this folder"),
+    "dots": (of_shard(file=".."), "is no name of a shard"),
+    "hidden": (of_shard(file=".00001.arrow"), "is no name of a shard"),
+    "a zero byte": (of_shard(file="00001\0.arrow"), "is no name of a shard"),
+    "a new line": (of_shard(file="00001.arrow\n"), "is no name of a shard"),
+    "of another kind": (of_shard(file="manifest.json"), "is no name of a shard"),
+    "a number for a name": (of_shard(file=1), r"shards\[1\]\.file=1 is no str"),
+    "listed twice": (of_shard(file="00000.arrow"), r"00000\.arrow is listed twice"),
+    "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is no int"),
+    "true for a number": (of_shard(documents=True), r"documents=True is no int"),
+    "text for a number": (of_shard(tokens="500"), r"tokens='500' is no int"),
+    "nothing for a number": (of_shard(bytes=None), r"bytes=None is no int"),
+    "fewer than none": (of_shard(tokens=-500), r"shards\[1\]\.tokens=-500 is below 0"),
+    "no document": (of_shard(documents=0), r"00001\.arrow cannot hold 0 documents and 500 tokens"),
+    "more than fit": (of_shard(tokens=10**30), r"00001\.arrow cannot hold 1 documents and 1000\d+ tokens"),
+    "more documents than tokens": (of_shard(documents=501), r"00001\.arrow cannot hold 501 documents"),
+    "no checksum": (of_shard(xxh3_128=""), r"xxh3_128='' is no checksum of 32 hex digits"),
+    "no sums": (of_shard(sums="x"), r"sums='x' is no checksum of 32 hex digits"),
+    "a field too many": (of_shard(size=3), "lacks a field or has one too many"),
+    "shards that are none": (lambda body: body.update(shards=3), "lacks a field or has one too many"),
+    "a shard that is none": (lambda body: body.update(shards=[[]]), "lacks a field or has one too many"),
+    "shards by name": (lambda body: body.update(shards={}), "shards is no list"),
+    "a list for counts": (lambda body: body.update(skipped=[]), r"skipped=\[\] is no dict"),
+    "a number for a split": (lambda body: body.update(split=3), r"split=3 is no str"),
+    "padding beyond the vocabulary": (lambda body: body.update(padding=700), r"padding=700 and vocab_size=700"),
+    "a vocabulary without end": (
+        lambda body: body.update(vocab_size=1 << 40),
+        r"vocab_size=1099511627776 cannot be right",
+    ),
+    "half a character": (lambda body: body.update(split="\ud800"), "was changed after it was written"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, forgery: str):
+    change, message = FORGED[forgery]
+    body = json.loads((folder / "manifest.json").read_text())
+    change(body)
+    del body["hash"]
+    try:
+        body["hash"] = hash_json(body)
+    except UnicodeEncodeError:
+        body["hash"] = "0" * 32
+    (folder / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(DataError, match=message) as caught:
+        ShardSet.open(folder)
+    assert str(folder / "manifest.json") in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert verify(folder) == [str(caught.value)]
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe{}", b'{"format": ' + b"1" * 5000 + b"}", b""])
+def test_what_is_no_json_is_refused(folder: Path, content: bytes):
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize("file", ["00001.arrow", "00001.sums"])
+def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, file: str):
+    (folder / file).rename(tmp_path / "elsewhere")
+    (folder / file).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=rf"{file} leads out of its folder"):
+        read_all(ShardSet.open(folder))
+    assert [f"{file} leads out of its folder" in problem for problem in verify(folder)] == [True]
+    # A link within it is none of our business.
+    (folder / file).unlink()
+    (tmp_path / "elsewhere").rename(folder / "moved")
+    (folder / file).symlink_to("moved")
+    assert verify(folder) == []
+    read_all(ShardSet.open(folder))
