@@ -42,11 +42,11 @@ class _Document:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer
+    documents: Iterable[Document], tokenizer: Tokenizer, group_characters: int = GROUP_CHARACTERS
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
     """Yield each document's tokens, in order, and where its text does not come back, None where it does.
 
-    Beside one document's text and ids, memory holds ``GROUP_CHARACTERS`` of text and what the library needs for them.
+    Beside one document's text and ids, memory holds ``group_characters`` of text and what the library needs for them.
     """
     open_documents: list[_Document] = []
     group: list[tuple[_Document, Chunk]] = []
@@ -57,7 +57,7 @@ def encode_documents(
         for chunk in tokenizer.cut(document.text):
             group.append((current, chunk))
             size += len(chunk.text)
-            if size < GROUP_CHARACTERS:
+            if size < group_characters:
                 continue
             _encode_group(group, tokenizer)
             group, size = [], 0

@@ -34,6 +34,9 @@ class Tokenizer(ABC):
 
     kind: str
     """What encodes, for display: the library and the type of its model."""
+    threads = -1
+    """Threads that SentencePiece takes for a group of chunks; −1 is one for each core. ``tokenizers`` has
+    RAYON_NUM_THREADS, which holds for a whole process."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """The ids of each chunk, int32, on all cores."""
+        """The ids of each chunk, int32, on ``threads`` cores."""
 
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:

@@ -150,10 +150,16 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
-        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts))
+        return processor.encode(texts, return_type="numpy", num_threads=self._threads_for(texts))
 
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
-        return self.processor.decode(parts, num_threads=_num_threads(parts))
+        return self.processor.decode(parts, num_threads=self._threads_for(parts))
+
+    def _threads_for(self, texts: Sequence[Any]) -> int:
+        """Threads for so many texts: starting them takes longer than a single text."""
+        if len(texts) > 1:
+            return self.threads
+        return 1
 
     def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
@@ -203,13 +209,6 @@ def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
         has_byte_fallback=tokenizer.has_byte_fallback,
     )
     return neighbours.is_certain
-
-
-def _num_threads(texts: Sequence[Any]) -> int:
-    """Threads for so many texts: −1 is one for each core, and starting them takes longer than a single text."""
-    if len(texts) > 1:
-        return -1
-    return 1
 
 
 def _never(text: str, at: int) -> bool:
