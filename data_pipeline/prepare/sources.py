@@ -20,11 +20,11 @@ import xxhash
 from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import list_files
-from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import check
 from data_pipeline.prepare.readers.records import no_field_reason
+from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.selection import Selection
 from longctx.errors import DataError
 
