@@ -27,11 +27,13 @@ def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
             digest.update(block)
             if lines is not None:
                 lines.add(block)
-    pieces = [whole(file)]
+    pieces: list[Piece] = []
     if lines is not None:
         pieces = _line_pieces(file, lines.cuts)
     elif file.format.kind == "parquet" and file.size > cut_bytes:
         pieces = _group_pieces(file, cut_bytes)
+    if len(pieces) < 2:
+        pieces = [whole(file)]
     return digest.hexdigest(), pieces
 
 
@@ -70,7 +72,7 @@ def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
 
 
 def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
-    """A Parquet file as runs of whole row groups; the whole where its footer cannot be read, which the reader says."""
+    """A Parquet file as runs of whole row groups; nothing where its footer cannot be read, which the reader says."""
     try:
         with file.path.open("rb") as raw:
             metadata = pq.read_metadata(raw)
@@ -78,7 +80,7 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
             sizes = [_compressed_bytes(group) for group in groups]
             rows = [group.num_rows for group in groups]
     except pa.ArrowException:
-        return [whole(file)]
+        return []
     pieces: list[Piece] = []
     start = first = 0
     for stop in range(1, len(sizes) + 1):
@@ -88,7 +90,7 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
             pieces.append(Piece(file, start=start, stop=stop, first=first, size=size))
             first += sum(rows[start:stop])
             start = stop
-    return pieces or [whole(file)]
+    return pieces
 
 
 def _compressed_bytes(group: pq.RowGroupMetaData) -> int:
