@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from hypothesis import given
@@ -18,7 +19,7 @@ def test_parts_are_the_source_in_order_and_no_larger_than_they_must_be(sizes: li
     assert [part.number for part in parts] == list(range(len(parts)))
     assert all(len(part.pieces) == 1 or part.size <= most for part in parts)
     # The next part's first piece did not fit any more.
-    for part, following in zip(parts, parts[1:], strict=False):
+    for part, following in itertools.pairwise(parts):
         assert part.size + following.pieces[0].size > most
     assert hash_parts(parts) == hash_parts(deal_parts(pieces, most))
 
