@@ -46,9 +46,7 @@ def explained_writes(
         yield
     except OSError as refusal:
         advice = _ADVICE.get(refusal.errno or 0, "Choose another path or mend this one.")
-        raise error(
-            f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{advice}"
-        ) from refusal
+        raise error(f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{advice}") from refusal
 
 
 def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:

@@ -48,6 +48,7 @@ class Reading:
                 if item.is_fault and self._read_as.strict:
                     raise DataError(fault(self._read_as.spec, item))
                 self.note(item)
+            # Readers may stop before the end of a damaged file.
             passed += piece.size
             self.bytes_read = passed
 

@@ -27,6 +27,7 @@ from longctx.tokenizer.chunks import (
 )
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
 from longctx.tokenizer.special import special_ids, with_generation_config
+from longctx.tokenizer.spelling import Spelling
 
 DOCUMENT_BEGIN = "<|document_begin|>"
 DOCUMENT_END = "<|document_end|>"
@@ -75,10 +76,14 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def is_own(self) -> bool:
         """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
-        names = [self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)]
-        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
-        is_plain = self.model_type == "BPE" and not self.user_defined
-        return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and is_plain
+        return _is_own(self)
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """What the ids of a model of ours spell: it puts nothing before a text and changes nothing in it."""
+        if not self.is_own:
+            return None
+        return Spelling(_spelt(self.processor))
 
     @cached_property
     def has_byte_fallback(self) -> bool:
@@ -150,16 +155,10 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
-        return processor.encode(texts, return_type="numpy", num_threads=self._threads_for(texts))
+        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
 
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
-        return self.processor.decode(parts, num_threads=self._threads_for(parts))
-
-    def _threads_for(self, texts: Sequence[Any]) -> int:
-        """Threads for so many texts: starting them takes longer than a single text."""
-        if len(texts) > 1:
-            return self.threads
-        return 1
+        return self.processor.decode(parts, num_threads=_num_threads(parts, self.threads))
 
     def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
@@ -197,6 +196,16 @@ class SentencePieceTokenizer(Tokenizer):
         return _certain_rule(self)
 
 
+def _is_own(tokenizer: SentencePieceTokenizer) -> bool:
+    """Whether a model has our control ids and gives every text back."""
+    model = tokenizer.processor
+    names = [model.id_to_piece(i) for i in range(tokenizer.vocab_size) if model.is_control(i)]
+    gives_all = tokenizer.has_byte_fallback and not tokenizer.is_normalised
+    is_plain = tokenizer.model_type == "BPE" and not tokenizer.user_defined
+    adds_nothing = not tokenizer.normalizer.add_dummy_prefix
+    return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and adds_nothing and is_plain
+
+
 def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
     """Where no piece of a model can span."""
     if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
@@ -209,6 +218,27 @@ def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
         has_byte_fallback=tokenizer.has_byte_fallback,
     )
     return neighbours.is_certain
+
+
+def _num_threads(texts: Sequence[Any], threads: int) -> int:
+    """Threads for so many texts: starting them takes longer than a single text."""
+    if len(texts) > 1:
+        return threads
+    return 1
+
+
+def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
+    """What each id of a model with byte fallback adds to a text; None for ids that no text becomes."""
+    spelt: list[bytes | None] = []
+    for token, piece in enumerate(model.id_to_piece(list(range(model.vocab_size())))):
+        if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
+            spelt.append(None)
+        elif model.is_byte(token):
+            # Spelt <0x0A>.
+            spelt.append(bytes([int(piece[3:5], 16)]))
+        else:
+            spelt.append(piece.replace(SPACE_MARK, " ").encode())
+    return spelt
 
 
 def _never(text: str, at: int) -> bool:

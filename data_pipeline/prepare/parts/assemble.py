@@ -37,6 +37,7 @@ def assemble(
     for split, entry, home in staging.moves(records):
         folder = staging.split_folder(split)
         folder.mkdir(exist_ok=True)
+        # Within one file system: terabytes cost nothing here.
         home.rename(folder / entry.file)
         entries[split].append(entry)
     for split in SPLITS:
@@ -65,6 +66,7 @@ def assemble(
 
 def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:
     """What the manifest of a split counts, over all parts."""
+    # Sums, and no lists of documents: of a large corpus those would fill the memory.
     parts = [record.splits[split] for record in records]
     lengths: Counter[str] = Counter()
     for part in parts:

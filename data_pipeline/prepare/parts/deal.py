@@ -14,6 +14,7 @@ from data_pipeline.prepare.readers.cut import CUT_BYTES
 PART_BYTES = CUT_BYTES
 """Bytes on disk of a part, at most, unless one piece alone has more. Part of the format: a shard never spans parts."""
 
+# Of text, about, with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
 _BYTES_PER_TOKEN = 4
 
 
@@ -50,6 +51,7 @@ def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
     open_pieces: list[Piece] = []
     size = 0
     for piece in pieces:
+        # In order, and not by best fit: a document's place must not depend on what stands behind it.
         if open_pieces and size + piece.size > most_bytes:
             parts.append(Part(len(parts), tuple(open_pieces)))
             open_pieces, size = [], 0
@@ -64,6 +66,7 @@ def hash_parts(parts: Sequence[Part]) -> str:
     """xxh3_128 of what stands in which part."""
     digest = xxhash.xxh3_128()
     for part in parts:
+        # Names and not paths: a corpus may be mounted elsewhere when the build goes on.
         pieces = [[piece.file.name, piece.start, piece.stop, piece.size] for piece in part.pieces]
         digest.update(json.dumps(pieces).encode())
     return digest.hexdigest()

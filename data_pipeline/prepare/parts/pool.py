@@ -11,7 +11,7 @@ from multiprocessing.connection import Pipe, wait
 
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import PartRecord
-from data_pipeline.prepare.parts.staging import Staging
+from data_pipeline.prepare.parts.staging import KEPT, Staging
 from data_pipeline.prepare.parts.work import Advance, Job, encode_part
 from data_pipeline.prepare.parts.worker import Advanced, Failed, Order, Report, Setup, command
 from longctx.errors import ClusterError
@@ -22,6 +22,7 @@ OnPart = Callable[[Part, PartRecord], None]
 
 def usable_cores() -> int:
     """Cores that this process may use."""
+    # Fewer than the machine has, in a container or under a scheduler.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -68,6 +69,7 @@ def encode_parts(
         _hand_out(parts, staging, crew, advance=advance, finished=finished)
     finally:
         # All are told before the first is waited for.
+        # SIGKILL: a worker leaves nothing behind that its part's missing record does not disown.
         for worker in crew:
             worker.kill()
         for worker in crew:
@@ -93,6 +95,7 @@ def _hand_out(
                     del busy[worker.connection]
                 else:
                     worker.begin(following, staging)
+        # What each tells of its own part: a finished one takes its counts along.
         in_work = [worker.progress for worker in busy.values()]
         advance(
             sum(at.documents for at in in_work),
@@ -167,9 +170,7 @@ class _Worker:
             what = "a worker"
             if self._part is not None:
                 what = f"the worker that encoded {self._part}"
-            raise ClusterError(
-                f"{what} {how}\nFinished parts are kept: the same command goes on from them. Try fewer --workers."
-            ) from error
+            raise ClusterError(f"{what} {how}\n{KEPT} Try fewer --workers.") from error
 
 
 _NOTHING = Advanced(documents=0, text_bytes=0, bytes_read=0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -25,6 +26,9 @@ FORMAT = "longctx-build-1"
 _LOCK, _RECIPE, _PARTS, _WHOLE = "lock", "recipe.json", "parts", "whole"
 _LAST_BREATH_SECONDS = 30.0
 """How long the workers of a killed build may hold its lock: they end as soon as they hear of it."""
+
+KEPT = "Finished parts are kept: the same command goes on from them."
+"""What a user is told of a build that ends before its time."""
 
 Recipe = dict[str, Any]
 """All that decides the output: another recipe's parts are of no use."""
@@ -71,8 +75,8 @@ class Staging:
             number = 0
             for part, record in enumerate(records):
                 for entry in record.splits[split].shards:
-                    fields = vars(entry) | {"file": f"{number:05d}.arrow"}
-                    yield split, ShardEntry(**fields), self.part_folder(part) / split / entry.file
+                    moved = dataclasses.replace(entry, file=f"{number:05d}.arrow")
+                    yield split, moved, self.part_folder(part) / split / entry.file
                     number += 1
 
     def split_folder(self, split: str) -> Path:
@@ -121,7 +125,7 @@ def open_staging(
     error the folder stays if a part is finished, and vanishes if none is.
     """
     folder = staging_folder(output)
-    with explained_writes(output, kept="Finished parts are kept: the same command goes on from them."):
+    with explained_writes(output, kept=KEPT):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder, output)
         try:
@@ -130,9 +134,11 @@ def open_staging(
             staging.take_back(count)
             try:
                 yield staging
-            except BaseException:
+            except BaseException as error:
                 if not _has_finished_parts(folder):
                     shutil.rmtree(folder, ignore_errors=True)
+                elif KEPT not in str(error):
+                    say(KEPT)
                 raise
         finally:
             os.close(lock)

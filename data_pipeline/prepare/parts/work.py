@@ -11,6 +11,7 @@ from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.left_out import LeftOutFile
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
+from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.reading import ReadAs, Reading
 from data_pipeline.shards.writer import ShardWriter
 from data_pipeline.shuffle import falls_below
@@ -42,9 +43,9 @@ def encode_part(part: Part, folder: Path, *, job: Job, tokenizer: Tokenizer, adv
 
     What a killed worker left there is removed first.
     """
-    with explained_writes(folder, kept="Finished parts are kept: the same command goes on from them."):
+    with explained_writes(folder, kept=KEPT):
         shutil.rmtree(folder, ignore_errors=True)
-        writers = {}
+        writers: dict[str, ShardWriter] = {}
         for split in SPLITS:
             (folder / split).mkdir(parents=True)
             sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": job.shard_tokens}
@@ -79,7 +80,7 @@ def _write_documents(
     advance: Advance,
 ) -> tuple[dict[str, int], list[Difference]]:
     """Encode the part's documents into the splits' writers; inexact documents by split, and the first differences."""
-    inexact = dict.fromkeys(SPLITS, 0)
+    inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[Difference] = []
     text_bytes = 0
     documents = encode_documents(reading.documents(part.pieces), tokenizer, group_characters(tokenizer.threads))

@@ -84,7 +84,7 @@ def main(handle: int) -> None:
     try:
         _work(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent is gone, or done with us.
+        # The parent is gone, or done with us. Half a part has no record and counts for nothing.
         return
     except BaseException as error:
         known = None
@@ -106,6 +106,7 @@ def _work(connection: Connection) -> None:
 
 def _tokenizer(setup: Setup) -> Tokenizer:
     """The parent's tokenizer, made from its files."""
+    # From the files in memory: those on disk may have been replaced since the parent read them.
     tokenizer = load_files(setup.files, setup.path)
     assert tokenizer.fingerprint == setup.fingerprint
     tokenizer.threads = setup.threads
@@ -121,6 +122,7 @@ class _Reporter:
 
     def __call__(self, documents: int, text_bytes: int, bytes_read: int) -> None:
         now = time.monotonic()
+        # A message for each of a million short documents would cost more than encoding them.
         if now >= self._due:
             self._due = now + _SECONDS_BETWEEN_REPORTS
             self._connection.send(Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
