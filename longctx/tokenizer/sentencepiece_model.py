@@ -38,6 +38,9 @@ MODEL_FILE = "tokenizer.model"
 OWN_CHUNK_CHARACTERS = 1 << 20
 """Chunks of the models that we train. Another number would change ids where a long document is cut."""
 
+_QUICK_CHARACTERS = 1 << 15
+"""How much the library is given at once where the text can be cut without changing an id."""
+
 _ANCHOR = "a"
 _ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
 _USER_DEFINED = 4
@@ -101,12 +104,12 @@ class SentencePieceTokenizer(Tokenizer):
         if self.is_own:
             yield from newline_chunks(text, chunk_characters or OWN_CHUNK_CHARACTERS)
         else:
-            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self.is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The ids of each chunk, int32; a later chunk gets no space in front."""
         if self.is_own:
-            return self._encode_own([chunk.text for chunk in chunks])
+            return _encode_own(self, [chunk.text for chunk in chunks])
         ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
         for is_first in (True, False):
             numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
@@ -160,24 +163,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
         return self.processor.decode(parts, num_threads=_num_threads(parts, self.threads))
 
-    def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
-        split = [text.split(SPACE_MARK) for text in texts]
-        encoded = iter(self._encode_texts(self.processor, [part for parts in split for part in parts]))
-        ids: list[np.ndarray] = []
-        for parts in split:
-            joined = [next(encoded)]
-            for _ in parts[1:]:
-                joined.append(self._space_mark_ids)
-                joined.append(next(encoded))
-            ids.append(np.concatenate(joined).astype(np.int32, copy=False))
-        return ids
-
-    @cached_property
-    def _space_mark_ids(self) -> np.ndarray:
-        ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        return np.array(ids, dtype=np.int32)
-
     @property
     def is_normalised(self) -> bool:
         """Whether the model changes more of a text than its spaces' spelling."""
@@ -192,7 +177,8 @@ class SentencePieceTokenizer(Tokenizer):
         return _parse(proto.SerializeToString(), self.path)
 
     @cached_property
-    def _is_certain(self) -> IsCertain:
+    def is_certain(self) -> IsCertain:
+        """Where no piece of the model can span."""
         return _certain_rule(self)
 
 
@@ -218,6 +204,36 @@ def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
         has_byte_fallback=tokenizer.has_byte_fallback,
     )
     return neighbours.is_certain
+
+
+def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
+    mark = [tokenizer.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+    pieces: list[str] = []
+    # For each text the numbers of its pieces, and None for a mark.
+    rows: list[list[int | None]] = []
+    for text in texts:
+        row: list[int | None] = []
+        for number, part in enumerate(text.split(SPACE_MARK)):
+            if number:
+                row.append(None)
+            # Cut where it changes no id: the library takes twice as long for a text that no cache holds.
+            for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer.is_certain):
+                row.append(len(pieces))
+                pieces.append(piece.text)
+        rows.append(row)
+    threads = _num_threads(pieces, tokenizer.threads)
+    encoded = tokenizer.processor.encode(pieces, return_type="numpy", num_threads=threads)
+    ids: list[np.ndarray] = []
+    for row in rows:
+        joined = [np.empty(0, dtype=np.int32)]
+        for at in row:
+            if at is None:
+                joined.append(np.array(mark, dtype=np.int32))
+            else:
+                joined.append(encoded[at])
+        ids.append(np.concatenate(joined).astype(np.int32, copy=False))
+    return ids
 
 
 def _num_threads(texts: Sequence[Any], threads: int) -> int:
