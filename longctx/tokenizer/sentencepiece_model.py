@@ -104,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.is_own:
             yield from newline_chunks(text, chunk_characters or OWN_CHUNK_CHARACTERS)
         else:
-            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self.is_certain)
+            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The ids of each chunk, int32; a later chunk gets no space in front."""
@@ -177,8 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
         return _parse(proto.SerializeToString(), self.path)
 
     @cached_property
-    def is_certain(self) -> IsCertain:
-        """Where no piece of the model can span."""
+    def _is_certain(self) -> IsCertain:
         return _certain_rule(self)
 
 
@@ -218,7 +217,7 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
             if number:
                 row.append(None)
             # Cut where it changes no id: the library takes twice as long for a text that no cache holds.
-            for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer.is_certain):
+            for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer._is_certain):
                 row.append(len(pieces))
                 pieces.append(piece.text)
         rows.append(row)
