@@ -123,7 +123,7 @@ def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp
     wait_for_parts(process, tmp_path / "out", count)
     # Before the first part is finished, workers may not have started.
     if not count:
-        while not staging_folder(tmp_path / "out").exists():
+        while not staging_folder(tmp_path / "out").exists() and process.poll() is None:
             time.sleep(0.01)
     time.sleep(random.uniform(0, 0.2))
     workers = psutil.Process(process.pid).children()
