@@ -192,8 +192,11 @@ def test_an_interrupt_ends_all_at_once(
 def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
     first = start()
     wait_for_parts(first, tmp_path / "out", 1)
+    # Held, so that it does not come to its end before the second has begun.
+    first.send_signal(signal.SIGSTOP)
     second = start()
     _, err = second.communicate(timeout=60)
+    first.send_signal(signal.SIGCONT)
     assert second.returncode == 1
     assert f"is being built by process {first.pid} on" in err
     _, err = first.communicate(timeout=100)
