@@ -194,6 +194,8 @@ class TestGoingOn:
                 build(tmp_path / "out")
         report = build(tmp_path / "out")
         assert report.up_to_date == (moment == "remove")
+        if moment in ("move", "manifest", "rename"):
+            assert report.parts_found == report.parts
         assert content(tmp_path / "out") == expected
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
