@@ -202,3 +202,21 @@ def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: 
     _, err = first.communicate(timeout=100)
     assert first.returncode == 0, err
     assert content(tmp_path / "out") == undisturbed
+
+
+def test_a_build_waits_for_the_last_worker_of_a_killed_one(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
+    first = start()
+    wait_for_parts(first, tmp_path / "out", 1)
+    workers = psutil.Process(first.pid).children()
+    # It cannot hear that its parent is gone, and could write once more.
+    workers[0].suspend()
+    first.kill()
+    # Not communicate(): the worker holds the other end of standard error.
+    first.wait()
+    second = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(timeout=8)
+    workers[0].resume()
+    _, err = second.communicate(timeout=100)
+    assert second.returncode == 0, err
+    assert content(tmp_path / "out") == undisturbed
