@@ -38,15 +38,15 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def explained_writes(path: Path, error: type[LongCtxError] = DataError) -> Iterator[None]:
-    """Turn a failing disk under ``path`` into an ``error`` that says what to do."""
+def explained_writes(
+    path: Path, error: type[LongCtxError] = DataError, *, kept: str = "Nothing is left of it."
+) -> Iterator[None]:
+    """Turn a failing disk under ``path`` into an ``error`` that says what to do; ``kept`` says what is there still."""
     try:
         yield
     except OSError as refusal:
         advice = _ADVICE.get(refusal.errno or 0, "Choose another path or mend this one.")
-        raise error(
-            f"{path} could not be written ({refusal.strerror or refusal}). Nothing is left of it.\n{advice}"
-        ) from refusal
+        raise error(f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{advice}") from refusal
 
 
 def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.documents import Progress
-from data_pipeline.prepare.encode import Difference, encode_documents
-from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, LeftOutFile, read_left_out
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.encode import Difference
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
+from data_pipeline.prepare.parts.assemble import assemble
+from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
+from data_pipeline.prepare.parts.pool import encode_parts, usable_cores
+from data_pipeline.prepare.parts.record import SPLITS, PartRecord
+from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
+from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
+from data_pipeline.prepare.sources import Source, no_text
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 from data_pipeline.shards.verify import open_verified
-from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS, ShardWriter
-from data_pipeline.shuffle import falls_below
+from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from longctx.errors import DataError
-from longctx.files import explained_writes, staged_folder
+from longctx.files import explained_writes
 from longctx.tokenizer.contract import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "validation"
-_SHOWN_DIFFERENCES = 3
-# Part of the format: another number would move documents between the splits.
-_SPLIT_SALT = 0x76616C6964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,10 @@ class BuildReport:
     left_out_file: Path | None
     """The whole list; None if nothing was left out, or by a release that wrote no list."""
     seconds: float
+    parts: int = 0
+    """Parts that the source was dealt out into; 0 where nothing was done."""
+    parts_found: int = 0
+    """How many of them an earlier build had finished."""
 
 
 def build_shards(
@@ -77,18 +83,31 @@ def build_shards(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     exact: bool = False,
     overwrite: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] = logger.info,
 ) -> BuildReport:
     """Tokenize ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
 
     A document is held out by a hash of its text alone: equal texts fall on one side, and nothing moves when other
     documents come or go. Every document is decoded again and compared: one whose text does not come back is counted,
-    and with ``exact`` it is an error. The folder appears when it is complete, or not at all. A folder that was built
-    from the same source, tokenizer and options is left as it is; another one is an error unless ``overwrite``.
+    and with ``exact`` it is an error. A folder that was built from the same source, tokenizer and options is left as it
+    is; another one is an error unless ``overwrite``.
+
+    ``workers`` processes (all cores unless given) encode the source part by part. The folder appears when it is
+    complete, or not at all, and its bytes depend neither on ``workers`` nor on kills: a build that was killed goes on
+    from its finished parts when it is started again. ``progress`` is told documents and bytes of text so far, and
+    ``say`` what a user should know beside it.
     """
     output = Path(output)
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
+    if workers is None:
+        workers = usable_cores()
+    if workers < 1:
+        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
     started = time.monotonic()
     options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
     sources = [source.fingerprint()]
@@ -97,84 +116,115 @@ def build_shards(
         occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
     if occupied and not overwrite:
         _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
+        remove_leftovers(output)
         return _report(output, up_to_date=True, exact=exact, started=started)
     # --overwrite replaces shards, never a folder that holds something else.
     if occupied and not (output / MANIFEST_FILE).is_file():
         raise DataError(
             f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
         )
-    with staged_folder(output, replace=occupied) as staging:
-        differences = _write_splits(
-            source, tokenizer, staging, options=options, sources=sources, exact=exact, progress=progress
+    parts = deal_parts(source.pieces(), part_bytes(shard_tokens))
+    made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
+    recipe = made_from | {"parts": hash_parts(parts)}
+    with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
+        build = _Build(source=source, tokenizer=tokenizer, parts=parts, staging=staging, progress=progress)
+        build.find_finished(say)
+        found = len(build.records)
+        build.encode_rest(options, exact=exact, workers=workers)
+        differences = build.put_together(sources, options, exact=exact)
+        staging.publish()
+    return _report(
+        output, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
+    )
+
+
+@dataclass(kw_only=True)
+class _Build:
+    """One build in its staging folder."""
+
+    source: Source
+    tokenizer: Tokenizer
+    parts: list[Part]
+    staging: Staging
+    progress: Progress | None
+    records: dict[int, PartRecord] = field(default_factory=dict)
+    """Finished parts by number."""
+
+    def find_finished(self, say: Callable[[str], None]) -> None:
+        """Take the parts that an earlier build has finished, once every byte of them is checked."""
+        self.records, damaged = self.staging.finished(len(self.parts))
+        if self.records:
+            say(f"going on: {len(self.records)} of {len(self.parts)} parts are there")
+        for path in damaged:
+            logger.warning("%s is damaged: its part is encoded again", path)
+
+    def encode_rest(self, options: dict[str, Any], *, exact: bool, workers: int) -> None:
+        """Encode the parts that are not finished."""
+        documents = sum(record.documents for record in self.records.values())
+        text_bytes = sum(record.text_bytes for record in self.records.values())
+        passed = sum(self.parts[number].size for number in self.records)
+
+        def advance(more_documents: int, more_text: int, more_bytes: int) -> None:
+            self.source.bytes_read = passed + more_bytes
+            if self.progress is not None:
+                self.progress(documents + more_documents, text_bytes + more_text)
+
+        def finished(part: Part, record: PartRecord) -> None:
+            nonlocal documents, text_bytes, passed
+            self.records[part.number] = record
+            documents += record.documents
+            text_bytes += record.text_bytes
+            passed += part.size
+
+        # Where the display begins: the rate is that of this build alone.
+        if self.records:
+            advance(0, 0, 0)
+        encode_parts(
+            [part for part in self.parts if part.number not in self.records],
+            self.staging,
+            job=Job(read_as=self.source.read_as, exact=exact, **options),
+            tokenizer=self.tokenizer,
+            workers=workers,
+            advance=advance,
+            finished=finished,
         )
-    return _report(output, up_to_date=False, differences=differences, started=started)
+        self.source.bytes_read = passed
+
+    def put_together(self, sources: list[dict[str, Any]], options: dict[str, Any], *, exact: bool) -> list[Difference]:
+        """Make the whole folder of all parts, and return the first differences."""
+        records = [self.records[part.number] for part in self.parts]
+        differences = [difference for record in records for difference in record.differences]
+        # Parts that a build without --exact has finished.
+        if exact and differences:
+            raise DataError(explain_inexact(differences[0], self.tokenizer))
+        left_out = LeftOut(self.source.not_listed)
+        for record in records:
+            left_out.merge(record.skipped, record.examples)
+        self.source.left_out = left_out
+        _check_splits(records, self.source, options)
+        assemble(
+            self.staging,
+            records,
+            not_listed=self.source.not_listed,
+            skipped=self.source.skipped,
+            tokenizer=self.tokenizer,
+            sources=sources,
+            options=options,
+        )
+        return differences[:SHOWN_DIFFERENCES]
 
 
-def _write_splits(
-    source: Source,
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    options: dict[str, Any],
-    sources: list[dict[str, Any]],
-    exact: bool,
-    progress: Progress | None,
-) -> list[Difference]:
-    """Fill ``folder`` and its ``validation``, and return the first differences; an empty split gets no shards."""
-    held_out = folder / VALIDATION_FOLDER
-    held_out.mkdir()
-    sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": options["shard_tokens"]}
-    training = ShardWriter(folder, **sizes)
-    validation = ShardWriter(held_out, **sizes)
-    text_bytes = 0
-    left_out = LeftOutFile(folder)
-    inexact = {"training": 0, "validation": 0}
-    differences: list[Difference] = []
-    encoded_documents = encode_documents(source.read(left_out.add), tokenizer)
-    for number, (encoded, difference) in enumerate(encoded_documents, start=1):
-        if difference is not None and exact:
-            raise DataError(_explain_inexact(difference, tokenizer))
-        # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
-        if falls_below(encoded.hash, options["validation_fraction"], _SPLIT_SALT):
-            split, writer = "validation", validation
-        else:
-            split, writer = "training", training
-        writer.add(encoded)
-        if difference is not None:
-            inexact[split] += 1
-            if len(differences) < _SHOWN_DIFFERENCES:
-                differences.append(difference)
-        text_bytes += encoded.text_bytes
-        if progress is not None:
-            progress(number, text_bytes)
-    left_out_hash = left_out.close()
+def _check_splits(records: list[PartRecord], source: Source, options: dict[str, Any]) -> None:
+    """Raise ``DataError`` where there is nothing to train on."""
+    counts = {split: sum(record.splits[split].documents for record in records) for split in SPLITS}
+    if not sum(counts.values()):
+        raise DataError(no_text(source.spec, source.left_out))
     # Can happen with a handful of documents, and a run would only find out when it starts.
-    if not training.num_documents:
+    if not counts["training"]:
         raise DataError(
-            f"All {validation.num_documents} documents of {source.spec} fell into the validation split "
+            f"All {counts['validation']} documents of {source.spec} fell into the validation split "
             f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
         )
-    common = {"tokenizer": tokenizer, "sources": sources, "options": options, "skipped": source.skipped}
-    for writer, split_folder, split in ((training, folder, "training"), (validation, held_out, "validation")):
-        if writer.num_documents:
-            tokenizer.save(split_folder)
-            # The list belongs to the source: it lies once in the folder, beside the training split.
-            listed = ""
-            if split == "training":
-                listed = left_out_hash
-            writer.finish(split=split, left_out=listed, inexact_documents=inexact[split], **common)
-    if not validation.num_documents:
-        held_out.rmdir()
-    return differences
-
-
-def _explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
-    """Why a document is refused, and what keeps every character."""
-    return (
-        f"{difference}: it does not come back exactly from its ids by {tokenizer.path}.\n"
-        "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which keeps "
-        "every character."
-    )
 
 
 def _check_same_recipe(
@@ -199,7 +249,14 @@ def _check_same_recipe(
 
 
 def _report(
-    output: Path, *, up_to_date: bool, started: float, exact: bool = False, differences: Sequence[Difference] = ()
+    output: Path,
+    *,
+    up_to_date: bool,
+    started: float,
+    exact: bool = False,
+    differences: Sequence[Difference] = (),
+    parts: int = 0,
+    parts_found: int = 0,
 ) -> BuildReport:
     """What lies in ``output`` now, read from its manifests; DataError for inexact documents where ``exact``."""
     training = Manifest.load(output)
@@ -231,6 +288,8 @@ def _report(
         left_out=left_out.examples,
         left_out_file=left_out_file,
         seconds=time.monotonic() - started,
+        parts=parts,
+        parts_found=parts_found,
     )
 
 

@@ -56,6 +56,26 @@ class File:
     format: Format = field(default_factory=lambda: Format("text"))
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A file, or a run of whole records of a large one: what is read in one go."""
+
+    file: File
+    start: int = 0
+    """Where it begins: a byte of JSON Lines, a row group of Parquet; 0 in all other files."""
+    stop: int | None = None
+    """Where it ends; None for a file that is not cut."""
+    first: int = 0
+    """Records of the file before it."""
+    size: int = 0
+    """About how many of the file's bytes on disk it is."""
+
+
+def whole(file: File) -> Piece:
+    """The file as one piece."""
+    return Piece(file, size=file.size)
+
+
 Item = Document | Skip
 
 Progress = Callable[[int, int], None]

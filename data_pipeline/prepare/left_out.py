@@ -34,6 +34,13 @@ class LeftOut:
                 shown += f" ({skip.detail})"
             names.append(shown)
 
+    def merge(self, counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> None:
+        """Count what was left out after this."""
+        self.counts.update(counts)
+        for reason, names in examples.items():
+            known = self.examples.setdefault(reason, [])
+            known += names[: _EXAMPLES - len(known)]
+
     def lines(self) -> list[str]:
         """A line for each reason: how many, and the first names."""
         return left_out_lines(self.counts, self.examples)
@@ -63,15 +70,17 @@ class LeftOutFile:
 
     def add(self, skip: Skip) -> None:
         """Write one line."""
-        # At once and not at the end: a list of every null of a large corpus fits no memory.
-        if self._file is None:
-            self._file = self._path.open("wb")
         entry = {"name": skip.name, "reason": skip.reason}
         if skip.detail:
             entry["detail"] = skip.detail
         line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-        self._digest.update(line)
-        self._file.write(line)
+        self._write(line)
+
+    def append(self, path: Path) -> None:
+        """Write the lines of another such list."""
+        with path.open("rb") as lines:
+            while block := lines.read(1 << 20):
+                self._write(block)
 
     def close(self) -> str:
         """Finish the file and return its xxh3_128; empty if nothing was left out."""
@@ -79,6 +88,13 @@ class LeftOutFile:
             return ""
         self._file.close()
         return self._digest.hexdigest()
+
+    def _write(self, content: bytes) -> None:
+        # At once and not at the end: a list of every null of a large corpus fits no memory.
+        if self._file is None:
+            self._file = self._path.open("wb")
+        self._digest.update(content)
+        self._file.write(content)
 
 
 def read_left_out(folder: Path) -> LeftOut:

@@ -17,15 +17,16 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import Document, File, Skip
+from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import list_files
+from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
-from data_pipeline.prepare.readers.read import check, read
+from data_pipeline.prepare.readers.read import check
 from data_pipeline.prepare.readers.records import no_field_reason
+from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.selection import Selection
 from longctx.errors import DataError
-from longctx.files import hash_file
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,12 @@ class Source:
         self.bytes_read = 0
         """Bytes on disk that the reading has passed, of ``num_bytes``: how far it has come."""
         self._files = files
-        self._not_listed = left_out
-        self._text_field = text_field
+        self.not_listed = tuple(left_out)
+        """What was left out before anything was read."""
+        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict)
         self._selection = selection
-        self._strict = strict
         self._fingerprint: dict[str, Any] | None = None
+        self._pieces: list[Piece] = []
 
     def __iter__(self) -> Iterator[Document]:
         """Yield every document, as ``read`` does."""
@@ -71,32 +73,27 @@ class Source:
         A damaged file or record is left out, or with ``strict`` a ``DataError``. So is a source without any text, at
         the end.
         """
-        left_out = LeftOut()
         num_documents = self.bytes_read = 0
-        for skip in self._not_listed:
-            _note(skip, left_out, on_left_out)
-        for item in self._items():
-            if isinstance(item, Document):
-                num_documents += 1
-                yield item
-                continue
-            if item.is_fault and self._strict:
-                raise DataError(_fault(self.spec, item))
-            _note(item, left_out, on_left_out)
+        reading = Reading(self.read_as, on_left_out)
+        for skip in self.not_listed:
+            reading.note(skip)
+        for document in reading.documents(map(whole, self._files)):
+            num_documents += 1
+            self.bytes_read = reading.bytes_read
+            yield document
+        self.bytes_read = reading.bytes_read
         # Only now, so that a reading that was broken off leaves no half count.
-        self.left_out = left_out
+        self.left_out = reading.left_out
         if not num_documents:
-            raise DataError(_no_text(self.spec, left_out))
+            raise DataError(no_text(self.spec, self.left_out))
 
-    def _items(self) -> Iterator[Document | Skip]:
-        """Yield what the files hold, one file after the other."""
-        passed = 0
-        for file in self._files:
-            for item, bytes_read in read(file, self._text_field):
-                self.bytes_read = passed + bytes_read
-                yield item
-            passed += file.size
-            self.bytes_read = passed
+    def pieces(self) -> list[Piece]:
+        """The files in their order, large ones cut into pieces of whole records where their format allows it.
+
+        A function of the files alone. They are read once for it, as for ``fingerprint``.
+        """
+        self.fingerprint()
+        return list(self._pieces)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -123,11 +120,15 @@ class Source:
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
             done = 0
+            pieces: list[Piece] = []
             for file in self._files:
-                digest.update(json.dumps([file.name, file.size, _hash(file)]).encode())
+                content, cut = _hash(file)
+                pieces += cut
+                digest.update(json.dumps([file.name, file.size, content]).encode())
                 done += file.size
                 if progress is not None:
                     progress(done)
+            self._pieces = pieces
             self._fingerprint = {
                 "kind": self.kind,
                 **self._read_as(),
@@ -143,7 +144,7 @@ class Source:
         if self.kind == "stdlib":
             read_as: dict[str, Any] = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
         else:
-            read_as = {"text_field": self._text_field}
+            read_as = {"text_field": self.read_as.text_field}
         # Only what differs from the beginnings: folders built then are still up to date.
         if self._selection.include:
             read_as["include"] = list(self._selection.include)
@@ -185,10 +186,10 @@ def open_source(
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
-        raise DataError(_fault(str(spec), faults[0]))
+        raise DataError(fault(str(spec), faults[0]))
     _check_field(str(spec), text_field, files=files, listed=listing.files, problems=problems)
     if not files:
-        raise DataError(_no_text(str(spec), LeftOut(left_out)))
+        raise DataError(no_text(str(spec), LeftOut(left_out)))
     if problems:
         lines = LeftOut(problems).lines()
         logger.warning("%s: left out %s", spec, "; ".join(lines))
@@ -236,14 +237,6 @@ def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[
     )
 
 
-def _note(skip: Skip, left_out: LeftOut, on_left_out: Callable[[Skip], None] | None) -> None:
-    """Count something that is left out, and pass it on."""
-    logger.info("left out %s: %s %s", skip.name, skip.reason, skip.detail)
-    left_out.add(skip)
-    if on_left_out is not None:
-        on_left_out(skip)
-
-
 # ----------------------------------------------------------------------------------------------------- where it lies
 
 
@@ -273,15 +266,7 @@ def _nearest(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- messages
 
 
-def _fault(spec: str, skip: Skip) -> str:
-    """The message of a strict reading about the first thing that is wrong."""
-    return (
-        f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"
-        f"Mend it, leave it out with --exclude, or read without --strict: it is then left out and listed."
-    )
-
-
-def _no_text(spec: str, left_out: LeftOut) -> str:
+def no_text(spec: str, left_out: LeftOut) -> str:
     """The message about a source without a document."""
     reasons = "\n".join(f"  {line}" for line in left_out.lines()) or "  it is empty"
     return (
@@ -290,8 +275,8 @@ def _no_text(spec: str, left_out: LeftOut) -> str:
     )
 
 
-def _hash(file: File) -> str:
+def _hash(file: File) -> tuple[str, list[Piece]]:
     try:
-        return hash_file(file.path)
+        return hash_and_cut(file, CUT_BYTES)
     except OSError as error:
         raise DataError(f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from data_pipeline.shards.manifest import Manifest, ShardEntry, length_histogram
+from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.sums import sum_blocks, sums_file
 from longctx.errors import DataError
 from longctx.files import write_synced
@@ -20,6 +21,10 @@ from longctx.tokenizer.contract import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 26
 """Tokens after which a shard is closed: 128 MiB at two bytes a token. A document is never cut."""
+
+
+_SPARE_TOKENS = 1 << 22
+"""By how much the memory for a shard's tokens grows beyond what is needed."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -53,21 +58,31 @@ class ShardWriter:
         self._folder = folder
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
-        self._open: list[EncodedDocument] = []
-        self._open_tokens = 0
+        self._open = _OpenShard(token_dtype(vocab_size))
         self._entries: list[ShardEntry] = []
-        self._lengths: list[int] = []
+        # Documents by the number of bits of their length: all that the manifest tells of lengths.
+        self._by_bits = [0] * 64
         self._text_bytes = 0
 
     @property
     def num_documents(self) -> int:
         """Documents added so far."""
-        return len(self._lengths)
+        return sum(self._by_bits)
 
     @property
     def num_tokens(self) -> int:
         """Tokens added so far."""
-        return sum(entry.tokens for entry in self._entries) + self._open_tokens
+        return sum(entry.tokens for entry in self._entries) + self._open.tokens
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the text of the documents added so far."""
+        return self._text_bytes
+
+    @property
+    def length_histogram(self) -> dict[str, int]:
+        """The documents added so far by length, as ``Manifest.length_histogram`` has them."""
+        return {f"2^{k}": count for k, count in enumerate(self._by_bits) if count}
 
     def add(self, document: EncodedDocument) -> None:
         """Append a document; close the shard before it would grow beyond ``shard_tokens``."""
@@ -80,12 +95,21 @@ class ShardWriter:
                 f"{document.name} has id {int(tokens.max())} (lowest {int(tokens.min())}), "
                 f"outside the vocabulary of {self._vocab_size}. Encode it with the tokenizer of this folder."
             )
-        if self._open and self._open_tokens + len(tokens) > self._shard_tokens:
+        if len(self._open) and self._open.tokens + len(tokens) > self._shard_tokens:
             self._close_shard()
-        self._open.append(document)
-        self._open_tokens += len(tokens)
-        self._lengths.append(len(tokens))
+        self._open.add(document)
+        self._by_bits[len(tokens).bit_length() - 1] += 1
         self._text_bytes += document.text_bytes
+
+    @property
+    def shards(self) -> list[ShardEntry]:
+        """The shards that are written so far."""
+        return list(self._entries)
+
+    def close(self) -> None:
+        """Write the last shard, and no manifest: who puts several folders together writes one for all."""
+        if len(self._open):
+            self._close_shard()
 
     def finish(
         self,
@@ -99,8 +123,7 @@ class ShardWriter:
         left_out: str = "",
     ) -> Manifest:
         """Write the last shard and the manifest, and return the manifest."""
-        if self._open:
-            self._close_shard()
+        self.close()
         manifest = Manifest(
             split=split,
             vocab_size=self._vocab_size,
@@ -108,11 +131,11 @@ class ShardWriter:
             tokenizer=tokenizer.fingerprint,
             sources=sources,
             options=dict(options),
-            shards=self._entries,
+            shards=self.shards,
             documents=self.num_documents,
             tokens=self.num_tokens,
             text_bytes=self._text_bytes,
-            length_histogram=length_histogram(self._lengths),
+            length_histogram=self.length_histogram,
             skipped=dict(skipped),
             inexact_documents=inexact_documents,
             left_out=left_out,
@@ -123,7 +146,7 @@ class ShardWriter:
     def _close_shard(self) -> None:
         """Write the open documents as the next file, and the sums of its blocks beside it."""
         path = self._folder / f"{len(self._entries):05d}.arrow"
-        batch = _record_batch(self._open, token_dtype(self._vocab_size))
+        batch = self._open.record_batch()
         with path.open("wb") as file:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
@@ -137,24 +160,55 @@ class ShardWriter:
             bytes=path.stat().st_size,
             xxh3_128=whole,
             documents=len(self._open),
-            tokens=self._open_tokens,
+            tokens=self._open.tokens,
             sums=xxhash.xxh3_128_hexdigest(sums.tobytes()),
         )
         self._entries.append(entry)
-        self._open = []
-        self._open_tokens = 0
+        self._open.clear()
 
 
-def _record_batch(documents: list[EncodedDocument], dtype: np.dtype) -> pa.RecordBatch:
-    """The documents as one Arrow record batch."""
-    offsets = np.zeros(len(documents) + 1, dtype=np.int64)
-    np.cumsum([len(document.tokens) for document in documents], out=offsets[1:])
-    values = np.concatenate([document.tokens.astype(dtype, copy=False) for document in documents])
-    return pa.record_batch(
-        {
-            "tokens": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)),
-            "source": pa.array([document.source for document in documents], pa.int16()),
-            "hash": pa.array([document.hash for document in documents], pa.uint64()),
-            "name": pa.array([document.name for document in documents], pa.string()),
-        }
-    )
+class _OpenShard:
+    """The documents of a shard that is not written yet: their tokens once, and a few bytes for each document."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._values = np.empty(0, dtype)
+        self.tokens = 0
+        self._lengths = array("q")
+        self._sources = array("h")
+        self._hashes = array("Q")
+        self._names: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, document: EncodedDocument) -> None:
+        """Append a document."""
+        stop = self.tokens + len(document.tokens)
+        if stop > len(self._values):
+            # In place: memory holds the tokens once, not once a document and once more in one piece. Nobody else has a
+            # view of the array between two shards.
+            self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
+        self._values[self.tokens : stop] = document.tokens
+        self.tokens = stop
+        self._lengths.append(len(document.tokens))
+        self._sources.append(document.source)
+        self._hashes.append(document.hash)
+        self._names.append(document.name)
+
+    def record_batch(self) -> pa.RecordBatch:
+        """The documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
+        offsets = np.zeros(len(self) + 1, dtype=np.int64)
+        np.cumsum(np.frombuffer(self._lengths, np.int64), out=offsets[1:])
+        return pa.record_batch(
+            {
+                "tokens": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(self._values[: self.tokens])),
+                "source": pa.array(np.frombuffer(self._sources, np.int16)),
+                "hash": pa.array(np.frombuffer(self._hashes, np.uint64)),
+                "name": pa.array(self._names, pa.string()),
+            }
+        )
+
+    def clear(self) -> None:
+        """Begin the next shard in the same memory."""
+        self.tokens = 0
+        self._lengths, self._sources, self._hashes, self._names = array("q"), array("h"), array("Q"), []

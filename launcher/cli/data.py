@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from launcher.cli.console import Json, byte_rate, command, human_bytes, interruptible, progress, say, say_json, table
+from launcher.cli.console import (
+    Json,
+    byte_rate,
+    command,
+    human_bytes,
+    interruptible,
+    note,
+    progress,
+    say,
+    say_json,
+    table,
+)
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
@@ -32,12 +43,14 @@ def build(
     shard_tokens: int | None = None,
     exact: bool = False,
     overwrite: bool = False,
+    workers: int | None = None,
     json: Json = False,
 ) -> None:
     """Tokenize a corpus into a shard folder.
 
     The folder holds checksummed Arrow shards, and held-out documents in DIR/validation.
     One folder serves every sequence length. Building the same again does nothing and says so.
+    A build that was stopped or killed goes on from its finished parts when the same command is given again.
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
@@ -46,6 +59,7 @@ def build(
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
         overwrite: Replace a shard folder built from other things.
+        workers: Cores to use, all unless given; each takes about 0.5 GB. The result does not depend on it.
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
@@ -67,6 +81,8 @@ def build(
             shard_tokens=shard_tokens,
             exact=exact,
             overwrite=overwrite,
+            workers=workers,
+            say=note,
             progress=lambda documents, text_bytes: update(
                 source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
             ),

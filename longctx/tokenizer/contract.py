@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from longctx.errors import DataError
 from longctx.files import write_atomically
 from longctx.tokenizer.special import SpecialIds
+from longctx.tokenizer.spelling import Spelling
 
 GROUP_CHARACTERS = 1 << 22
 """Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
@@ -34,6 +36,9 @@ class Tokenizer(ABC):
 
     kind: str
     """What encodes, for display: the library and the type of its model."""
+    threads = -1
+    """Threads that SentencePiece takes for a group of chunks; −1 is one for each core. ``tokenizers`` has
+    RAYON_NUM_THREADS, which holds for a whole process."""
 
     def __init__(
         self,
@@ -140,11 +145,16 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """The ids of each chunk, int32, on all cores."""
+        """The ids of each chunk, int32, on ``threads`` cores."""
 
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """What the ids of each chunk say: its text, where the tokenizer gives text back exactly."""
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """The bytes of each id, where a text is these one after the other and nothing else; None elsewhere."""
+        return None
 
     @abstractmethod
     def piece(self, token: int) -> str:

@@ -27,6 +27,7 @@ from longctx.tokenizer.chunks import (
 )
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
 from longctx.tokenizer.special import special_ids, with_generation_config
+from longctx.tokenizer.spelling import Spelling
 
 DOCUMENT_BEGIN = "<|document_begin|>"
 DOCUMENT_END = "<|document_end|>"
@@ -36,6 +37,9 @@ MODEL_FILE = "tokenizer.model"
 
 OWN_CHUNK_CHARACTERS = 1 << 20
 """Chunks of the models that we train. Another number would change ids where a long document is cut."""
+
+_QUICK_CHARACTERS = 1 << 15
+"""How much the library is given at once where the text can be cut without changing an id."""
 
 _ANCHOR = "a"
 _ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
@@ -75,10 +79,14 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def is_own(self) -> bool:
         """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
-        names = [self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)]
-        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
-        is_plain = self.model_type == "BPE" and not self.user_defined
-        return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and is_plain
+        return _is_own(self)
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """What the ids of a model of ours spell: it puts nothing before a text and changes nothing in it."""
+        if not self.is_own:
+            return None
+        return Spelling(_spelt(self.processor))
 
     @cached_property
     def has_byte_fallback(self) -> bool:
@@ -101,7 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The ids of each chunk, int32; a later chunk gets no space in front."""
         if self.is_own:
-            return self._encode_own([chunk.text for chunk in chunks])
+            return _encode_own(self, [chunk.text for chunk in chunks])
         ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
         for is_first in (True, False):
             numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
@@ -150,28 +158,10 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
-        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts))
+        return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
 
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
-        return self.processor.decode(parts, num_threads=_num_threads(parts))
-
-    def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
-        split = [text.split(SPACE_MARK) for text in texts]
-        encoded = iter(self._encode_texts(self.processor, [part for parts in split for part in parts]))
-        ids: list[np.ndarray] = []
-        for parts in split:
-            joined = [next(encoded)]
-            for _ in parts[1:]:
-                joined.append(self._space_mark_ids)
-                joined.append(next(encoded))
-            ids.append(np.concatenate(joined).astype(np.int32, copy=False))
-        return ids
-
-    @cached_property
-    def _space_mark_ids(self) -> np.ndarray:
-        ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        return np.array(ids, dtype=np.int32)
+        return self.processor.decode(parts, num_threads=_num_threads(parts, self.threads))
 
     @property
     def is_normalised(self) -> bool:
@@ -191,6 +181,16 @@ class SentencePieceTokenizer(Tokenizer):
         return _certain_rule(self)
 
 
+def _is_own(tokenizer: SentencePieceTokenizer) -> bool:
+    """Whether a model has our control ids and gives every text back."""
+    model = tokenizer.processor
+    names = [model.id_to_piece(i) for i in range(tokenizer.vocab_size) if model.is_control(i)]
+    gives_all = tokenizer.has_byte_fallback and not tokenizer.is_normalised
+    is_plain = tokenizer.model_type == "BPE" and not tokenizer.user_defined
+    adds_nothing = not tokenizer.normalizer.add_dummy_prefix
+    return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and adds_nothing and is_plain
+
+
 def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
     """Where no piece of a model can span."""
     if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
@@ -205,11 +205,55 @@ def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
     return neighbours.is_certain
 
 
-def _num_threads(texts: Sequence[Any]) -> int:
-    """Threads for so many texts: −1 is one for each core, and starting them takes longer than a single text."""
+def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
+    mark = [tokenizer.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+    pieces: list[str] = []
+    # For each text the numbers of its pieces, and None for a mark.
+    rows: list[list[int | None]] = []
+    for text in texts:
+        row: list[int | None] = []
+        for number, part in enumerate(text.split(SPACE_MARK)):
+            if number:
+                row.append(None)
+            # Cut where it changes no id: the library takes twice as long for a text that no cache holds.
+            for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer._is_certain):
+                row.append(len(pieces))
+                pieces.append(piece.text)
+        rows.append(row)
+    threads = _num_threads(pieces, tokenizer.threads)
+    encoded = tokenizer.processor.encode(pieces, return_type="numpy", num_threads=threads)
+    ids: list[np.ndarray] = []
+    for row in rows:
+        joined = [np.empty(0, dtype=np.int32)]
+        for at in row:
+            if at is None:
+                joined.append(np.array(mark, dtype=np.int32))
+            else:
+                joined.append(encoded[at])
+        ids.append(np.concatenate(joined).astype(np.int32, copy=False))
+    return ids
+
+
+def _num_threads(texts: Sequence[Any], threads: int) -> int:
+    """Threads for so many texts: starting them takes longer than a single text."""
     if len(texts) > 1:
-        return -1
+        return threads
     return 1
+
+
+def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
+    """What each id of a model with byte fallback adds to a text; None for ids that no text becomes."""
+    spelt: list[bytes | None] = []
+    for token, piece in enumerate(model.id_to_piece(list(range(model.vocab_size())))):
+        if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
+            spelt.append(None)
+        elif model.is_byte(token):
+            # Spelt <0x0A>.
+            spelt.append(bytes([int(piece[3:5], 16)]))
+        else:
+            spelt.append(piece.replace(SPACE_MARK, " ").encode())
+    return spelt
 
 
 def _never(text: str, at: int) -> bool:

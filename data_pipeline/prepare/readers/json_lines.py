@@ -18,7 +18,7 @@ def read_lines(opened: OpenFile, text_field: str, begun: bytes = b"") -> Iterato
 
     ``begun`` is what was already read of the stream.
     """
-    for number, line in enumerate(_lines(opened.stream, begun), start=1):
+    for number, line in enumerate(_lines(opened.stream, begun), start=opened.piece.first + 1):
         if line.strip():
             yield _item(line, text_field, f"{opened.name}:{number}")
 

@@ -6,22 +6,24 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
 
 import zstandard
 
-from data_pipeline.prepare.documents import File
+from data_pipeline.prepare.documents import File, Piece
+from longctx.errors import DataError
 
 _ZSTD_INPUT_BYTES = 8 << 10
 
 
 class OpenFile:
-    """One file under a reader."""
+    """One file, or a piece of it, under a reader."""
 
-    def __init__(self, file: File, raw: BinaryIO, stream: BinaryIO) -> None:
-        self.file = file
+    def __init__(self, piece: Piece, raw: BinaryIO, stream: BinaryIO) -> None:
+        self.piece = piece
         self.raw = raw
         """The bytes on disk."""
         self.stream = stream
@@ -30,28 +32,44 @@ class OpenFile:
         """Part of the file that was read, set by readers that do not go through it from front to end."""
 
     @property
+    def file(self) -> File:
+        """The file that is read."""
+        return self.piece.file
+
+    @property
     def name(self) -> str:
         """The file's name in its source."""
         return self.file.name
 
     @property
     def bytes_read(self) -> int:
-        """Bytes on disk that were read so far."""
+        """Bytes on disk that were read of the piece so far."""
         if self.share is not None:
-            return int(self.share * self.file.size)
-        return min(self.raw.tell(), self.file.size)
+            return int(self.share * self.piece.size)
+        return min(self.raw.tell() - self.piece.start, self.piece.size)
 
 
 @contextmanager
-def opened(file: File) -> Iterator[OpenFile]:
-    """Open a file for reading; OSError where the system refuses."""
+def opened(piece: Piece) -> Iterator[OpenFile]:
+    """Open a file for reading; OSError where the system refuses, DataError where it is not what was listed."""
+    file = piece.file
     # By Python and not by Arrow, which takes no path that is not UTF-8.
     with file.path.open("rb") as raw:
+        size = os.fstat(raw.fileno()).st_size
+        # Half of an old file and half of a new one would be neither.
+        if size != file.size:
+            raise DataError(
+                f"{file.path} has changed since it was listed: it had {file.size:,} bytes and has {size:,}.\n"
+                "Start again when nobody writes to it any more."
+            )
         if file.format.compression:
             with _decompressed(raw, file.format.compression) as stream:
-                yield OpenFile(file, raw, stream)
+                yield OpenFile(piece, raw, stream)
+        elif piece.stop is not None and file.format.kind == "lines":
+            raw.seek(piece.start)
+            yield OpenFile(piece, raw, cast(BinaryIO, _Range(raw, piece.stop - piece.start)))
         else:
-            yield OpenFile(file, raw, raw)
+            yield OpenFile(piece, raw, raw)
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
@@ -63,6 +81,20 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == ".xz":
         return cast(BinaryIO, lzma.LZMAFile(raw))
     return io.BufferedReader(_ZstdStream(raw), buffer_size=1 << 20)
+
+
+class _Range:
+    """The next bytes of a file, as if it ended there."""
+
+    def __init__(self, raw: BinaryIO, count: int) -> None:
+        self._raw = raw
+        self._left = count
+
+    def read(self, count: int) -> bytes:
+        """Up to ``count`` bytes; none at the end."""
+        piece = self._raw.read(min(count, self._left))
+        self._left -= len(piece)
+        return piece
 
 
 class _ZstdStream(io.RawIOBase):

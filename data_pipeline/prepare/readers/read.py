@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import zstandard
 
-from data_pipeline.prepare.documents import DamageError, Document, File, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, File, Item, Piece, Skip, whole
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
@@ -25,16 +25,17 @@ _CHECKED_RECORDS = 64
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
-def read(file: File, text_field: str) -> Iterator[tuple[Item, int]]:
-    """Yield the documents of one file, each with the bytes on disk that were read so far.
+def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
+    """Yield the documents of one file or piece, each with the bytes on disk that were read of it so far.
 
     A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
     to read what it could open before: another reading could give other documents.
     """
+    file = piece.file
     reader = _READERS[file.format.kind]
     documents = items = 0
     try:
-        with opened(file) as source:
+        with opened(piece) as source:
             for item in reader(source, text_field):
                 checked = _check(item, file.format.kind)
                 documents += isinstance(checked, Document)
@@ -45,16 +46,17 @@ def read(file: File, text_field: str) -> Iterator[tuple[Item, int]]:
             raise DataError(
                 f"{file.path} cannot be read ({error.strerror}).\nMend the file or exclude {file.name!r}."
             ) from error
-        yield _damaged(file, error, documents), file.size
+        yield _damaged(file, error, documents), piece.size
         return
-    if not items:
-        yield Skip(file.name, "empty"), file.size
+    # Blank lines may be all of a piece: that says nothing of its file.
+    if not items and piece.stop is None:
+        yield Skip(file.name, "empty"), piece.size
 
 
 def check(file: File, text_field: str) -> Skip | None:
     """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
     try:
-        with opened(file) as source:
+        with opened(whole(file)) as source:
             return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno:

@@ -12,6 +12,8 @@ from data_pipeline.prepare.readers.opened import OpenFile
 from data_pipeline.prepare.readers.records import no_field
 
 _ROWS = 256
+_BATCH_BYTES = 1 << 25
+"""Text of a batch of rows, about: rows of megabytes come one by one."""
 _FILE_MAGIC = b"ARROW1"
 
 
@@ -22,11 +24,17 @@ def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
         if problem is not None:
             yield problem
             return
-        number = 0
-        for batch in table.iter_batches(batch_size=_ROWS, columns=[text_field]):
-            yield from _rows(_as_bytes(batch.column(0)), opened.name, number)
-            number += batch.num_rows
-            opened.share = number / table.metadata.num_rows
+        groups = range(table.num_row_groups)
+        if opened.piece.stop is not None:
+            groups = range(opened.piece.start, opened.piece.stop)
+        done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
+        # Group by group: one of them may have rows of megabytes, and the others short ones.
+        for group in groups:
+            rows = _batch_rows(table, group, text_field)
+            for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[text_field]):
+                yield from _rows(_as_bytes(batch.column(0)), opened.name, opened.piece.first + done)
+                done += batch.num_rows
+                opened.share = done / total
 
 
 def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
@@ -63,6 +71,14 @@ def _parquet(opened: OpenFile) -> pq.ParquetFile:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
     # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
     return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False)
+
+
+def _batch_rows(table: pq.ParquetFile, group: int, text_field: str) -> int:
+    """How many rows of a row group are decompressed at once."""
+    described = table.metadata.row_group(group)
+    columns = (described.column(number) for number in range(described.num_columns))
+    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_field)
+    return max(1, min(_ROWS, _BATCH_BYTES * described.num_rows // max(1, size)))
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

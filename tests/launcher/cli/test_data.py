@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from data_pipeline import inspect
+from data_pipeline.prepare.parts import deal, pool
 from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
@@ -76,6 +77,46 @@ def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, t
     code, _, err = call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2")
     assert (code, "another options" in err) == (1, True)
     assert call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2", "--overwrite")[0] == 0
+
+
+def test_build_with_any_number_of_workers_says_and_makes_the_same(capsys, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(deal, "PART_BYTES", 20_000)
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--shard-tokens", 4000, "--validation-fraction", 0.3, "--json", "--output"]
+    found = []
+    for workers in (1, 2):
+        code, out, err = call(capsys, *words, tmp_path / str(workers), "--workers", workers)
+        assert (code, "going on" in err) == (0, False)
+        report = json.loads(out)
+        assert report["parts"] > 4
+        found.append({name: report[name]["tokens"] for name in ("training", "validation")})
+        found.append((tmp_path / str(workers) / "manifest.json").read_bytes())
+    assert found[:2] == found[2:]
+    code, _, err = call(capsys, *words, tmp_path / "none", "--workers", 0)
+    assert (code, "workers=0 must be at least 1" in err) == (1, True)
+
+
+def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(deal, "PART_BYTES", 20_000)
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--shard-tokens", 4000, "--workers", 1, "--output", tmp_path / "d"]
+    encode = pool.encode_part
+
+    def interrupted(part, *arguments, **options):
+        if part.number == 3:
+            raise KeyboardInterrupt
+        return encode(part, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "encode_part", interrupted)
+        code, _, err = call(capsys, *words)
+    assert code == 130
+    assert "Finished parts are kept" in err
+    code, _, err = call(capsys, *words, "--validation-fraction", 0.4)
+    assert (code, "from another options" in err, "--overwrite" in err) == (1, True, True)
+    code, _, err = call(capsys, *words)
+    assert code == 0
+    assert re.search(r"^going on: 3 of \d+ parts are there$", err, re.MULTILINE)
 
 
 def test_inspect_shows_packing_and_a_row(capsys, world):

@@ -66,6 +66,7 @@ class TestHelp:
             "output": Path("o"),
             "validation_fraction": 0.5,
             "shard_tokens": None,
+            "workers": None,
             "exact": False,
             "overwrite": False,
             "json": True,

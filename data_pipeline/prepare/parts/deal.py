@@ -1,0 +1,72 @@
+"""A source dealt out into parts: what one worker encodes in one go, and what a restart does not repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from data_pipeline.prepare.documents import Piece
+from data_pipeline.prepare.readers.cut import CUT_BYTES
+
+PART_BYTES = CUT_BYTES
+"""Bytes on disk of a part, at most, unless one piece alone has more. Part of the format: a shard never spans parts."""
+
+# Of text, about, with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
+_BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pieces that follow one another in the source."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(piece.size for piece in self.pieces)
+
+    def __str__(self) -> str:
+        first, last = self.pieces[0].file.name, self.pieces[-1].file.name
+        if first == last:
+            return f"part {self.number} ({first})"
+        return f"part {self.number} ({first} … {last})"
+
+
+def part_bytes(shard_tokens: int) -> int:
+    """How large parts are: text for one shard of ``shard_tokens``, and never less than ``PART_BYTES``."""
+    return max(PART_BYTES, _BYTES_PER_TOKEN * shard_tokens)
+
+
+def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
+    """The pieces in their order, as many in a part as ``most_bytes`` allow, at least one.
+
+    A function of the listing alone: which shard a document falls in depends on neither workers nor kills.
+    """
+    parts: list[Part] = []
+    open_pieces: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        # In order, and not by best fit: a document's place must not depend on what stands behind it.
+        if open_pieces and size + piece.size > most_bytes:
+            parts.append(Part(len(parts), tuple(open_pieces)))
+            open_pieces, size = [], 0
+        open_pieces.append(piece)
+        size += piece.size
+    if open_pieces:
+        parts.append(Part(len(parts), tuple(open_pieces)))
+    return parts
+
+
+def hash_parts(parts: Sequence[Part]) -> str:
+    """xxh3_128 of what stands in which part."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        # Names and not paths: a corpus may be mounted elsewhere when the build goes on.
+        pieces = [[piece.file.name, piece.start, piece.stop, piece.size] for piece in part.pieces]
+        digest.update(json.dumps(pieces).encode())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""What is known of a finished part: a small file that is written last, so that its part is whole where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.prepare.encode import Difference
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE
+from data_pipeline.shards.manifest import ShardEntry, hash_json
+from data_pipeline.shards.sums import sums_file
+from longctx.files import hash_file, write_atomically
+
+FORMAT = "longctx-part-1"
+RECORD_FILE = "part.json"
+SPLITS = ("training", "validation")
+"""The splits, each in a folder of its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRecord:
+    """One split of a part."""
+
+    shards: list[ShardEntry]
+    documents: int
+    tokens: int
+    text_bytes: int
+    length_histogram: dict[str, int]
+    inexact: int
+    """Documents whose text does not come back exactly from their ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRecord:
+    """A finished part."""
+
+    splits: dict[str, SplitRecord]
+    skipped: dict[str, int]
+    """What was left out, by reason."""
+    examples: dict[str, list[str]]
+    """The first names of each reason."""
+    left_out: str
+    """xxh3_128 of the part's list of what was left out; empty if there is none."""
+    differences: list[Difference]
+    """Where the first few inexact documents differ."""
+
+    @property
+    def documents(self) -> int:
+        """Documents of all splits."""
+        return sum(split.documents for split in self.splits.values())
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text of all splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
+    def save(self, folder: Path) -> None:
+        """Write the record in one stroke, and have the disk hold it."""
+        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        write_atomically(folder / RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> PartRecord | None:
+        """The record of a part's folder; None where there is none, or none that this release wrote whole."""
+        try:
+            body = json.loads((folder / RECORD_FILE).read_bytes())
+            recorded = body.pop("hash")
+            if hash_json(body) != recorded or body.pop("format") != FORMAT:
+                return None
+            splits = {name: _split(fields) for name, fields in body.pop("splits").items()}
+            differences = [Difference(**fields) for fields in body.pop("differences")]
+            return cls(splits=splits, differences=differences, **body)
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            # A part is made again in seconds: no reason to end here.
+            return None
+
+
+def find_damage(folder: Path, record: PartRecord) -> str | None:
+    """The first file of a finished part that is missing or not what was written; None where all are whole."""
+    files = [(folder / split / entry.file, entry) for split in SPLITS for entry in record.splits[split].shards]
+    for path, entry in files:
+        if not path.is_file() or path.stat().st_size != entry.bytes or hash_file(path) != entry.xxh3_128:
+            return str(path)
+        sums = path.with_name(sums_file(path.name))
+        if not sums.is_file() or hash_file(sums) != entry.sums:
+            return str(sums)
+    path = folder / LEFT_OUT_FILE
+    if record.left_out and not (path.is_file() and hash_file(path) == record.left_out):
+        return str(path)
+    return None
+
+
+def _split(fields: dict[str, Any]) -> SplitRecord:
+    """A split from its JSON."""
+    shards = [ShardEntry(**entry) for entry in fields.pop("shards")]
+    return SplitRecord(shards=shards, **fields)

@@ -1,0 +1,240 @@
+"""The folder beside the output in which a build grows, and from which a killed one goes on.
+
+``.NAME.partial`` holds a lock, the recipe, ``parts/NNNNN`` and, for the moment before the output appears, ``whole``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.prepare.parts.record import RECORD_FILE, SPLITS, PartRecord, find_damage
+from data_pipeline.shards.manifest import ShardEntry
+from data_pipeline.shards.sums import sums_file
+from longctx.errors import DataError
+from longctx.files import explained_writes, sync_path, write_atomically
+
+FORMAT = "longctx-build-1"
+_LOCK, _RECIPE, _PARTS, _WHOLE = "lock", "recipe.json", "parts", "whole"
+_LAST_BREATH_SECONDS = 30.0
+"""How long the workers of a killed build may hold its lock: they end as soon as they hear of it."""
+
+KEPT = "Finished parts are kept: the same command goes on from them."
+"""What a user is told of a build that ends before its time."""
+
+Recipe = dict[str, Any]
+"""All that decides the output: another recipe's parts are of no use."""
+
+
+def move_shard(path: Path, to: Path) -> None:
+    """Give a shard and its sums another name, each where it is there: an assembly may have ended between the two."""
+    for old, new in ((path.with_name(sums_file(path.name)), to.with_name(sums_file(to.name))), (path, to)):
+        if old.exists():
+            old.rename(new)
+
+
+def staging_folder(output: Path) -> Path:
+    """Where the build of ``output`` grows."""
+    return output.with_name(f".{output.name}.partial")
+
+
+class Staging:
+    """An open, locked staging folder. ``open_staging`` makes it."""
+
+    def __init__(self, output: Path, lock: int) -> None:
+        self.output = output
+        self.folder = staging_folder(output)
+        self.whole = self.folder / _WHOLE
+        """Where the output is put together."""
+        self.lock = lock
+        """Handle of the lock: a process that has inherited it keeps the folder closed to other builds."""
+
+    def part_folder(self, number: int) -> Path:
+        """Where a part is written."""
+        return self.folder / _PARTS / f"{number:05d}"
+
+    def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
+        """The records of parts that are whole, by number, and the files of others that are damaged."""
+        records: dict[int, PartRecord] = {}
+        damaged: list[str] = []
+        for number in range(count):
+            record = PartRecord.load(self.part_folder(number))
+            if record is None:
+                continue
+            problem = find_damage(self.part_folder(number), record)
+            if problem is None:
+                records[number] = record
+            else:
+                damaged.append(problem)
+        return records, damaged
+
+    def moves(self, records: list[PartRecord]) -> Iterator[tuple[str, ShardEntry, Path]]:
+        """For every shard of all parts: its split, its entry in the whole, and where its part has it."""
+        for split in SPLITS:
+            number = 0
+            for part, record in enumerate(records):
+                for entry in record.splits[split].shards:
+                    moved = dataclasses.replace(entry, file=f"{number:05d}.arrow")
+                    yield split, moved, self.part_folder(part) / split / entry.file
+                    number += 1
+
+    def split_folder(self, split: str) -> Path:
+        """A split's place in the whole."""
+        if split == "training":
+            return self.whole
+        return self.whole / split
+
+    def take_back(self, count: int) -> None:
+        """Undo a putting together that was killed: shards go back to their parts."""
+        if not self.whole.exists():
+            return
+        loaded = [PartRecord.load(self.part_folder(number)) for number in range(count)]
+        records = [record for record in loaded if record is not None]
+        # It begins when all parts are there; without one of them nothing in it can be trusted.
+        if len(records) == count:
+            for split, entry, home in self.moves(records):
+                move_shard(self.split_folder(split) / entry.file, home)
+        shutil.rmtree(self.whole)
+
+    def publish(self) -> None:
+        """Give the whole the output's name, and remove everything else. An older output goes last."""
+        retired = self.output.with_name(f".{self.output.name}.retired")
+        for path in self.whole.rglob("*"):
+            sync_path(path)
+        sync_path(self.whole)
+        # Two renames, and between them no output: a build that is killed there goes on from the parts.
+        if self.output.exists() and any(self.output.iterdir()):
+            shutil.rmtree(retired, ignore_errors=True)
+            self.output.rename(retired)
+        self.whole.rename(self.output)
+        sync_path(self.output.parent)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_staging(
+    output: Path, recipe: Recipe, *, count: int, overwrite: bool, say: Callable[[str], None]
+) -> Iterator[Staging]:
+    """Yield the staging folder of ``output``, locked, with what an earlier build of the same recipe left there.
+
+    DataError while another build writes there, or where one of another recipe was left, unless ``overwrite``. After an
+    error the folder stays if a part is finished, and vanishes if none is.
+    """
+    folder = staging_folder(output)
+    with explained_writes(output, kept=KEPT):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder, output)
+        try:
+            _settle_recipe(folder, output, recipe, overwrite=overwrite, say=say)
+            staging = Staging(output, lock)
+            staging.take_back(count)
+            try:
+                yield staging
+            except BaseException as error:
+                if not _has_finished_parts(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif KEPT not in str(error):
+                    say(KEPT)
+                raise
+        finally:
+            os.close(lock)
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove the staging folder of a build that was killed after its output had appeared."""
+    folder = staging_folder(output)
+    # Only what has been emptied: another build may grow there at this moment.
+    if not (folder / _RECIPE).is_file() or (folder / _WHOLE).exists() or any(folder.rglob("*.arrow")):
+        return
+    with contextlib.suppress(DataError, OSError):
+        lock = _lock(folder, output, patience=0)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bool, say: Callable[[str], None]) -> None:
+    """Make the folder that of ``recipe``, or raise why it is another's."""
+    content = {"format": FORMAT, **recipe}
+    path = folder / _RECIPE
+    found = None
+    # Not there after a kill in the first milliseconds.
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    if found == content:
+        return
+    if found is None:
+        foreign = sorted({entry.name for entry in folder.iterdir()} - {_LOCK, _RECIPE})
+        if any(not name.startswith(f".{_RECIPE}.") for name in foreign):
+            raise DataError(f"{folder} is needed for the build and holds {foreign[0]}. Remove it.")
+    elif _has_finished_parts(folder) and not overwrite:
+        differing = [key for key in content if not isinstance(found, dict) or found.get(key) != content[key]]
+        raise DataError(
+            f"{folder} holds the finished parts of a build of {output} from another {' and '.join(differing)}.\n"
+            "Go on with that build, begin anew with --overwrite (overwrite=True), or remove the folder."
+        )
+    else:
+        if _has_finished_parts(folder):
+            say(f"removing the parts of another build from {folder}")
+        for name in (_PARTS, _WHOLE):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    write_atomically(path, json.dumps(content).encode())
+
+
+def _has_finished_parts(folder: Path) -> bool:
+    return any(folder.glob(f"{_PARTS}/*/{RECORD_FILE}"))
+
+
+def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) -> int:
+    """Handle of the folder's lock, which ends with the processes that hold it; DataError where another build has it."""
+    until = time.monotonic() + patience
+    while True:
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have removed the file since we opened it: then it locks nothing.
+            if _is_open_at(handle, folder / _LOCK):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{socket.gethostname()} {os.getpid()}".encode())
+                return handle
+        except BlockingIOError as error:
+            host, _, pid = os.pread(handle, 1000, 0).decode(errors="replace").partition(" ")
+            if not _has_died(host, pid) or time.monotonic() > until:
+                os.close(handle)
+                raise DataError(
+                    f"output={output} is being built by process {pid} on {host}.\n"
+                    "Wait for it, stop it, or name another folder."
+                ) from error
+        os.close(handle)
+        time.sleep(0.05)
+
+
+def _is_open_at(handle: int, path: Path) -> bool:
+    """Whether an open file is the one that a path leads to."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _has_died(host: str, pid: str) -> bool:
+    """Whether the process that wrote its name into the lock is gone, so that only its workers can hold it."""
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,129 @@
+"""Encode one part into a folder of its own: the same function in this process, in a worker, or on another machine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.prepare.encode import Difference, encode_documents
+from data_pipeline.prepare.left_out import LeftOutFile
+from data_pipeline.prepare.parts.deal import Part
+from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
+from data_pipeline.prepare.parts.staging import KEPT
+from data_pipeline.prepare.reading import ReadAs, Reading
+from data_pipeline.shards.writer import ShardWriter
+from data_pipeline.shuffle import falls_below
+from longctx.errors import DataError
+from longctx.files import explained_writes, sync_path
+from longctx.tokenizer.contract import GROUP_CHARACTERS, Tokenizer
+
+SHOWN_DIFFERENCES = 3
+# Part of the format: another number would move documents between the splits.
+_SPLIT_SALT = 0x76616C6964
+_CHARACTERS_PER_THREAD = 1 << 20
+
+Advance = Callable[[int, int, int], None]
+"""A function that takes documents, bytes of text and bytes on disk done so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How every part is encoded."""
+
+    read_as: ReadAs
+    validation_fraction: float
+    shard_tokens: int
+    exact: bool
+
+
+def encode_part(part: Part, folder: Path, *, job: Job, tokenizer: Tokenizer, advance: Advance) -> PartRecord:
+    """Fill ``folder`` with the part's shards and lists, and write its record last.
+
+    What a killed worker left there is removed first.
+    """
+    with explained_writes(folder, kept=KEPT):
+        shutil.rmtree(folder, ignore_errors=True)
+        writers: dict[str, ShardWriter] = {}
+        for split in SPLITS:
+            (folder / split).mkdir(parents=True)
+            sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": job.shard_tokens}
+            writers[split] = ShardWriter(folder / split, **sizes)
+        left_out = LeftOutFile(folder)
+        reading = Reading(job.read_as, left_out.add)
+        inexact, differences = _write_documents(part, writers, reading, job=job, tokenizer=tokenizer, advance=advance)
+        for writer in writers.values():
+            writer.close()
+        record = PartRecord(
+            splits={split: _split_record(writers[split], inexact[split]) for split in SPLITS},
+            skipped=dict(sorted(reading.left_out.counts.items())),
+            examples=reading.left_out.examples,
+            left_out=left_out.close(),
+            differences=differences,
+        )
+        # The record vouches for every file: they and their names are on the disk before it.
+        for path in sorted(folder.rglob("*"), reverse=True):
+            sync_path(path)
+        record.save(folder)
+        sync_path(folder)
+    return record
+
+
+def _write_documents(
+    part: Part,
+    writers: dict[str, ShardWriter],
+    reading: Reading,
+    *,
+    job: Job,
+    tokenizer: Tokenizer,
+    advance: Advance,
+) -> tuple[dict[str, int], list[Difference]]:
+    """Encode the part's documents into the splits' writers; inexact documents by split, and the first differences."""
+    inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    differences: list[Difference] = []
+    text_bytes = 0
+    documents = encode_documents(reading.documents(part.pieces), tokenizer, group_characters(tokenizer.threads))
+    for number, (encoded, difference) in enumerate(documents, start=1):
+        if difference is not None and job.exact:
+            raise DataError(explain_inexact(difference, tokenizer))
+        # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
+        split = "training"
+        if falls_below(encoded.hash, job.validation_fraction, _SPLIT_SALT):
+            split = "validation"
+        writers[split].add(encoded)
+        if difference is not None:
+            inexact[split] += 1
+            if len(differences) < SHOWN_DIFFERENCES:
+                differences.append(difference)
+        text_bytes += encoded.text_bytes
+        advance(number, text_bytes, reading.bytes_read)
+    return inexact, differences
+
+
+def group_characters(threads: int) -> int:
+    """How much text is encoded at once: enough to keep the threads busy, and no more memory than that."""
+    if threads < 1:
+        return GROUP_CHARACTERS
+    return min(GROUP_CHARACTERS, _CHARACTERS_PER_THREAD * threads)
+
+
+def explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
+    """Why a document is refused, and what keeps every character."""
+    return (
+        f"{difference}: it does not come back exactly from its ids by {tokenizer.path}.\n"
+        "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which keeps "
+        "every character."
+    )
+
+
+def _split_record(writer: ShardWriter, inexact: int) -> SplitRecord:
+    """What a writer has written."""
+    return SplitRecord(
+        shards=writer.shards,
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        text_bytes=writer.text_bytes,
+        length_histogram=writer.length_histogram,
+        inexact=inexact,
+    )

@@ -1,0 +1,137 @@
+"""A worker process: encodes the parts that it is sent, one after the other, until nobody is left to send more.
+
+A new interpreter and no fork of the parent, which has threads; and not ``multiprocessing``'s spawn, which would run the
+user's script a second time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from data_pipeline.prepare.parts.deal import Part
+from data_pipeline.prepare.parts.record import PartRecord
+from data_pipeline.prepare.parts.work import Job, encode_part
+from longctx.errors import LongCtxError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.load import load_files
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a worker is told first."""
+
+    job: Job
+    threads: int
+    """Threads of its tokenizer."""
+    files: Mapping[str, bytes]
+    """The tokenizer's files."""
+    path: Path
+    """Where they were read, for messages."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A part to encode."""
+
+    part: Part
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """How far the part is."""
+
+    documents: int
+    text_bytes: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Why the worker ends: an error of the user's, or the traceback of one of ours."""
+
+    error: LongCtxError | None
+    traceback: str
+
+
+Report = Advanced | PartRecord | Failed
+
+
+def command(handle: int) -> list[str]:
+    """The command line of a worker whose end of the connection is the open file ``handle``."""
+    boot = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    boot += "from data_pipeline.prepare.parts.worker import main; main(int(sys.argv[1]))"
+    return [sys.executable, "-c", boot, str(handle), json.dumps(sys.path)]
+
+
+def main(handle: int) -> None:
+    """Work until the other end of the connection is closed."""
+    connection = Connection(handle)
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    try:
+        _work(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The parent is gone, or done with us. Half a part has no record and counts for nothing.
+        return
+    except BaseException as error:
+        known = None
+        if isinstance(error, LongCtxError):
+            known = error
+        connection.send(Failed(error=known, traceback="".join(traceback.format_exception(error))))
+
+
+def _work(connection: Connection) -> None:
+    """Encode part after part."""
+    setup: Setup = connection.recv()
+    tokenizer = _tokenizer(setup)
+    reporter = _Reporter(connection)
+    while True:
+        order: Order = connection.recv()
+        record = encode_part(order.part, order.folder, job=setup.job, tokenizer=tokenizer, advance=reporter)
+        connection.send(record)
+
+
+def _tokenizer(setup: Setup) -> Tokenizer:
+    """The parent's tokenizer, made from its files."""
+    # From the files in memory: those on disk may have been replaced since the parent read them.
+    tokenizer = load_files(setup.files, setup.path)
+    assert tokenizer.fingerprint == setup.fingerprint
+    tokenizer.threads = setup.threads
+    return tokenizer
+
+
+class _Reporter:
+    """Tells the parent how far the part is, now and then."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._due = 0.0
+
+    def __call__(self, documents: int, text_bytes: int, bytes_read: int) -> None:
+        now = time.monotonic()
+        # A message for each of a million short documents would cost more than encoding them.
+        if now >= self._due:
+            self._due = now + _SECONDS_BETWEEN_REPORTS
+            self._connection.send(Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
+
+
+def _end_with_parent(handle: int) -> None:
+    """End this process when the parent has closed its end, however it ended."""
+    poll = select.poll()
+    # No event is asked for: a closed connection is always told.
+    poll.register(handle, 0)
+    poll.poll()
+    os._exit(1)

@@ -1,0 +1,98 @@
+"""Where a large file can be cut into pieces of whole records, found while its checksum is read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from data_pipeline.prepare.documents import File, Piece, whole
+
+CUT_BYTES = 1 << 28
+"""About how large a piece is. Part of the format: another number would deal documents out to other shards."""
+_READ_BYTES = 1 << 22
+
+
+def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
+    """xxh3_128 of a file, and its pieces: several for large plain JSON Lines and Parquet, else the whole; OSError."""
+    digest = xxhash.xxh3_128()
+    is_lines = file.format.kind == "lines" and not file.format.compression
+    lines = None
+    if is_lines and file.size > cut_bytes:
+        lines = _LineCuts(cut_bytes)
+    with file.path.open("rb") as raw:
+        while block := raw.read(_READ_BYTES):
+            digest.update(block)
+            if lines is not None:
+                lines.add(block)
+    pieces: list[Piece] = []
+    if lines is not None:
+        pieces = _line_pieces(file, lines.cuts)
+    elif file.format.kind == "parquet" and file.size > cut_bytes:
+        pieces = _group_pieces(file, cut_bytes)
+    if len(pieces) < 2:
+        pieces = [whole(file)]
+    return digest.hexdigest(), pieces
+
+
+class _LineCuts:
+    """Looks for the ends of lines at which a file is cut, as its bytes go by."""
+
+    def __init__(self, cut_bytes: int) -> None:
+        self.cuts: list[tuple[int, int]] = []
+        """Byte and number of lines before it, of each cut."""
+        self._cut_bytes = cut_bytes
+        self._at = self._lines = 0
+        self._due = cut_bytes
+
+    def add(self, block: bytes) -> None:
+        """Look at the next bytes of the file."""
+        counted = 0
+        # The first end of a line that leaves at least cut_bytes on its left.
+        while (newline := block.find(b"\n", max(0, self._due - 1 - self._at))) >= 0:
+            stop = newline + 1
+            self._lines += block.count(b"\n", counted, stop)
+            counted = stop
+            self.cuts.append((self._at + stop, self._lines))
+            self._due = self._at + stop + self._cut_bytes
+        self._lines += block.count(b"\n", counted)
+        self._at += len(block)
+
+
+def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
+    """The file between these cuts."""
+    ends = [cut for cut in cuts if cut[0] < file.size]
+    edges = [(0, 0), *ends, (file.size, 0)]
+    return [
+        Piece(file, start=start, stop=stop, first=first, size=stop - start)
+        for (start, first), (stop, _) in itertools.pairwise(edges)
+    ]
+
+
+def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
+    """A Parquet file as runs of whole row groups; nothing where its footer cannot be read, which the reader says."""
+    try:
+        with file.path.open("rb") as raw:
+            metadata = pq.read_metadata(raw)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            sizes = [_compressed_bytes(group) for group in groups]
+            rows = [group.num_rows for group in groups]
+    except pa.ArrowException:
+        return []
+    pieces: list[Piece] = []
+    start = first = 0
+    for stop in range(1, len(sizes) + 1):
+        is_last = stop == len(sizes)
+        size = sum(sizes[start:stop])
+        if size >= cut_bytes or is_last:
+            pieces.append(Piece(file, start=start, stop=stop, first=first, size=size))
+            first += sum(rows[start:stop])
+            start = stop
+    return pieces
+
+
+def _compressed_bytes(group: pq.RowGroupMetaData) -> int:
+    """Bytes on disk of all columns of a row group."""
+    return sum(group.column(number).total_compressed_size for number in range(group.num_columns))

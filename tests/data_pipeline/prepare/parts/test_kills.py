@@ -1,0 +1,222 @@
+"""Builds in processes of their own that are killed: the next one goes on and gives the bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.parts.record import RECORD_FILE
+from data_pipeline.prepare.parts.staging import staging_folder
+from data_pipeline.prepare.sources import open_source
+from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.prepare.parts.conftest import content
+from tests.helpers import REPOSITORY
+
+PART_BYTES = 200_000
+PARTS = 12
+
+# The command itself, with parts that a test has time for.
+SCRIPT = f"""
+import sys
+from data_pipeline.prepare.parts import deal
+deal.PART_BYTES = {PART_BYTES}
+from launcher.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that take some tenths of a second each, a part a file."""
+    folder = tmp_path_factory.mktemp("large")
+    text = "".join(path.read_text() for path in sorted(corpus.glob("*.py")))
+    for number in range(PARTS):
+        begin = 5_000 * number
+        (folder / f"{number:02d}.txt").write_text((text[begin:] + text)[: PART_BYTES // 2 + begin])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(large: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deal, "PART_BYTES", PART_BYTES)
+        build_shards(open_source(large), tokenizer, output, workers=1, shard_tokens=20_000, validation_fraction=0.3)
+    return content(output)
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(large: Path, tokenizer: Tokenizer, tmp_path: Path) -> Start:
+    """Starts ``data build`` of the large files into ``out``, in a group of processes of its own."""
+
+    def run(workers: int = 2) -> subprocess.Popen[str]:
+        words = ["data", "build", "--source", large, "--tokenizer", tokenizer.path, "--output", tmp_path / "out"]
+        words += ["--validation-fraction", 0.3, "--shard-tokens", 20_000, "--workers", workers]
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *map(str, words)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return run
+
+
+def finished_parts(output: Path) -> set[str]:
+    return {path.parent.name for path in staging_folder(output).glob(f"parts/*/{RECORD_FILE}")}
+
+
+def wait_for_parts(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Wait until so many parts are finished."""
+    until = time.monotonic() + 60
+    while len(finished_parts(output)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait_for_ends(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    # In a container whose first process buries nobody, the dead stay listed.
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def inodes(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.rglob("*.arrow")}
+
+
+def finish(start: Start, output: Path, undisturbed: dict[str, bytes]) -> None:
+    """Build to the end; what was finished is the same files still, and the whole is right."""
+    before = finished_parts(output)
+    parts = staging_folder(output) / "parts"
+    kept = {inode for name in before for inode in inodes(parts / name)}
+    out, err = (process := start()).communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "was made in" in out
+    if before:
+        assert f"going on: {len(before)} of {PARTS} parts are there" in err
+    assert kept <= inodes(output)
+    assert content(output) == undisturbed
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, PARTS - 1])
+def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp_path: Path, count: int):
+    process = start()
+    wait_for_parts(process, tmp_path / "out", count)
+    # Before the first part is finished, workers may not have started.
+    if not count:
+        while not staging_folder(tmp_path / "out").exists() and process.poll() is None:
+            time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.2))
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate()
+    if (tmp_path / "out").exists():
+        # The last part took less time than we did.
+        assert content(tmp_path / "out") == undisturbed
+        return
+    # At once: the next build need not wait for what it hears of them.
+    finish(start, tmp_path / "out", undisturbed)
+    wait_for_ends(workers, 0)
+
+
+def test_builds_that_are_killed_again_and_again_come_to_an_end(
+    start: Start, undisturbed: dict[str, bytes], tmp_path: Path
+):
+    output = tmp_path / "out"
+    for workers in (3, 1, 2):
+        process = start(workers)
+        time.sleep(random.uniform(0.3, 2))
+        process.kill()
+        process.communicate()
+        if output.exists():
+            break
+    if not output.exists():
+        finish(start, output, undisturbed)
+    assert content(output) == undisturbed
+
+
+def test_a_killed_worker_names_its_part_and_all_end(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
+    process = start()
+    wait_for_parts(process, tmp_path / "out", 2)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    workers[0].kill()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert re.search(r"ClusterError: the worker that encoded part \d+ \(\d\d.txt\) was killed by SIGKILL", err), err
+    assert "Traceback" not in err
+    assert "Try fewer --workers" in err
+    wait_for_ends(workers, 0)
+    finish(start, tmp_path / "out", undisturbed)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_at_once(
+    start: Start, undisturbed: dict[str, bytes], tmp_path: Path, sent: signal.Signals
+):
+    process = start()
+    wait_for_parts(process, tmp_path / "out", 1)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    # Ctrl-C reaches every process of a terminal's group; `kill` the one that it names.
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)
+    else:
+        process.send_signal(sent)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode in (130, -sent)
+    assert "Traceback" not in err
+    wait_for_ends(workers, 3)
+    finish(start, tmp_path / "out", undisturbed)
+
+
+def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
+    first = start()
+    wait_for_parts(first, tmp_path / "out", 1)
+    # Held, so that it does not come to its end before the second has begun.
+    first.send_signal(signal.SIGSTOP)
+    second = start()
+    _, err = second.communicate(timeout=60)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 1
+    assert f"is being built by process {first.pid} on" in err
+    _, err = first.communicate(timeout=100)
+    assert first.returncode == 0, err
+    assert content(tmp_path / "out") == undisturbed
+
+
+def test_a_build_waits_for_the_last_worker_of_a_killed_one(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
+    first = start()
+    wait_for_parts(first, tmp_path / "out", 1)
+    workers = psutil.Process(first.pid).children()
+    # It cannot hear that its parent is gone, and could write once more.
+    workers[0].suspend()
+    first.kill()
+    # Not communicate(): the worker holds the other end of standard error.
+    first.wait()
+    second = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(timeout=8)
+    workers[0].resume()
+    _, err = second.communicate(timeout=100)
+    assert second.returncode == 0, err
+    assert content(tmp_path / "out") == undisturbed

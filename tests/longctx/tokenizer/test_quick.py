@@ -1,0 +1,47 @@
+"""Our own models are given a long text in pieces, which changes no id."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.hard_texts import HARD_TEXTS
+from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    tokenizer = load_tokenizer(train_tokenizer(tmp_path_factory.mktemp("own") / "a.model"))
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    assert tokenizer.is_own
+    return tokenizer
+
+
+CHARACTERS = st.one_of(st.sampled_from("ab (\n\t_.é日🙂1"), st.characters(exclude_categories=["Cs"]))
+
+
+@given(text=st.text(CHARACTERS, max_size=300).map(lambda text: text.replace(SPACE_MARK, "")), size=st.integers(1, 20))
+def test_pieces_change_no_id(own: SentencePieceTokenizer, text: str, size: int):
+    whole = own.processor.encode(text, return_type="numpy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longctx.tokenizer.sentencepiece_model._QUICK_CHARACTERS", size)
+        assert np.array_equal(own.encode(text), whole)
+
+
+@pytest.mark.parametrize("size", [7, 100, 1 << 15])
+def test_pieces_of_real_texts_change_no_id(own: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch, size: int):
+    text = "".join(text.replace(SPACE_MARK, "") for text in (*corpus(), *HARD_TEXTS))
+    words = text.split(" ")
+    random.Random(0).shuffle(words)
+    for whole_text in (text, " ".join(words), text[::-1]):
+        monkeypatch.setattr("longctx.tokenizer.sentencepiece_model._QUICK_CHARACTERS", size)
+        found = own.encode(whole_text)
+        assert np.array_equal(found, own.processor.encode(whole_text, return_type="numpy"))
+        assert own.decode(found) == whole_text
