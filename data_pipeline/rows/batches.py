@@ -94,7 +94,7 @@ class _Layout:
         return cls(bounds, pieces)
 
     def overlapping(self, documents: PackedDocuments, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield number, first and last-but-one token of each of the ``documents`` within [start, stop)."""
+        """Yield the number of each document in [start, stop), its first token there and the one behind it."""
         bounds = documents.bounds
         number = bisect.bisect_right(bounds, start) - 1
         while number < documents.num_documents and bounds[number] < stop:
