@@ -155,6 +155,31 @@ def show_row(
     )
 
 
+def sample_rows(folder: str | Path, *, seq_len: int, rows: int, seed: int = 0) -> Iterator[str]:
+    """Yield the first ``rows`` rows of epoch 0 as text, a line above each row and each piece of a document.
+
+    ConfigError for sizes below 1; DataError for a folder that cannot be read. An epoch with fewer rows ends earlier.
+    """
+    _check_seq_len(seq_len)
+    if rows < 1:
+        raise ConfigError(f"rows={rows} must be at least 1.")
+    shards = ShardSet.open(folder, verify=False)
+    tokenizer = shards.tokenizer()
+    planner, shown = BlockPlanner(shards, seq_len, seed=seed), 0
+    for block in range(planner.num_blocks):
+        plan = planner.plan(0, block)
+        for row in range(min(plan.num_rows, rows - shown)):
+            text = [f"════ row {shown} ({int(plan.row_tokens[row]):,} of {seq_len:,} tokens)"]
+            for document, start, stop in plan.row(row):
+                size = len(shards.document(document))
+                text.append(f"──── {shards.name(document)} (tokens {start:,} to {stop:,} of {size:,})")
+                text.append(tokenizer.decode(shards.slice(document, start, stop)))
+            yield "\n".join(text) + "\n"
+            shown += 1
+        if shown == rows:
+            return
+
+
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
     """The block of an epoch's row, and its number there; ConfigError where the epoch has no such row."""
     first = 0

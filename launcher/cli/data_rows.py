@@ -105,7 +105,7 @@ def sample(
         seed: run.seed of the run that reads it.
         output: File to write; standard output unless given.
     """
-    from data_pipeline.sample import sample_rows
+    from data_pipeline.inspect import sample_rows
 
     if output is None:
         for row in sample_rows(folder, seq_len=seq_len, rows=rows, seed=seed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,12 +170,24 @@ def test_a_killed_worker_names_its_part_and_all_end(start: Start, undisturbed: d
     finish(start, tmp_path / "out", undisturbed)
 
 
+def held_at_the_first_part(start: Start, output: Path) -> subprocess.Popen[str]:
+    """A build that stands still: on a busy machine it may else come to its end before the test does anything."""
+    while True:
+        process = start()
+        wait_for_parts(process, output, 1)
+        process.send_signal(signal.SIGSTOP)
+        if process.poll() is None and not output.exists():
+            return process
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=60)
+        shutil.rmtree(output)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_at_once(
     start: Start, undisturbed: dict[str, bytes], tmp_path: Path, sent: signal.Signals
 ):
-    process = start()
-    wait_for_parts(process, tmp_path / "out", 1)
+    process = held_at_the_first_part(start, tmp_path / "out")
     workers = psutil.Process(process.pid).children()
     assert len(workers) == 2
     # Ctrl-C reaches every process of a terminal's group; `kill` the one that it names.
@@ -182,6 +195,7 @@ def test_an_interrupt_ends_all_at_once(
         os.killpg(process.pid, sent)
     else:
         process.send_signal(sent)
+    process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=10)
     assert process.returncode in (130, -sent)
     assert "Traceback" not in err
@@ -190,10 +204,7 @@ def test_an_interrupt_ends_all_at_once(
 
 
 def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
-    first = start()
-    wait_for_parts(first, tmp_path / "out", 1)
-    # Held, so that it does not come to its end before the second has begun.
-    first.send_signal(signal.SIGSTOP)
+    first = held_at_the_first_part(start, tmp_path / "out")
     second = start()
     _, err = second.communicate(timeout=60)
     first.send_signal(signal.SIGCONT)
