@@ -96,12 +96,14 @@ def train_until_killed_in_a_chunk(
     places: list[slice] = []
     finish = LayerParts.finish
 
-    def watched(parts: LayerParts, x: torch.Tensor, heads: torch.Tensor, tokens: slice, cache: Any) -> Any:
+    def watched(
+        parts: LayerParts, x: torch.Tensor, heads: torch.Tensor, tokens: slice, experts: Any, cache: Any
+    ) -> Any:
         if cache is not None and cache.recomputing and tokens.start:
             places.append(tokens)
             if os.environ["RANK"] == str(rank) and len(places) == count:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return finish(parts, x, heads, tokens, cache)
+        return finish(parts, x, heads, tokens, experts, cache)
 
     LayerParts.finish = watched
     train(shards, output, changed)
