@@ -6,6 +6,7 @@ user's script a second time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import PartRecord
@@ -70,6 +72,13 @@ class Failed:
 Report = Advanced | PartRecord | Failed
 
 
+class _ParentGone(Exception):
+    """Nobody reads our reports any more.
+
+    No ``OSError``, as the broken pipe is: between the writing of files that would pass for a failing disk.
+    """
+
+
 def command(handle: int) -> list[str]:
     """The command line of a worker whose end of the connection is the open file ``handle``."""
     boot = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -81,27 +90,42 @@ def main(handle: int) -> None:
     """Work until the other end of the connection is closed."""
     connection = Connection(handle)
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
-    try:
-        _work(connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent is gone, or done with us. Half a part has no record and counts for nothing.
-        return
-    except BaseException as error:
-        known = None
-        if isinstance(error, LongCtxError):
-            known = error
-        connection.send(Failed(error=known, traceback="".join(traceback.format_exception(error))))
+    # Half a part has no record and counts for nothing.
+    with contextlib.suppress(_ParentGone):
+        try:
+            _work(connection)
+        except _ParentGone:
+            raise
+        except BaseException as error:
+            known = None
+            if isinstance(error, LongCtxError):
+                known = error
+            _send(connection, Failed(error=known, traceback="".join(traceback.format_exception(error))))
 
 
 def _work(connection: Connection) -> None:
     """Encode part after part."""
-    setup: Setup = connection.recv()
+    setup: Setup = _receive(connection)
     tokenizer = _tokenizer(setup)
     reporter = _Reporter(connection)
     while True:
-        order: Order = connection.recv()
+        order: Order = _receive(connection)
         record = encode_part(order.part, order.folder, job=setup.job, tokenizer=tokenizer, advance=reporter)
-        connection.send(record)
+        _send(connection, record)
+
+
+def _receive(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError) as ended:
+        raise _ParentGone from ended
+
+
+def _send(connection: Connection, report: Report) -> None:
+    try:
+        connection.send(report)
+    except (BrokenPipeError, ConnectionResetError) as ended:
+        raise _ParentGone from ended
 
 
 def _tokenizer(setup: Setup) -> Tokenizer:
@@ -125,7 +149,7 @@ class _Reporter:
         # A message for each of a million short documents would cost more than encoding them.
         if now >= self._due:
             self._due = now + _SECONDS_BETWEEN_REPORTS
-            self._connection.send(Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
+            _send(self._connection, Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
 
 
 def _end_with_parent(handle: int) -> None:
