@@ -72,7 +72,7 @@ class Failed:
 Report = Advanced | PartRecord | Failed
 
 
-class _ParentGone(Exception):
+class _ParentGoneError(Exception):
     """Nobody reads our reports any more.
 
     No ``OSError``, as the broken pipe is: between the writing of files that would pass for a failing disk.
@@ -91,10 +91,10 @@ def main(handle: int) -> None:
     connection = Connection(handle)
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
     # Half a part has no record and counts for nothing.
-    with contextlib.suppress(_ParentGone):
+    with contextlib.suppress(_ParentGoneError):
         try:
             _work(connection)
-        except _ParentGone:
+        except _ParentGoneError:
             raise
         except BaseException as error:
             known = None
@@ -118,14 +118,14 @@ def _receive(connection: Connection) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError) as ended:
-        raise _ParentGone from ended
+        raise _ParentGoneError from ended
 
 
 def _send(connection: Connection, report: Report) -> None:
     try:
         connection.send(report)
     except (BrokenPipeError, ConnectionResetError) as ended:
-        raise _ParentGone from ended
+        raise _ParentGoneError from ended
 
 
 def _tokenizer(setup: Setup) -> Tokenizer:
