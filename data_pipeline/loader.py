@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.mixture.file import Mixture, is_mixture
+from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
-from data_pipeline.rows.batches import Pieces, Place, build_batch, build_share, documents_of, lengths_of
-from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.rows.blocks import BlockPlanner, Deal, PackReport
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.rows.position import Position, read_position
+from data_pipeline.rows.order import FolderOrder, Order
+from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
 from longctx.batch import Batch, PackedDocuments
 from longctx.errors import ConfigError, DataError
-
-STATE_FORMAT = "longctx-loader"
 
 Cost = Callable[[Sequence[int]], int]
 """The work that a row of documents of these lengths is, in any unit."""
@@ -45,7 +46,7 @@ def build_loader(
     cost: Cost | None = None,
     verify: bool = True,
 ) -> Loader:
-    """An endless iterator of this data rank's micro-batches from a shard folder.
+    """An endless iterator of this data rank's micro-batches from a shard folder, or from a mixture's file.
 
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
@@ -55,17 +56,33 @@ def build_loader(
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
+    folders, order = open_order(folder, seq_len, seed=seed, shuffle=shuffle, verify=verify)
     return Loader(
-        _open(folder, verify=verify),
+        folders,
+        order,
         seq_len=seq_len,
         rows_per_step=rows_per_step,
         micro_batch_rows=micro_batch_rows,
         data_rank=data_rank,
         data_degree=data_degree,
-        seed=seed,
-        shuffle=shuffle,
         cost=cost,
     )
+
+
+def open_order(
+    data: str | Path | ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, verify: bool = True
+) -> tuple[tuple[ShardSet, ...], Order]:
+    """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
+
+    ConfigError for a file that means nothing, DataError for a folder that cannot be read or is empty.
+    """
+    if isinstance(data, ShardSet) or not is_mixture(data):
+        shards = _open(data, verify=verify)
+        return (shards,), FolderOrder(shards, seq_len, seed=seed, shuffle=shuffle)
+    path = Path(data)
+    mixture = Mixture.load(path)
+    folders = tuple(_open(path.parent / source.path, verify=verify) for source in mixture.sources)
+    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, seed=seed, shuffle=shuffle)
 
 
 def build_validation_loader(
@@ -114,31 +131,31 @@ class Loader:
 
     def __init__(
         self,
-        shards: ShardSet,
+        folders: Sequence[ShardSet],
+        order: Order,
         *,
         seq_len: int,
         rows_per_step: int,
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
-        seed: int,
-        shuffle: bool,
         cost: Cost | None = None,
-        deal: Deal | None = None,
     ) -> None:
-        """``deal`` is that of the corpus unless it is given."""
-        self.shards = shards
+        """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
+        self.folders = tuple(folders)
+        """What is read. One tokenizer made them all."""
+        self._documents: Documents = folders[0]
+        if len(folders) > 1:
+            self._documents = Corpus(folders)
+        self._order = order
         self.seq_len = seq_len
         self._cost = cost
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
         """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
         self._data_rank = data_rank
-        self._seed = seed
-        self._shuffle = shuffle
-        self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
-        self._position = Position()
+        self._position = order.start()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
         self._step_rows: list[tuple[int, Pieces]] = []
         self._step_end = self._position
@@ -150,7 +167,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank."""
-        batch = build_batch(self.shards, [row for _, row in self._next_rows()], self.seq_len)
+        batch = build_batch(self._documents, [row for _, row in self._next_rows()], self.seq_len)
         self._advance()
         return batch
 
@@ -160,9 +177,14 @@ class Loader:
         The same to the bit as ``next`` and a split behind it.
         """
         rows = self._next_rows()
-        share, documents = build_share(self.shards, [row for _, row in rows], self.seq_len, place)
+        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
         self._advance()
         return Taken(share, documents, tuple(number for number, _ in rows))
+
+    @property
+    def shards(self) -> ShardSet:
+        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        return self.folders[0]
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -193,53 +215,21 @@ class Loader:
 
     def pack_report(self) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
-        return self._planner.report(self._position.epoch)
+        return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
-        return {
-            "format": STATE_FORMAT,
-            "plan_version": PLAN_VERSION,
-            "manifest_hash": self.shards.manifest.hash,
-            "seed": self._seed,
-            "seq_len": self.seq_len,
-            "shuffle": self._shuffle,
-            "num_blocks": self._planner.num_blocks,
-            **asdict(self._position),
-        }
+        return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
-        position = read_position(state, self.state_dict(), self.shards.folder)
-        epoch, block, row = position.epoch, position.block, position.block_row
-        if block >= self._planner.num_blocks or row >= self._planner.plan(epoch, block).num_rows:
-            raise DataError(f"The loader state is damaged: block {block} of epoch {epoch} has no row {row}.")
-        self._position = position
+        self._position = self._order.read(state)
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
-    def _rows_of_step(self) -> list[Pieces]:
-        """The next ``rows_per_step`` global rows, across as many blocks and epochs as they take."""
-        rows: list[Pieces] = []
-        end = self._position
-        while len(rows) < self._rows_per_step:
-            plan = self._planner.plan(end.epoch, end.block)
-            stop = min(plan.num_rows, end.block_row + self._rows_per_step - len(rows))
-            rows += [plan.row(row) for row in range(end.block_row, stop)]
-            epoch, block = self._planner.next_block(end.epoch, end.block)
-            if stop > plan.num_rows // 2:
-                # Planned beside the steps to come, which then never wait for it.
-                self._planner.prepare(epoch, block)
-            end = end.moved(stop - end.block_row)
-            if stop == plan.num_rows:
-                end = end.at_block(epoch, block)
-        tokens = sum(stop - start for row in rows for _, start, stop in row)
-        self._step_end = end.counted(len(rows), tokens)
-        return rows
-
     def _placed_rows(self) -> list[tuple[int, Pieces]]:
         """The rows of the next step with their numbers, at the places that the micro-batches are dealt out by."""
-        rows = self._rows_of_step()
+        rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
         costs = [self._cost(lengths) for lengths in lengths_of(rows, self.seq_len)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,17 +22,56 @@ OPEN_ROWS = 128
 _DOCUMENTS, _FIRST_ROWS = 1, 2
 
 
+_COPY_BIT = 48
+"""Above the number of any document: copies of one get hashes, and so places, of their own."""
+
+
 @dataclass(frozen=True)
-class RowPlan:
-    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``. All arrays int64.
+class Parts:
+    """What is packed: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``. Arrays int64."""
 
-    Piece ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``.
-    """
-
-    seq_len: int
     documents: np.ndarray
+    copies: np.ndarray
+    """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``rows.upsample``)."""
     starts: np.ndarray
     stops: np.ndarray
+
+    @classmethod
+    def whole(cls, documents: np.ndarray, lengths: np.ndarray) -> Parts:
+        """These documents, each once."""
+        zeros = np.zeros(len(documents), np.int64)
+        return cls(documents, zeros, zeros, lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each part."""
+        return self.stops - self.starts
+
+    def at(self, numbers: np.ndarray) -> Parts:
+        """Those of these numbers, in their order."""
+        return Parts(self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers])
+
+    def joined(self) -> Parts:
+        """The same tokens, pieces that follow each other in one copy of a document as one part; in ascending order."""
+        if not len(self.documents):
+            return self
+        parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
+        goes_on = (
+            (parts.documents[1:] == parts.documents[:-1])
+            & (parts.copies[1:] == parts.copies[:-1])
+            & (parts.starts[1:] == parts.stops[:-1])
+        )
+        # Where neither the part before goes on nor this one does.
+        firsts, lasts = parts.at(np.flatnonzero(np.append(True, ~goes_on))), np.flatnonzero(np.append(~goes_on, True))
+        return replace(firsts, stops=parts.stops[lasts])
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``."""
+
+    seq_len: int
+    pieces: Parts
     row_offsets: np.ndarray
     num_documents: int
     """Documents that were planned."""
@@ -47,14 +86,18 @@ class RowPlan:
     @property
     def row_tokens(self) -> np.ndarray:
         """Tokens of each row, without padding."""
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stops - self.starts)])
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.pieces.lengths)])
         return np.diff(ends[self.row_offsets])
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Pieces of a row in order, each as document, start, stop."""
         part = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
-        documents, starts, stops = self.documents[part], self.starts[part], self.stops[part]
+        documents, starts, stops = self.pieces.documents[part], self.pieces.starts[part], self.pieces.stops[part]
         return list(zip(documents.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
+    def parts_from(self, row: int) -> Parts:
+        """What stands in this row and those behind it, whole again where it was cut for them."""
+        return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
 def plan_rows(
@@ -68,37 +111,53 @@ def plan_rows(
     shuffle: bool = True,
     open_rows: int = OPEN_ROWS,
 ) -> RowPlan:
-    """Pack documents of ``lengths`` (all at least 1) into rows of at most ``seq_len`` tokens.
+    """Pack documents of ``lengths`` (all at least 1), each once, into rows of at most ``seq_len`` tokens.
 
-    ``documents`` are their numbers, ascending; 0, 1, 2 … unless given. With ``shuffle``, a hash of (seed, epoch) orders
-    the documents before they are packed, and then the rows. Without it, both keep the order of the documents.
+    ``documents`` are their numbers, ascending; 0, 1, 2 … unless given.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert min(seq_len, open_rows, int(lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
-    numbers = np.arange(len(lengths))
-    if documents is not None:
-        numbers = documents
+    if documents is None:
+        documents = np.arange(len(lengths))
+    parts = Parts.whole(documents, lengths)
+    return plan_parts(parts, seq_len, seed=seed, epoch=epoch, block=block, shuffle=shuffle, open_rows=open_rows)
+
+
+def plan_parts(
+    parts: Parts,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    block: int = 0,
+    shuffle: bool = True,
+    open_rows: int = OPEN_ROWS,
+) -> RowPlan:
+    """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
+
+    With ``shuffle``, a hash of (seed, epoch) orders the parts before they are packed, and then the rows. Without it,
+    both keep the order of the parts.
+    """
+    assert min(seq_len, open_rows, int(parts.lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
     if shuffle:
         # Packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
-        order = shuffled(numbers, seed, epoch, _DOCUMENTS)
-        numbers, lengths = numbers[order], lengths[order]
-    owners, starts, stops = _cut(lengths, seq_len)
+        parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
+    owners, starts, stops = _cut(parts.lengths, seq_len)
     rows = _rows_of(stops - starts, seq_len, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Rows are numbered as they were opened, which says something of their pieces' lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
-    # Stable: the pieces of a row stay in the order in which they were packed.
-    by_row = np.argsort(rows, kind="stable")
+    pieces = Parts(
+        parts.documents[owners], parts.copies[owners], parts.starts[owners] + starts, parts.starts[owners] + stops
+    )
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(
         seq_len=seq_len,
-        documents=numbers[owners[by_row]],
-        starts=starts[by_row],
-        stops=stops[by_row],
+        # Stable: the pieces of a row stay in the order in which they were packed.
+        pieces=pieces.at(np.argsort(rows, kind="stable")),
         row_offsets=offsets,
-        num_documents=len(lengths),
-        document_tokens=int(lengths.sum()),
+        num_documents=len(parts.documents),
+        document_tokens=int(parts.lengths.sum()),
     )
 
 

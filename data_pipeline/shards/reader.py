@@ -67,6 +67,11 @@ class ShardSet:
         return self._num_documents
 
     @property
+    def padding(self) -> int:
+        """The token id that fills rows."""
+        return self.manifest.padding
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in all shards, document begins and ends included."""
         return sum(entry.tokens for entry in self.manifest.shards)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from data_pipeline.loader import Loader, ValidationLoader, build_loader
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal
-from data_pipeline.rows.pack import plan_rows
+from data_pipeline.rows.order import FolderOrder
+from data_pipeline.rows.pack import plan_parts
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.feed import StepFeed
 from longctx.batch import IGNORED_TARGET
@@ -37,15 +38,13 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 def loaders(shards: ShardSet, *, degree: int = 1, micro: int = 1, rows_per_step: int = 24, num_blocks: int = 5):
     return [
         Loader(
-            shards,
+            (shards,),
+            FolderOrder(shards, SEQ_LEN, seed=4, deal=Deal(num_blocks, 2)),
             seq_len=SEQ_LEN,
             rows_per_step=rows_per_step,
             micro_batch_rows=micro,
             data_rank=rank,
             data_degree=degree,
-            seed=4,
-            shuffle=True,
-            deal=Deal(num_blocks, 2),
         )
         for rank in range(degree)
     ]
@@ -138,9 +137,9 @@ def test_a_start_in_the_middle_of_an_epoch_plans_one_block(shards: ShardSet, mon
 
     def counted(*arguments, **options):
         planned.append(options["block"])
-        return plan_rows(*arguments, **options)
+        return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_rows", counted)
+    monkeypatch.setattr(blocks, "plan_parts", counted)
     (resumed,) = loaders(shards, rows_per_step=1)
     resumed.load_state_dict(state)
     assert torch.equal(next(resumed).tokens, ahead.tokens)
@@ -154,9 +153,9 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
 
     def noted(*arguments, **options):
         threads[options["block"]] = threading.current_thread().name
-        return plan_rows(*arguments, **options)
+        return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_rows", noted)
+    monkeypatch.setattr(blocks, "plan_parts", noted)
     (loader,) = loaders(shards, rows_per_step=1)
     while loader.state_dict()["block"] < 2:
         next(loader)
@@ -253,9 +252,9 @@ class TestValidation:
 
         def counted(*arguments, **options):
             planned.append(options["block"])
-            return plan_rows(*arguments, **options)
+            return plan_parts(*arguments, **options)
 
-        monkeypatch.setattr(blocks, "plan_rows", counted)
+        monkeypatch.setattr(blocks, "plan_parts", counted)
         loader = self.validation(shards, 10)
         assert (loader.num_rows, planned) == (10, [0])
         assert len(list(itertools.chain(loader, loader))) == 10

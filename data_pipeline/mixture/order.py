@@ -1,0 +1,225 @@
+"""The order of rows of a mixture: each row is of the source that is furthest behind its share of the tokens.
+
+A row is packed from the documents of one source, and every source is a stream of its own (``rows.stream``). So a share
+may change at any row, in the file and in mid-run, and no source loses or repeats a document. All of it is integer
+arithmetic on counters of the whole run: the rows are the same for every number of ranks, on every machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_pipeline.mixture.file import Mixture
+from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
+from data_pipeline.rows.batches import Pieces
+from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.rows.position import STATE_FORMAT, check_counters
+from data_pipeline.rows.stream import Stream
+from data_pipeline.shards.corpus import Corpus
+from data_pipeline.shuffle import key64
+from longctx.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_WHOLE = 1 << 32
+"""Shares are whole numbers of this: powers may differ in their last bit between machines, these do not."""
+
+
+class MixedOrder:
+    """The rows of several shard folders."""
+
+    def __init__(
+        self, mixture: Mixture, corpus: Corpus, seq_len: int, *, path: Path, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        """``corpus`` has the folders of the mixture's sources, in their order. ``path`` is for messages."""
+        mixture.check_lengths(seq_len, path)
+        self._mixture, self._corpus, self._path = mixture, corpus, path
+        self._seq_len, self._seed, self._shuffle = seq_len, seed, shuffle
+        self._streams = [
+            Stream(
+                BlockPlanner(
+                    shards, seq_len, seed=source_seed(seed, source.name), shuffle=shuffle, upsample=source.upsample
+                )
+            )
+            for source, shards in zip(mixture.sources, corpus.folders, strict=True)
+        ]
+        tokens = [shards.num_tokens for shards in corpus.folders]
+        self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
+        self._resting: dict[str, Any] = {}
+        """Positions of sources that the file no longer has: they may come back."""
+
+    def start(self) -> MixedPosition:
+        """The position of the first row."""
+        return MixedPosition(tuple(SourcePosition() for _ in self._streams))
+
+    def rows(self, at: MixedPosition, count: int) -> tuple[list[Pieces], MixedPosition]:
+        """The next ``count`` rows; DataError where every source has given all its epochs."""
+        rows: list[Pieces] = []
+        for _ in range(count):
+            row, at = self._row(at)
+            rows.append(row)
+        return rows, at
+
+    def state(self, at: MixedPosition) -> dict[str, Any]:
+        """A position, and what makes it one of this order."""
+        sources = dict(self._resting)
+        for number, (source, position) in enumerate(zip(self._mixture.sources, at.sources, strict=True)):
+            share = None
+            if at.shares:
+                share = at.shares[number]
+            sources[source.name] = source_state(position, self._identity(number), share)
+        return {
+            "format": STATE_FORMAT,
+            "plan_version": PLAN_VERSION,
+            "seed": self._seed,
+            "seq_len": self._seq_len,
+            "shuffle": self._shuffle,
+            "rows_consumed": at.rows_consumed,
+            "sources": sources,
+        }
+
+    def read(self, state: dict[str, Any]) -> MixedPosition:
+        """The position that a state names. The file may have other weights, stages and sources than when it was taken.
+
+        DataError where a source that it names is other data by now, or is read in another order.
+        """
+        wanted = self.state(self.start())
+        if not isinstance(state, dict) or set(state) != set(wanted) or not isinstance(state["sources"], dict):
+            raise DataError(
+                f"The loader state is not one of a mixture, as {self._path} is. Resume with the data.train of the run that "
+                "wrote it, or start without the state (run.start_from)."
+            )
+        for name in ("format", "plan_version", "seed", "seq_len", "shuffle"):
+            if state[name] != wanted[name]:
+                raise DataError(
+                    f"The loader state has {name}={state[name]!r}, this run {wanted[name]!r} ({self._path}).\n"
+                    "Resume with the same seed, seq_len and shuffle, or start without the state."
+                )
+        check_counters({"rows_consumed": state["rows_consumed"]})
+        # A source that the state does not have begins at its first row.
+        resting = dict(state["sources"])
+        found: list[SourcePosition] = []
+        shares: list[int | None] = []
+        for number, source in enumerate(self._mixture.sources):
+            position, share = SourcePosition(), None
+            if source.name in resting:
+                position, share = self._read_source(number, resting.pop(source.name))
+            found.append(position)
+            shares.append(share)
+        self._resting = resting
+        # With other sources than before, shares mean something else: count anew.
+        known = tuple(share for share in shares if share is not None)
+        at = MixedPosition(tuple(found), state["rows_consumed"])
+        if len(known) == len(shares) and not resting:
+            at = replace(at, shares=known)
+        self._say_changes(at)
+        return at
+
+    def report(self, at: MixedPosition) -> PackReport:
+        """One epoch of every source together, at the row length of the stage under way."""
+        reports = [stream.planner.report(source.stream.epoch) for stream, source in zip(self._streams, at.sources, strict=True)]
+        rows = sum(report.rows for report in reports)
+        padding = sum(report.padding_tokens for report in reports)
+        return PackReport(
+            rows=rows,
+            tokens=sum(report.tokens for report in reports),
+            padding_tokens=padding,
+            padding_share=padding / max(rows * self._seq_len, 1),
+            documents_cut=sum(report.documents_cut for report in reports),
+            truncated_tokens=sum(report.truncated_tokens for report in reports),
+            planned_documents=sum(report.planned_documents for report in reports),
+            exact=all(report.exact for report in reports),
+        )
+
+    def _row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
+        """The next row: as many of the stage's as go into one of the run's, laid end to end."""
+        number = self._mixture.stage_at(at.rows_consumed * self._seq_len)
+        shares, sources = self._shares[number + 1], list(at.sources)
+        if shares != at.shares:
+            # Counted anew: what older shares left is no debt.
+            sources = [replace(source, counted=0) for source in sources]
+        row_tokens = self._mixture.row_tokens(number, self._seq_len)
+        row: Pieces = []
+        for _ in range(self._seq_len // row_tokens):
+            chosen = self._furthest_behind(shares, sources, row_tokens)
+            if chosen is None:
+                # The last row may be shorter.
+                break
+            source = sources[chosen]
+            (pieces,), stream = self._streams[chosen].take(source.stream, 1, row_tokens)
+            taken = sum(stop - start for _, start, stop in pieces)
+            sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
+            first = self._corpus.first_document[chosen]
+            row += [(first + document, start, stop) for document, start, stop in pieces]
+        if not row:
+            raise DataError(self._used_up(at))
+        return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
+
+    def _furthest_behind(
+        self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int
+    ) -> int | None:
+        """The source that the next row is of; None where all have given their epochs."""
+        live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
+        whole = sum(shares[n] for n in live)
+        tokens = sum(sources[n].counted for n in live) + row_tokens
+        # Of those that are equally far behind, the first.
+        return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
+
+    def _is_used_up(self, number: int, source: SourcePosition) -> bool:
+        epochs = self._mixture.sources[number].epochs
+        return epochs is not None and source.stream.epoch >= epochs
+
+    def _used_up(self, at: MixedPosition) -> str:
+        given = ", ".join(
+            f"{source.name} {position.stream.epoch}"
+            for source, position in zip(self._mixture.sources, at.sources, strict=True)
+        )
+        return (
+            f"{self._path} is used up after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with a "
+            f"weight has given its epochs ({given}).\nRaise epochs there, or take fewer train.steps."
+        )
+
+    def _identity(self, number: int) -> dict[str, Any]:
+        """What must be the same for a source's position to mean the same rows."""
+        return {
+            "manifest_hash": self._corpus.folders[number].manifest.hash,
+            "num_blocks": self._streams[number].planner.num_blocks,
+            "upsample": [[rule.min_tokens, rule.factor] for rule in self._mixture.sources[number].upsample],
+        }
+
+    def _read_source(self, number: int, entry: Any) -> tuple[SourcePosition, int | None]:
+        name = self._mixture.sources[number].name
+        position, share = read_source(entry, self._identity(number), f"source {name!r} of {self._path}")
+        at = position.stream
+        if not self._streams[number].has_row(at):
+            raise DataError(
+                f"The loader state of source {name!r} of {self._path} is damaged: block {at.block} of epoch {at.epoch} has "
+                f"no row {at.block_row}."
+            )
+        return position, share
+
+    def _say_changes(self, at: MixedPosition) -> None:
+        """Log where the file says other shares than those by which the last row was chosen."""
+        stage = self._mixture.stage_at(max(at.rows_consumed - 1, 0) * self._seq_len)
+        now = self._shares[stage + 1]
+        if at.rows_consumed and now != at.shares:
+            shares = ", ".join(
+                f"{source.name} {share / sum(now):.1%}" for source, share in zip(self._mixture.sources, now, strict=True)
+            )
+            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shares)
+
+
+def source_seed(seed: int, name: str) -> int:
+    """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
+    return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def _whole(shares: Sequence[float]) -> tuple[int, ...]:
+    """Shares as whole numbers; what has one at all, has at least 1."""
+    return tuple(max(1, round(share * _WHOLE)) if share else 0 for share in shares)
