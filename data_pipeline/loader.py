@@ -12,11 +12,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.mixture.file import Mixture, is_mixture
+from data_pipeline.mixture.forecast import Forecast
 from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
@@ -32,6 +34,9 @@ from longctx.errors import ConfigError, DataError
 Cost = Callable[[Sequence[int]], int]
 """The work that a row of documents of these lengths is, in any unit."""
 
+Open = Callable[[str | Path], ShardSet]
+"""Opens a shard folder; ``DataError`` where it cannot be read."""
+
 
 def build_loader(
     folder: str | Path | ShardSet,
@@ -45,6 +50,7 @@ def build_loader(
     shuffle: bool = True,
     cost: Cost | None = None,
     verify: bool = True,
+    open_folder: Open | None = None,
 ) -> Loader:
     """An endless iterator of this data rank's micro-batches from a shard folder, or from a mixture's file.
 
@@ -52,11 +58,16 @@ def build_loader(
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
     With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``).
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
+    ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
-    folders, order = open_order(folder, seq_len, seed=seed, shuffle=shuffle, verify=verify)
+    if open_folder is None:
+        open_folder = open_verified
+        if not verify:
+            open_folder = partial(ShardSet.open, verify=False)
+    folders, order = open_order(folder, seq_len, seed=seed, shuffle=shuffle, open_folder=open_folder)
     return Loader(
         folders,
         order,
@@ -70,18 +81,23 @@ def build_loader(
 
 
 def open_order(
-    data: str | Path | ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, verify: bool = True
+    data: str | Path | ShardSet,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    open_folder: Open = open_verified,
 ) -> tuple[tuple[ShardSet, ...], Order]:
     """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
 
     ConfigError for a file that means nothing, DataError for a folder that cannot be read or is empty.
     """
     if isinstance(data, ShardSet) or not is_mixture(data):
-        shards = _open(data, verify=verify)
+        shards = _opened(data, open_folder)
         return (shards,), FolderOrder(shards, seq_len, seed=seed, shuffle=shuffle)
     path = Path(data)
     mixture = Mixture.load(path)
-    folders = tuple(_open(path.parent / source.path, verify=verify) for source in mixture.sources)
+    folders = tuple(_opened(path.parent / source.path, open_folder) for source in mixture.sources)
     return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, seed=seed, shuffle=shuffle)
 
 
@@ -105,7 +121,7 @@ def build_validation_loader(
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
     return ValidationLoader(
-        _open(folder, verify=verify),
+        _opened(folder, open_verified if verify else partial(ShardSet.open, verify=False)),
         seq_len=seq_len,
         max_rows=max_rows,
         micro_batch_rows=micro_batch_rows,
@@ -213,6 +229,12 @@ class Loader:
         dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
         return [documents_of([row for _, row in placed[own.start : own.stop]], self.seq_len) for own in dealt]
 
+    def forecast(self, steps: int) -> Forecast | None:
+        """What the next steps will take of each source of a mixture; None of one folder."""
+        if isinstance(self._order, MixedOrder):
+            return self._order.forecast(self._position, steps * self._rows_per_step)
+        return None
+
     def pack_report(self) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
         return self._order.report(self._position)
@@ -316,14 +338,11 @@ class ValidationLoader:
         return self._planner.plan(0, block).row(row - self._first_rows[block])
 
 
-def _open(folder: str | Path | ShardSet, *, verify: bool) -> ShardSet:
+def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:
     """The shard folder; ``DataError`` if it has no documents."""
-    if isinstance(folder, ShardSet):
-        shards = folder
-    elif verify:
-        shards = open_verified(folder)
-    else:
-        shards = ShardSet.open(folder, verify=False)
+    shards = folder
+    if not isinstance(shards, ShardSet):
+        shards = open_folder(shards)
     if not shards.num_documents:
         raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
     return shards

@@ -138,7 +138,9 @@ class Mixture:
         for number, stage in enumerate(self.stages):
             wanted = stage.row_tokens
             if wanted is not None and seq_len % wanted:
-                nearest = min((seq_len // n for n in range(1, seq_len + 1) if not seq_len % n), key=lambda n: abs(n - wanted))
+                nearest = min(
+                    (seq_len // n for n in range(1, seq_len + 1) if not seq_len % n), key=lambda n: abs(n - wanted)
+                )
                 raise ConfigError(
                     f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a stage "
                     f"are laid end to end in one of the run's. Try {nearest}."

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from data_pipeline.mixture.file import Mixture
+from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
@@ -121,9 +122,16 @@ class MixedOrder:
         self._say_changes(at)
         return at
 
-    def report(self, at: MixedPosition) -> PackReport:
-        """One epoch of every source together, at the row length of the stage under way."""
-        reports = [stream.planner.report(source.stream.epoch) for stream, source in zip(self._streams, at.sources, strict=True)]
+    def forecast(self, at: MixedPosition, rows: int) -> Forecast:
+        """What so many rows behind a position will take of each source."""
+        taken = [source.tokens for source in at.sources]
+        epochs = [report.tokens for report in self._reports(at)]
+        begin = at.rows_consumed * self._seq_len
+        return forecast(self._mixture, taken, epochs, begin=begin, end=begin + rows * self._seq_len)
+
+    def report(self, at: MixedPosition, *, documents: int = 1) -> PackReport:
+        """One epoch of every source together, in rows of the run's length."""
+        reports = self._reports(at, documents)
         rows = sum(report.rows for report in reports)
         padding = sum(report.padding_tokens for report in reports)
         return PackReport(
@@ -136,6 +144,12 @@ class MixedOrder:
             planned_documents=sum(report.planned_documents for report in reports),
             exact=all(report.exact for report in reports),
         )
+
+    def _reports(self, at: MixedPosition, documents: int = 1) -> list[PackReport]:
+        return [
+            stream.planner.report(source.stream.epoch, documents=documents)
+            for stream, source in zip(self._streams, at.sources, strict=True)
+        ]
 
     def _row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
         """The next row: as many of the stage's as go into one of the run's, laid end to end."""
@@ -161,9 +175,7 @@ class MixedOrder:
             raise DataError(self._used_up(at))
         return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
-    def _furthest_behind(
-        self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int
-    ) -> int | None:
+    def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
         """The source that the next row is of; None where all have given their epochs."""
         live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
         whole = sum(shares[n] for n in live)
@@ -210,7 +222,8 @@ class MixedOrder:
         now = self._shares[stage + 1]
         if at.rows_consumed and now != at.shares:
             shares = ", ".join(
-                f"{source.name} {share / sum(now):.1%}" for source, share in zip(self._mixture.sources, now, strict=True)
+                f"{source.name} {share / sum(now):.1%}"
+                for source, share in zip(self._mixture.sources, now, strict=True)
             )
             log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shares)
 

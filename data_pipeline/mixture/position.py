@@ -71,12 +71,16 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
     if entry["share"] is not None:
         counters["share"] = entry["share"]
     check_counters(counters)
-    stream = StreamPosition(**{name: counters[name] for name in _COUNTERS[2:]}, before=_stretches(entry["before"], where))
+    stream = StreamPosition(
+        **{name: counters[name] for name in _COUNTERS[2:]}, before=_stretches(entry["before"], where)
+    )
     return SourcePosition(stream, entry["tokens"], entry["counted"]), entry["share"]
 
 
 def _stretches(values: Any, where: str) -> tuple[Stretch, ...]:
     pairs = isinstance(values, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in values)
     if not pairs or not all(type(value) is int and value >= 1 for pair in values for value in pair):
-        raise DataError(f"The loader state of {where} is damaged: before={values!r} must be pairs of a length and rows.")
+        raise DataError(
+            f"The loader state of {where} is damaged: before={values!r} must be pairs of a length and rows."
+        )
     return tuple(Stretch(row_tokens, rows) for row_tokens, rows in values)

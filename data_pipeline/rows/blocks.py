@@ -196,9 +196,13 @@ class BlockPlanner:
         """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
         blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.num_documents, 1)))
         report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
-        if blocks < self.num_blocks:
-            report = report.scaled(self._shards.num_documents, self._shards.num_tokens, self._seq_len)
-        return report
+        if blocks == self.num_blocks:
+            return report
+        documents, tokens = self._shards.num_documents, self._shards.num_tokens
+        if self._upsample:
+            # What an epoch has of each document is known once it is drawn: blocks are taken to be alike.
+            documents, tokens = (round(n * self.num_blocks / blocks) for n in (report.planned_documents, report.tokens))
+        return report.scaled(documents, tokens, self._seq_len)
 
     def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
         """The block's place among those that are held, and whether the caller has to plan it."""

@@ -53,8 +53,8 @@ class Order(Protocol):
         """The position that a state names; DataError for one of other data or of another order."""
         ...
 
-    def report(self, at: Any) -> PackReport:
-        """What packing costs in the epoch under way."""
+    def report(self, at: Any, *, documents: int = 1) -> PackReport:
+        """What packing costs in the epoch under way, judged by at least so many documents."""
         ...
 
 
@@ -102,6 +102,6 @@ class FolderOrder:
             )
         return at
 
-    def report(self, at: Position) -> PackReport:
+    def report(self, at: Position, *, documents: int = 1) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
-        return self.planner.report(at.epoch)
+        return self.planner.report(at.epoch, documents=documents)

@@ -116,6 +116,8 @@ def broken_step(
 
 def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Where a step's rows are in the data, and the command that shows them."""
+    if "sources" in order:
+        return _mixed_rows_from(config, order)
     data, seed, epoch, block = config.data, config.run.seed, order["epoch"], order["block"]
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
     # Counted from its block: to find it in the epoch is to plan all blocks before it.
@@ -123,3 +125,16 @@ def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
         if value:
             command += f" --{name} {value}"
     return f"{config.rows_per_step} rows of {data.train} from row {order['epoch_row']} of epoch {epoch} on ({command})"
+
+
+def _mixed_rows_from(config: RunConfig, order: dict[str, Any]) -> str:
+    """Where a step's rows are in each source of a mixture."""
+    places = ", ".join(
+        f"{name} from row {source['block_row']} of block {source['block']} of epoch {source['epoch']} on"
+        for name, source in order["sources"].items()
+    )
+    first = order["rows_consumed"]
+    command = f"longctx data sample {config.data.train} --seq-len {config.data.seq_len} --first-row {first}"
+    if config.run.seed:
+        command += f" --seed {config.run.seed}"
+    return f"{config.rows_per_step} rows of {config.data.train} from row {first} of the run on ({places}; {command})"

@@ -211,6 +211,7 @@ def _say_start(
         free_bytes=free_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
         packing=loader.pack_report(),
+        forecast=loader.forecast(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
     )
     for line in summary(start):
@@ -248,8 +249,9 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
+    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
+    open_folder = partial(ShardSet.open, verify=config.data.verify != "off")
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
-    shards = _open_shards(config, config.data.train)
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
@@ -268,19 +270,13 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         return loader, None
     even = config.parallel.tokens_per_rank > 0
     return loader, build_validation_loader(
-        _open_shards(config, config.validation_folder), max_rows=config.validation.rows, even=even, **common
+        open_folder(config.validation_folder), max_rows=config.validation.rows, even=even, **common
     )
-
-
-def _open_shards(config: RunConfig, folder: str | Path) -> ShardSet:
-    """A shard folder whose reads are checked, unless nothing shall be."""
-    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    return ShardSet.open(folder, verify=config.data.verify != "off")
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
     """Read the files that data.verify asks for; the log says how much that was. Collective."""
-    folders = [loader.shards]
+    folders = list(loader.folders)
     if validation is not None:
         folders.append(validation.shards)
     checked = check_data(folders, config.data.verify)
@@ -349,7 +345,7 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=leaves_remainders(loader.shards, config.data.seq_len) or config.train.micro_batch_rows > 1,
+        packed=leaves_remainders(loader.folders, config.data.seq_len) or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
         side_by_side=parallel.tokens_per_rank > 0,
@@ -362,13 +358,17 @@ _LOOKED_AT = 1 << 16
 """Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
 
 
-def leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
     """Whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
 
-    A function of the data alone, so a run that resumes gets the same answer. A corpus whose first documents fill whole
+    A function of the data alone, so a run that resumes gets the same answer. A folder whose first documents fill whole
     rows is taken to be cut for this length all through: to look at every document would take a start as long as there
     are documents. Were that wrong, the layout would be slower, no more.
     """
+    return any(_leaves_remainders(shards, seq_len) for shards in folders)
+
+
+def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     if shards.num_tokens % seq_len:
         return True
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]

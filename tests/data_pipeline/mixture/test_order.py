@@ -136,7 +136,9 @@ class TestUpsampling:
                 rows, at = order.rows(at, 1)
                 found += pieces_of(rows)
         factor = {d: 1 + 2 * (n >= 100) if n < 150 else 0 for d, n in enumerate(LENGTHS["mixed"])}
-        assert found == Counter({(d, t): factor[d] for d, n in enumerate(LENGTHS["mixed"]) for t in range(n) if factor[d]})
+        assert found == Counter(
+            {(d, t): factor[d] for d, n in enumerate(LENGTHS["mixed"]) for t in range(n) if factor[d]}
+        )
 
     def test_a_fraction_is_a_draw_for_each_document_and_epoch(self, folder: Path):
         path = write(folder, source("short", upsample="[{ min_tokens = 0, factor = 1.5 }]"), "half.toml")
@@ -254,7 +256,10 @@ class TestStream:
                 number = int(np.searchsorted(first, document, side="right")) - 1
                 ids = shards[number].document(document - first[number])
                 assert batch.tokens[0, at : at + stop - start].tolist() == ids[start:stop].tolist()
-                assert batch.targets[0, at : at + stop - start].tolist() == [*ids[start + 1 : stop + 1].tolist(), IGNORED_TARGET][: stop - start]
+                assert (
+                    batch.targets[0, at : at + stop - start].tolist()
+                    == [*ids[start + 1 : stop + 1].tolist(), IGNORED_TARGET][: stop - start]
+                )
                 at += stop - start
 
 
@@ -343,11 +348,17 @@ class TestFile:
             (source("mixed", weight=0), "every weight is 0"),
             (source("mixed", epochs=0), "epochs=0 must be at least 1; weight = 0 leaves a source out"),
             (source("mixed") + source("mixed"), "is empty or taken"),
-            (source("mixed", upsample="[{ min_tokens = 1, factor = -2 }]"), "needs min_tokens of at least 0 and a factor"),
+            (
+                source("mixed", upsample="[{ min_tokens = 1, factor = -2 }]"),
+                "needs min_tokens of at least 0 and a factor",
+            ),
             ("temperature = 0\n" + source("mixed"), "temperature=0.0 must be above 0"),
             (source("mixed") + "[[stages]]\nfrom_tokens = 5\n[[stages]]\nfrom_tokens = 5\n", "must be at least 6"),
             (source("mixed") + "[[stages]]\nweights = { mixd = 1 }\n", "Did you mean mixed"),
-            (source("mixed") + "[[stages]]\nrow_tokens = 100\n", "row_tokens=100 does not divide data.seq_len=128.*Try 128"),
+            (
+                source("mixed") + "[[stages]]\nrow_tokens = 100\n",
+                "row_tokens=100 does not divide data.seq_len=128.*Try 128",
+            ),
             (source("mixed") + "[[stages]]\nrow_tokens = 0\n", "row_tokens=0 must be at least 1"),
             ("[[sources", "is not TOML"),
         ],
