@@ -142,8 +142,8 @@ class Mixture:
                     (seq_len // n for n in range(1, seq_len + 1) if not seq_len % n), key=lambda n: abs(n - wanted)
                 )
                 raise ConfigError(
-                    f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a stage "
-                    f"are laid end to end in one of the run's. Try {nearest}."
+                    f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a "
+                    f"stage are laid end to end in one of the run's. Try {nearest}."
                 )
 
 
@@ -188,8 +188,8 @@ def _source_problems(where: str, source: Source) -> Iterator[str]:
     for rule in source.upsample:
         if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
             yield (
-                f"{where}: upsample = [{{ min_tokens = {rule.min_tokens}, factor = {rule.factor} }}] needs min_tokens of "
-                f"at least 0 and a factor from 0 to {MAX_FACTOR:g}."
+                f"{where}: upsample = [{{ min_tokens = {rule.min_tokens}, factor = {rule.factor} }}] needs min_tokens "
+                f"of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
             )
 
 

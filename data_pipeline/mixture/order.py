@@ -1,20 +1,19 @@
-"""The order of rows of a mixture: each row is of the source that is furthest behind its share of the tokens.
+"""The order of rows of a mixture: each row is of the source that is furthest behind its share (``mixture.choose``).
 
 A row is packed from the documents of one source, and every source is a stream of its own (``rows.stream``). So a share
-may change at any row, in the file and in mid-run, and no source loses or repeats a document. All of it is integer
-arithmetic on counters of the whole run: the rows are the same for every number of ranks, on every machine.
+may change at any row, in the file and in mid-run, and no source loses or repeats a document.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from data_pipeline.mixture.choose import Chooser
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
@@ -27,9 +26,6 @@ from data_pipeline.shuffle import key64
 from longctx.errors import DataError
 
 log = logging.getLogger(__name__)
-
-_WHOLE = 1 << 32
-"""Shares are whole numbers of this: powers may differ in their last bit between machines, these do not."""
 
 
 class MixedOrder:
@@ -50,8 +46,7 @@ class MixedOrder:
             )
             for source, shards in zip(mixture.sources, corpus.folders, strict=True)
         ]
-        tokens = [shards.num_tokens for shards in corpus.folders]
-        self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
+        self._chooser = Chooser(mixture, corpus, self._streams, seq_len, path)
         self._resting: dict[str, Any] = {}
         """Positions of sources that the file no longer has: they may come back."""
 
@@ -63,7 +58,7 @@ class MixedOrder:
         """The next ``count`` rows; DataError where every source has given all its epochs."""
         rows: list[Pieces] = []
         for _ in range(count):
-            row, at = self._row(at)
+            row, at = self._chooser.row(at)
             rows.append(row)
         return rows, at
 
@@ -93,8 +88,8 @@ class MixedOrder:
         wanted = self.state(self.start())
         if not isinstance(state, dict) or set(state) != set(wanted) or not isinstance(state["sources"], dict):
             raise DataError(
-                f"The loader state is not one of a mixture, as {self._path} is. Resume with the data.train of the run that "
-                "wrote it, or start without the state (run.start_from)."
+                f"The loader state is not one of a mixture, as {self._path} is. Resume with the data.train of the run "
+                "that wrote it, or start without the state (run.start_from)."
             )
         for name in ("format", "plan_version", "seed", "seq_len", "shuffle"):
             if state[name] != wanted[name]:
@@ -151,52 +146,6 @@ class MixedOrder:
             for stream, source in zip(self._streams, at.sources, strict=True)
         ]
 
-    def _row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
-        """The next row: as many of the stage's as go into one of the run's, laid end to end."""
-        number = self._mixture.stage_at(at.rows_consumed * self._seq_len)
-        shares, sources = self._shares[number + 1], list(at.sources)
-        if shares != at.shares:
-            # Counted anew: what older shares left is no debt.
-            sources = [replace(source, counted=0) for source in sources]
-        row_tokens = self._mixture.row_tokens(number, self._seq_len)
-        row: Pieces = []
-        for _ in range(self._seq_len // row_tokens):
-            chosen = self._furthest_behind(shares, sources, row_tokens)
-            if chosen is None:
-                # The last row may be shorter.
-                break
-            source = sources[chosen]
-            (pieces,), stream = self._streams[chosen].take(source.stream, 1, row_tokens)
-            taken = sum(stop - start for _, start, stop in pieces)
-            sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
-            first = self._corpus.first_document[chosen]
-            row += [(first + document, start, stop) for document, start, stop in pieces]
-        if not row:
-            raise DataError(self._used_up(at))
-        return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
-
-    def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
-        """The source that the next row is of; None where all have given their epochs."""
-        live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
-        whole = sum(shares[n] for n in live)
-        tokens = sum(sources[n].counted for n in live) + row_tokens
-        # Of those that are equally far behind, the first.
-        return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
-
-    def _is_used_up(self, number: int, source: SourcePosition) -> bool:
-        epochs = self._mixture.sources[number].epochs
-        return epochs is not None and source.stream.epoch >= epochs
-
-    def _used_up(self, at: MixedPosition) -> str:
-        given = ", ".join(
-            f"{source.name} {position.stream.epoch}"
-            for source, position in zip(self._mixture.sources, at.sources, strict=True)
-        )
-        return (
-            f"{self._path} is used up after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with a "
-            f"weight has given its epochs ({given}).\nRaise epochs there, or take fewer train.steps."
-        )
-
     def _identity(self, number: int) -> dict[str, Any]:
         """What must be the same for a source's position to mean the same rows."""
         return {
@@ -211,15 +160,14 @@ class MixedOrder:
         at = position.stream
         if not self._streams[number].has_row(at):
             raise DataError(
-                f"The loader state of source {name!r} of {self._path} is damaged: block {at.block} of epoch {at.epoch} has "
-                f"no row {at.block_row}."
+                f"The loader state of source {name!r} of {self._path} is damaged: block {at.block} of epoch {at.epoch} "
+                f"has no row {at.block_row}."
             )
         return position, share
 
     def _say_changes(self, at: MixedPosition) -> None:
         """Log where the file says other shares than those by which the last row was chosen."""
-        stage = self._mixture.stage_at(max(at.rows_consumed - 1, 0) * self._seq_len)
-        now = self._shares[stage + 1]
+        now = self._chooser.shares(max(at.rows_consumed - 1, 0))
         if at.rows_consumed and now != at.shares:
             shares = ", ".join(
                 f"{source.name} {share / sum(now):.1%}"
@@ -231,8 +179,3 @@ class MixedOrder:
 def source_seed(seed: int, name: str) -> int:
     """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
     return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))
-
-
-def _whole(shares: Sequence[float]) -> tuple[int, ...]:
-    """Shares as whole numbers; what has one at all, has at least 1."""
-    return tuple(max(1, round(share * _WHOLE)) if share else 0 for share in shares)

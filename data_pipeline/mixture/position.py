@@ -7,7 +7,7 @@ from typing import Any
 
 from data_pipeline.rows.blocks import Stretch
 from data_pipeline.rows.position import check_counters
-from data_pipeline.rows.stream import StreamPosition
+from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 
 _COUNTERS = ("tokens", "counted", "epoch", "epoch_row", "block", "block_row", "row_tokens")
@@ -17,7 +17,7 @@ _COUNTERS = ("tokens", "counted", "epoch", "epoch_row", "block", "block_row", "r
 class SourcePosition:
     """Where a mixture stands in one source."""
 
-    stream: StreamPosition = StreamPosition()
+    stream: StreamPosition = BEGINNING
     tokens: int = 0
     """Taken in all, without padding."""
     counted: int = 0
@@ -64,8 +64,8 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
     for name, value in identity.items():
         if entry[name] != value:
             raise DataError(
-                f"The loader state of {where} has {name}={entry[name]!r}, the file {value!r}: its rows would be others.\n"
-                "Put back what it was, or give the source another name: it then begins anew."
+                f"The loader state of {where} has {name}={entry[name]!r}, the file {value!r}: its rows would be "
+                "others.\nPut back what it was, or give the source another name: it then begins anew."
             )
     counters = {name: entry[name] for name in _COUNTERS}
     if entry["share"] is not None:

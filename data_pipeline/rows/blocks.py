@@ -1,9 +1,9 @@
 """An epoch in blocks: some 65,000 documents are planned at a time, so a start costs the same whatever the corpus.
 
 A permutation that is stored nowhere deals the documents of an epoch out to blocks, and each block is packed by itself
-(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without those
-before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is an
-estimate.
+(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without
+those before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is
+an estimate.
 """
 
 from __future__ import annotations

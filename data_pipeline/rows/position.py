@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.blocks import PLAN_VERSION
-from data_pipeline.rows.stream import StreamPosition
+from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 
 STATE_FORMAT = "longctx-loader"
@@ -26,7 +26,7 @@ class Position:
     """Of all steps and ranks."""
     tokens_consumed: int = 0
     """Without padding."""
-    stream: StreamPosition = StreamPosition()
+    stream: StreamPosition = BEGINNING
 
     @property
     def epoch(self) -> int:

@@ -49,6 +49,10 @@ class StreamPosition:
         return replace(self, block_row=0, row_tokens=row_tokens, before=before)
 
 
+BEGINNING = StreamPosition()
+"""The first row of all."""
+
+
 class Stream:
     """Takes rows from a planner. It holds no position: whoever asks has one."""
 

@@ -38,6 +38,7 @@ class ShardSet:
     def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int = MAX_MAPPED) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.padding = manifest.padding
         self.verifies_reads = verify and manifest.has_sums
         """Whether what is read is checked. Folders of earlier releases have no sums: ``shards.verify`` reads them."""
         self._max_mapped = max_mapped
@@ -65,11 +66,6 @@ class ShardSet:
     def num_documents(self) -> int:
         """Documents in all shards."""
         return self._num_documents
-
-    @property
-    def padding(self) -> int:
-        """The token id that fills rows."""
-        return self.manifest.padding
 
     @property
     def num_tokens(self) -> int:

@@ -134,6 +134,7 @@ def _mixed_rows_from(config: RunConfig, order: dict[str, Any]) -> str:
         for name, source in order["sources"].items()
     )
     first = order["rows_consumed"]
+    # Right where the file is what it was from the beginning; the places are right in any case.
     command = f"longctx data sample {config.data.train} --seq-len {config.data.seq_len} --first-row {first}"
     if config.run.seed:
         command += f" --seed {config.run.seed}"

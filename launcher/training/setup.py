@@ -255,7 +255,8 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
-    loader = build_loader(shards, rows_per_step=config.rows_per_step, seed=config.run.seed, cost=cost, **common)
+    order = {"seed": config.run.seed, "cost": cost, "open_folder": open_folder}
+    loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, **order, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
         advice = f"Try --model.vocab_size {vocab_size}."
@@ -365,6 +366,7 @@ def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
     rows is taken to be cut for this length all through: to look at every document would take a start as long as there
     are documents. Were that wrong, the layout would be slower, no more.
     """
+    # Of a mixture, one source is enough: its rows are laid out as all others are.
     return any(_leaves_remainders(shards, seq_len) for shards in folders)
 
 

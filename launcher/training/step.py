@@ -120,6 +120,7 @@ def _model_flops(run: Run, data: StepData) -> float:
 
 def source_record(order: Mapping[str, Any]) -> Record:
     """Tokens that the run has taken of each source of a mixture, by the loader's state; no field of one folder."""
+    # Of one folder, ``tokens`` says it.
     if "sources" not in order:
         return {}
     return {"source_tokens": {name: source["tokens"] for name, source in order["sources"].items()}}

@@ -296,8 +296,9 @@ def _used_up(start: Start) -> str:
     if start.forecast is None or start.forecast.missing_tokens < 1:
         return ""
     return (
-        f"The mixture is used up about {_short(round(start.forecast.missing_tokens))} tokens before the run's end: every "
-        "source has a number of epochs. The run will end there with an error; raise epochs, or take fewer train.steps."
+        f"The mixture is used up about {_short(round(start.forecast.missing_tokens))} tokens before the run's end: "
+        "every source has a number of epochs. The run will stop there with an error; raise epochs, or take fewer "
+        "train.steps."
     )
 
 
