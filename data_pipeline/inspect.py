@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.loader import open_order
-from data_pipeline.prepare.build import VALIDATION_FOLDER
+from data_pipeline.mixture.file import Mixture, Stage
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
 from longctx.errors import ConfigError, DataError
@@ -78,6 +78,48 @@ class RowView:
     tokens: int
     padding_tokens: int
     pieces: list[PieceView]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceView:
+    """One source of a mixture."""
+
+    name: str
+    folder: str
+    documents: int
+    tokens: int
+    epochs: int | None
+    """At most; None is no end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureView:
+    """A mixture in numbers."""
+
+    sources: list[SourceView]
+    stages: list[Stage]
+    shares: list[tuple[float, ...]]
+    """Those of the sources from the beginning on, and from each stage on."""
+
+
+def describe_mixture(path: str | Path) -> MixtureView:
+    """What a mixture's file names; manifests alone are read. ConfigError, DataError for what is wrong with it."""
+    mixture = Mixture.load(path)
+    folders = [Path(path).parent / source.path for source in mixture.sources]
+    manifests = [Manifest.load(folder) for folder in folders]
+    sources = [
+        SourceView(
+            name=source.name,
+            folder=str(folder),
+            documents=manifest.documents,
+            tokens=manifest.tokens,
+            epochs=source.epochs,
+        )
+        for source, folder, manifest in zip(mixture.sources, folders, manifests, strict=True)
+    ]
+    tokens = [manifest.tokens for manifest in manifests]
+    shares = [mixture.shares(number, tokens) for number in range(-1, len(mixture.stages))]
+    return MixtureView(sources=sources, stages=list(mixture.stages), shares=shares)
 
 
 def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:

@@ -9,20 +9,19 @@ those of epoch e directly.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.mixture.forecast import Forecast
 from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
-from data_pipeline.rows.blocks import BlockPlanner, Deal, PackReport
+from data_pipeline.rows.blocks import PackReport
+from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder, Order
 from data_pipeline.shards.corpus import Corpus
@@ -63,10 +62,7 @@ def build_loader(
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
-    if open_folder is None:
-        open_folder = open_verified
-        if not verify:
-            open_folder = partial(ShardSet.open, verify=False)
+    open_folder = open_folder or _opener(verify=verify)
     folders, order = open_order(folder, seq_len, seed=seed, shuffle=shuffle, open_folder=open_folder)
     return Loader(
         folders,
@@ -95,10 +91,19 @@ def open_order(
     if isinstance(data, ShardSet) or not is_mixture(data):
         shards = _opened(data, open_folder)
         return (shards,), FolderOrder(shards, seq_len, seed=seed, shuffle=shuffle)
-    path = Path(data)
-    mixture = Mixture.load(path)
+    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, seed=seed, shuffle=shuffle)
+
+
+def held_out_of(path: str | Path) -> Mixture:
+    """The mixture of what the sources of a mixture's file hold out; one without sources where none does."""
+    return Mixture.load(path).held_out(Path(path).parent)
+
+
+def _open_mixture(
+    mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
+) -> tuple[tuple[ShardSet, ...], MixedOrder]:
     folders = tuple(_opened(path.parent / source.path, open_folder) for source in mixture.sources)
-    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, seed=seed, shuffle=shuffle)
+    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
 def build_validation_loader(
@@ -111,8 +116,12 @@ def build_validation_loader(
     data_degree: int = 1,
     even: bool = False,
     verify: bool = True,
+    open_folder: Open | None = None,
+    held_out: bool = False,
 ) -> ValidationLoader:
     """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
+
+    Of a mixture's file, or with ``held_out`` of what its sources hold out, in the shares of its beginning.
 
     Every rank gets equally many micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most so many and as
     equal as they can be. Where rows do not divide, the last ones hold padding alone.
@@ -120,15 +129,18 @@ def build_validation_loader(
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
-    return ValidationLoader(
-        _opened(folder, open_verified if verify else partial(ShardSet.open, verify=False)),
-        seq_len=seq_len,
-        max_rows=max_rows,
-        micro_batch_rows=micro_batch_rows,
-        data_rank=data_rank,
-        data_degree=data_degree,
-        even=even,
-    )
+    sizes = {"micro_batch_rows": micro_batch_rows, "data_rank": data_rank, "data_degree": data_degree, "even": even}
+    open_folder = open_folder or _opener(verify=verify)
+    if isinstance(folder, ShardSet) or not is_mixture(folder):
+        folders = (_opened(folder, open_folder),)
+        rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows)
+    else:
+        mixture = Mixture.load(folder).to_validate()
+        if held_out:
+            mixture = held_out_of(folder)
+        folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
+        rows = order.first_rows(max_rows)
+    return ValidationLoader(folders, rows, seq_len=seq_len, **sizes)
 
 
 @dataclass(frozen=True)
@@ -160,9 +172,7 @@ class Loader:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
-        self._documents: Documents = folders[0]
-        if len(folders) > 1:
-            self._documents = Corpus(folders)
+        self._documents = documents_in(folders)
         self._order = order
         self.seq_len = seq_len
         self._cost = cost
@@ -272,42 +282,69 @@ class Loader:
             self._micro_batch = 0
 
 
+class Rows(Protocol):
+    """Rows by their numbers."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, row: int, /) -> Pieces:
+        """The pieces of a row."""
+        ...
+
+
 class ValidationLoader:
     """A fixed number of rows in a fixed order, for one data rank. ``build_validation_loader`` makes it."""
 
     def __init__(
         self,
-        shards: ShardSet,
+        folders: Sequence[ShardSet],
+        rows: Rows,
         *,
         seq_len: int,
-        max_rows: int | None,
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
         even: bool = False,
-        deal: Deal | None = None,
     ) -> None:
-        """``deal`` is that of the folder unless it is given."""
-        self.shards = shards
+        """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
+        self.folders = tuple(folders)
+        """What is read. One tokenizer made them all."""
+        self._documents = documents_in(folders)
+        self._rows = rows
         self.seq_len = seq_len
-        # No shuffle and no seed: losses of different runs are over the same rows.
-        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
-        # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
-        counts: list[int] = []
-        while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
-            counts.append(self._planner.plan(0, len(counts)).num_rows)
-        self._first_rows = list(accumulate(counts, initial=0))
-        self.num_rows = self._first_rows[-1]
-        """Rows with text, over all ranks."""
-        if max_rows is not None:
-            self.num_rows = min(max_rows, self.num_rows)
         # Rounded up: the last rows are never left out.
         unit = data_degree
         if not even:
             unit *= micro_batch_rows
-        rows = -(-self.num_rows // unit) * unit
-        self._micro_batches = MicroBatches.deal(rows, most_rows=micro_batch_rows, data_degree=data_degree)
+        count = -(-len(rows) // unit) * unit
+        self._micro_batches = MicroBatches.deal(count, most_rows=micro_batch_rows, data_degree=data_degree)
         self._data_rank = data_rank
+
+    @property
+    def shards(self) -> ShardSet:
+        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        return self.folders[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with text, over all ranks."""
+        return len(self._rows)
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown."""
+        means = [shards.manifest.bytes_per_token for shards in self.folders]
+        if len(means) == 1:
+            return means[0]
+        corpus, tokens = Corpus(self.folders), [0] * len(means)
+        for number in range(len(self._rows)):
+            for document, start, stop in self._rows[number]:
+                tokens[corpus.folder_of(document)] += stop - start
+        if None in means or not sum(tokens):
+            return None
+        return sum(mean * count for mean, count in zip(means, tokens, strict=True) if mean) / sum(tokens)
 
     def __len__(self) -> int:
         """Micro-batches on each rank, the same everywhere."""
@@ -316,26 +353,35 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            yield build_batch(self.shards, self._rows(number), self.seq_len)
+            yield build_batch(self._documents, self._rows_of(number), self.seq_len)
 
     def shares(self, place: Place) -> Iterator[Batch]:
         """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
         for number in range(len(self)):
-            yield build_share(self.shards, self._rows(number), self.seq_len, place)[0]
+            yield build_share(self._documents, self._rows_of(number), self.seq_len, place)[0]
 
-    def _rows(self, number: int) -> list[Pieces]:
+    def _rows_of(self, number: int) -> list[Pieces]:
         rows: list[Pieces] = []
         for row in self._micro_batches.rows(number, self._data_rank):
             # Every rank takes part in every collective, so a rank without rows gets rows of padding.
             pieces: Pieces = []
-            if row < self.num_rows:
-                pieces = self._row(row)
+            if row < len(self._rows):
+                pieces = self._rows[row]
             rows.append(pieces)
         return rows
 
-    def _row(self, row: int) -> Pieces:
-        block = bisect.bisect_right(self._first_rows, row) - 1
-        return self._planner.plan(0, block).row(row - self._first_rows[block])
+
+def documents_in(folders: Sequence[ShardSet]) -> Documents:
+    """The documents of all folders under one numbering; DataError for folders of different tokenizers."""
+    if len(folders) == 1:
+        return folders[0]
+    return Corpus(folders)
+
+
+def _opener(*, verify: bool) -> Open:
+    if verify:
+        return open_verified
+    return partial(ShardSet.open, verify=False)
 
 
 def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:

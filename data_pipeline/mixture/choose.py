@@ -34,6 +34,11 @@ class Chooser:
         """Those by which this row of the run is chosen."""
         return self._shares[self._stage(row) + 1]
 
+    def has_row(self, at: MixedPosition) -> bool:
+        """Whether some source with a share has epochs left."""
+        shares = self.shares(at.rows_consumed)
+        return any(shares[n] and not self._is_used_up(n, source) for n, source in enumerate(at.sources))
+
     def row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
         """The next row: as many of the stage's as go into one of the run's, laid end to end."""
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
@@ -42,6 +47,7 @@ class Chooser:
             sources = [replace(source, counted=0) for source in sources]
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: Pieces = []
+        # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
         for _ in range(self._seq_len // row_tokens):
             chosen = self._furthest_behind(shares, sources, row_tokens)
             if chosen is None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from longctx.errors import ConfigError
 
 MIXTURE_SUFFIX = ".toml"
@@ -91,6 +92,7 @@ class Mixture:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
         try:
+            # Strict JSON takes tables for dataclasses and whole numbers for floats, and nothing else for another.
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
@@ -105,6 +107,25 @@ class Mixture:
         if problem is not None:
             raise ConfigError(f"{path}: {problem}")
 
+    def held_out(self, beside: Path) -> Mixture:
+        """The folders of held-out documents within the sources' own, once each, in the shares of the beginning.
+
+        ``beside`` is the folder that relative paths count from. There may be none.
+        """
+        sources = [
+            Source(name=source.name, path=f"{source.path}/{VALIDATION_FOLDER}", weight=source.weight, epochs=1)
+            for source in self.sources
+            if source.weight != 0 and (beside / source.path / VALIDATION_FOLDER).is_dir()
+        ]
+        return Mixture(sources=tuple(sources), temperature=self.temperature)
+
+    def to_validate(self) -> Mixture:
+        """The same folders once each, in the shares of the beginning and in rows of the run's length."""
+        sources = [
+            Source(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
+        ]
+        return Mixture(sources=tuple(sources), temperature=self.temperature)
+
     def shares(self, number: int, tokens: Sequence[int]) -> tuple[float, ...]:
         """The sources' shares in stage ``number`` (-1: before the first), which add up to 1.
 
@@ -114,6 +135,7 @@ class Mixture:
         if number >= 0:
             own = self.stages[number].weights
             temperature = self.stages[number].temperature or temperature
+        # Those that have no weight have as much as their tokens: a mixture of such is read as one folder would be.
         powers = []
         for source, count in zip(self.sources, tokens, strict=True):
             weight = own.get(source.name, source.weight)

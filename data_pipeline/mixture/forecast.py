@@ -40,6 +40,7 @@ def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int]
     ]
     ends = [stage.from_tokens for stage in mixture.stages if begin < stage.from_tokens < end]
     missing, at = 0.0, float(begin)
+    # Between two ends shares are what they are, until a source has given all it has.
     for until in (*ends, end):
         shares = mixture.shares(mixture.stage_at(int(at)), epoch_tokens)
         while until > at:

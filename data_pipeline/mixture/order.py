@@ -56,14 +56,25 @@ class MixedOrder:
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Pieces], MixedPosition]:
         """The next ``count`` rows; DataError where every source has given all its epochs."""
+        # One at a time: the row before decides which source is furthest behind.
         rows: list[Pieces] = []
         for _ in range(count):
             row, at = self._chooser.row(at)
             rows.append(row)
         return rows, at
 
+    def first_rows(self, most: int | None) -> list[Pieces]:
+        """The first rows, at most so many, or all until every source has given its epochs."""
+        rows: list[Pieces] = []
+        at = self.start()
+        while (most is None or len(rows) < most) and self._chooser.has_row(at):
+            row, at = self._chooser.row(at)
+            rows.append(row)
+        return rows
+
     def state(self, at: MixedPosition) -> dict[str, Any]:
         """A position, and what makes it one of this order."""
+        # Also of those that rest: they go on where they stood when the file has them again.
         sources = dict(self._resting)
         for number, (source, position) in enumerate(zip(self._mixture.sources, at.sources, strict=True)):
             share = None
@@ -126,19 +137,7 @@ class MixedOrder:
 
     def report(self, at: MixedPosition, *, documents: int = 1) -> PackReport:
         """One epoch of every source together, in rows of the run's length."""
-        reports = self._reports(at, documents)
-        rows = sum(report.rows for report in reports)
-        padding = sum(report.padding_tokens for report in reports)
-        return PackReport(
-            rows=rows,
-            tokens=sum(report.tokens for report in reports),
-            padding_tokens=padding,
-            padding_share=padding / max(rows * self._seq_len, 1),
-            documents_cut=sum(report.documents_cut for report in reports),
-            truncated_tokens=sum(report.truncated_tokens for report in reports),
-            planned_documents=sum(report.planned_documents for report in reports),
-            exact=all(report.exact for report in reports),
-        )
+        return PackReport.together(self._reports(at, documents), self._seq_len)
 
     def _reports(self, at: MixedPosition, documents: int = 1) -> list[PackReport]:
         return [

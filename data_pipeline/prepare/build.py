@@ -19,7 +19,7 @@ from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
 from data_pipeline.prepare.sources import Source, no_text
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from longctx.errors import DataError
@@ -27,8 +27,6 @@ from longctx.files import explained_writes
 from longctx.tokenizer.contract import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-VALIDATION_FOLDER = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -73,6 +73,22 @@ class PackReport:
         if rows:
             share = padding / (rows * seq_len)
         return cls(rows, packed, padding, share, cut, tokens - packed, documents, exact=True)
+
+    @classmethod
+    def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
+        """One of several corpora."""
+        rows = sum(report.rows for report in reports)
+        padding = sum(report.padding_tokens for report in reports)
+        return cls(
+            rows=rows,
+            tokens=sum(report.tokens for report in reports),
+            padding_tokens=padding,
+            padding_share=padding / max(rows * seq_len, 1),
+            documents_cut=sum(report.documents_cut for report in reports),
+            truncated_tokens=sum(report.truncated_tokens for report in reports),
+            planned_documents=sum(report.planned_documents for report in reports),
+            exact=all(report.exact for report in reports),
+        )
 
     def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
         """An estimate for so many documents with so many tokens, of which these are a sample."""

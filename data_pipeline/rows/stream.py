@@ -62,6 +62,7 @@ class Stream:
     def take(self, at: StreamPosition, count: int, row_tokens: int) -> tuple[list[Pieces], StreamPosition]:
         """The next ``count`` rows of at most ``row_tokens`` tokens, and the position behind them."""
         rows: list[Pieces] = []
+        # What is left of the block is packed anew where its rows had another length so far.
         at = at.at_length(row_tokens)
         while len(rows) < count:
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)

@@ -37,6 +37,7 @@ class Corpus:
 
     def check_files(self, documents: Iterable[int]) -> None:
         """``ShardSet.check_files`` for documents of any folder."""
+        # Each folder is asked once, however its documents are strewn over the rows.
         own: dict[int, set[int]] = {}
         for document in documents:
             number = self.folder_of(document)

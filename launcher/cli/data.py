@@ -103,10 +103,10 @@ def inspect(
     seed: int = 0,
     json: Json = False,
 ) -> None:
-    """Show what a shard folder holds, what packing costs, what a row looks like.
+    """Show what a shard folder holds, what packing costs, what a row looks like; of a mixture its sources and shares.
 
     Args:
-        folder: Shard folder.
+        folder: Shard folder, or a mixture's file.
         seq_len: Tokens of a row; with it, what packing at that length costs.
         row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
         block: Count --row from the beginning of this block instead, which takes less than a second.
@@ -114,8 +114,13 @@ def inspect(
         seed: run.seed of the run that reads it.
     """
     from data_pipeline.inspect import describe, show_row
-    from data_pipeline.prepare.build import VALIDATION_FOLDER
+    from data_pipeline.mixture.file import is_mixture
+    from data_pipeline.shards.manifest import VALIDATION_FOLDER
 
+    if is_mixture(folder):
+        # Rows of a mixture are a run's: `data sample` shows them.
+        _inspect_mixture(folder, json=json)
+        return
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
@@ -137,6 +142,27 @@ def inspect(
     say(_description_table(found))
     if shown is not None:
         say(f"\n{_row_text(shown)}")
+
+
+def _inspect_mixture(path: Path, *, json: bool) -> None:
+    """Print the sources of a mixture, and their shares from each stage on."""
+    from data_pipeline.inspect import describe_mixture
+
+    found = describe_mixture(path)
+    if json:
+        say_json(dataclasses.asdict(found))
+        return
+    head = ["source", "folder", "documents", "tokens", "epochs at most", "from the beginning"]
+    head += [f"from {stage.from_tokens:,} tokens" for stage in found.stages]
+    rows = []
+    for number, source in enumerate(found.sources):
+        row = [source.name, source.folder, f"{source.documents:,}", f"{source.tokens:,}", str(source.epochs or "–")]
+        rows.append([*row, *(f"{shares[number]:.1%}" for shares in found.shares)])
+    say(table(head, rows))
+    for stage in found.stages:
+        if stage.row_tokens is not None:
+            say(f"From {stage.from_tokens:,} tokens on: rows of {stage.row_tokens:,} tokens.")
+    say(f"\nRows as text: longctx data sample {path} --seq-len N")
 
 
 def verify(folder: _ShardFolder, *, json: Json = False) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import tomli_w
@@ -78,9 +77,9 @@ class DataSection:
     """What the run reads."""
 
     train: str = "runs/data"
-    """Shard folder to train on, as `data build` wrote it."""
+    """Shard folder to train on, as `data build` wrote it, or the .toml file of a mixture of several."""
     validation: str = ""
-    """Shard folder to validate on; empty: the "validation" folder inside data.train."""
+    """Shard folder or mixture to validate on; empty: the "validation" folders inside those of data.train."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
     balance: bool = True
@@ -382,11 +381,6 @@ class RunConfig:
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
         return len(self.micro_batches(world_size))
-
-    @property
-    def validation_folder(self) -> str:
-        """Shard folder to validate on."""
-        return self.data.validation or str(Path(self.data.train) / "validation")
 
     def to_toml(self) -> str:
         """The resolved config as TOML."""

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
+from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.batches import Share
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
-from launcher.config.sections import RunConfig
+from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
@@ -266,20 +268,32 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
-    has_folder = config.data.validation or Path(config.validation_folder).exists()
-    if not config.validation.rows or not has_folder:
+    validation, held_out = _validation_data(config.data)
+    if not config.validation.rows or validation is None:
         return loader, None
-    even = config.parallel.tokens_per_rank > 0
-    return loader, build_validation_loader(
-        open_folder(config.validation_folder), max_rows=config.validation.rows, even=even, **common
-    )
+    options = {"even": config.parallel.tokens_per_rank > 0, "open_folder": open_folder, "held_out": held_out}
+    return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
+
+
+def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
+    """The folder or mixture to validate on, None where there is none; and whether it is what the mixture holds out."""
+    if data.validation:
+        return data.validation, False
+    if is_mixture(data.train):
+        if held_out_of(data.train).sources:
+            return data.train, True
+        return None, False
+    folder = Path(data.train) / VALIDATION_FOLDER
+    if folder.exists():
+        return folder, False
+    return None, False
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
     """Read the files that data.verify asks for; the log says how much that was. Collective."""
     folders = list(loader.folders)
     if validation is not None:
-        folders.append(validation.shards)
+        folders += validation.folders
     checked = check_data(folders, config.data.verify)
     log.info(
         "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from data_pipeline.loader import Loader, ValidationLoader, build_loader
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal
+from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.pack import plan_parts
 from data_pipeline.shards.reader import ShardSet
@@ -226,7 +227,8 @@ class TestStates:
 class TestValidation:
     def validation(self, shards: ShardSet, max_rows: int | None, **ranks: int) -> ValidationLoader:
         options = {"micro_batch_rows": 2, "data_rank": 0, "data_degree": 1, **ranks}
-        return ValidationLoader(shards, seq_len=SEQ_LEN, max_rows=max_rows, deal=Deal(5), **options)
+        rows = FirstRows(shards, SEQ_LEN, max_rows=max_rows, deal=Deal(5))
+        return ValidationLoader((shards,), rows, seq_len=SEQ_LEN, **options)
 
     def test_rows_follow_the_blocks(self, shards: ShardSet):
         planner = BlockPlanner(shards, SEQ_LEN, shuffle=False, deal=Deal(5))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.loader import Loader, build_loader, open_order
+from data_pipeline.loader import Loader, build_loader, build_validation_loader, held_out_of, open_order
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.order import MixedOrder, source_seed
 from data_pipeline.prepare.sources import open_source
@@ -333,6 +333,57 @@ class TestChangedFile:
             mixed.load_state_dict(plain.state_dict())
         with pytest.raises(DataError, match="not a loader state"):
             plain.load_state_dict(mixed.state_dict())
+
+
+class TestForecast:
+    @pytest.mark.parametrize("rows", [1, 17, 60, 150])
+    def test_is_what_the_rows_then_take(self, folder: Path, rows: int):
+        order = order_of(write(folder, THREE + TestStages.STAGES, "forecast.toml"))
+        found, (_, at) = order.forecast(order.start(), rows), order.rows(order.start(), rows)
+        for expected, source in zip(found.sources, at.sources, strict=True):
+            # Rows are not quite full, and the last one of each stage is of one source.
+            assert expected.tokens == pytest.approx(source.tokens, abs=0.06 * rows * SEQ_LEN + 4 * SEQ_LEN)
+        assert found.missing_tokens == 0
+
+    def test_from_the_middle_it_counts_what_came_before(self, folder: Path):
+        order = order_of(write(folder, THREE, "middle.toml"))
+        _, at = order.rows(order.start(), 40)
+        assert sum(source.tokens for source in order.forecast(at, 0).sources) == at.tokens_consumed
+        assert sum(source.tokens for source in order.forecast(at, 10).sources) == at.tokens_consumed + 10 * SEQ_LEN
+
+    def test_says_what_is_missing(self, folder: Path):
+        order = order_of(write(folder, source("short", epochs=1) + source("mixed", epochs=2, weight=0.1), "few.toml"))
+        tokens = sum(LENGTHS["short"]) + 2 * sum(LENGTHS["mixed"])
+        found = order.forecast(order.start(), 1000)
+        assert [source.epochs for source in found.sources] == [1, 2]
+        assert found.missing_tokens == pytest.approx(1000 * SEQ_LEN - tokens)
+
+
+class TestValidation:
+    def test_takes_what_the_sources_hold_out_once(self, built: Path, tmp_path: Path):
+        path = write(tmp_path, f'[[sources]]\nname = "a"\npath = "{built}"\nweight = 3\n')
+        options = {"seq_len": SEQ_LEN, "held_out": True}
+        batches = list(build_validation_loader(path, **options))
+        plain = list(build_validation_loader(built / "validation", seq_len=SEQ_LEN))
+        assert len(batches) == len(plain)
+        for ours, theirs in zip(batches, plain, strict=True):
+            assert torch.equal(ours.tokens, theirs.tokens)
+        few = build_validation_loader(path, max_rows=3, data_degree=2, micro_batch_rows=2, **options)
+        assert (few.num_rows, len(few)) == (3, 1)
+
+    def test_of_several_sources_each_row_is_of_the_one_that_is_behind(self, folder: Path):
+        path = write(folder, THREE + TestStages.STAGES, "validated.toml")
+        loader = build_validation_loader(path, seq_len=SEQ_LEN, max_rows=30)
+        assert len(loader) == 30
+        assert loader.bytes_per_token == pytest.approx(1)
+        again = build_validation_loader(path, seq_len=SEQ_LEN, max_rows=30)
+        assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(loader, again, strict=True))
+        # Without an end, until each source was read once.
+        tokens = sum(int((batch.document_ids >= 0).sum()) for batch in build_validation_loader(path, seq_len=SEQ_LEN))
+        assert tokens == sum(sum(lengths) for lengths in LENGTHS.values())
+
+    def test_without_held_out_documents_there_is_nothing(self, folder: Path):
+        assert not held_out_of(write(folder, THREE, "nothing.toml")).sources
 
 
 class TestFile:
