@@ -392,7 +392,7 @@ class TestFile:
         [
             ("", "sources"),
             ("sources = []", r"there is no \[\[sources\]\]"),
-            (source("mixed", wieght=1), "wieght"),
+            (source("mixed", share=1), "share"),
             (source("mixed", weight='"1"'), "weight='1'"),
             (source("mixed", weight=-1), "weight=-1.0 must be a number of at least 0"),
             (source("mixed", weight="nan"), "must be a number of at least 0|nan"),

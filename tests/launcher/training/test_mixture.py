@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launcher.training.broken_step import rows_from
-from longctx.errors import ConfigError, DataError
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
 from tests.launcher.workers import rows, train, train_each
@@ -22,7 +21,9 @@ def mixture(shards: Path, tmp_path: Path) -> Path:
     for name in ("first", "second"):
         shutil.copytree(shards, tmp_path / name)
     sources = "".join(f'[[sources]]\nname = "{name}"\npath = "{name}"\nweight = 1\n' for name in ("first", "second"))
-    (tmp_path / "mixture.toml").write_text(sources + STAGE.format(row_tokens=tiny_config(shards, tmp_path).data.seq_len // 4))
+    (tmp_path / "mixture.toml").write_text(
+        sources + STAGE.format(row_tokens=tiny_config(shards, tmp_path).data.seq_len // 4)
+    )
     return tmp_path / "mixture.toml"
 
 
@@ -33,7 +34,9 @@ def train_on_one_rank(mixture: Path, output: Path, changed: dict) -> None:
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_rows_on_other_ranks(mixture: Path, tmp_path: Path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_distributed(train_each, 2, mixture, {whole: {}, stopped: {"train.stop_after": 4}}, timeout=100)
-    run_distributed(train_on_one_rank, 1, mixture, stopped, {"run.resume": "latest", "parallel.context": 1}, timeout=100)
+    run_distributed(
+        train_on_one_rank, 1, mixture, stopped, {"run.resume": "latest", "parallel.context": 1}, timeout=100
+    )
     ours, theirs = ([row for row in rows(folder) if row["kind"] != "event"] for folder in (stopped, whole))
     assert [(row["kind"], row["step"]) for row in ours] == [(row["kind"], row["step"]) for row in theirs]
     assert any(row["kind"] == "validation" for row in theirs)
