@@ -12,6 +12,7 @@ from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, Stage
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.problems import shard_problems
@@ -200,23 +201,30 @@ def show_row(
     )
 
 
-def sample_rows(data: str | Path, *, seq_len: int, rows: int, first_row: int = 0, seed: int = 0) -> Iterator[str]:
+def sample_rows(
+    data: str | Path, *, seq_len: int, rows: int, first_row: int = 0, seed: int = 0, packing: Packing = BEST_FIT
+) -> Iterator[str]:
     """Yield ``rows`` rows of a run as text, from its row ``first_row`` on, a line above each row and each document.
 
-    ``data`` is a shard folder or a mixture's file; rows before the first are planned, not read. ConfigError for sizes
-    below 1; DataError for a folder that cannot be read, or a mixture that is used up.
+    They end with the epoch. ``data`` is a shard folder or a mixture's file; rows before the first are planned, not
+    read. ConfigError for sizes below 1; DataError for a folder that cannot be read, or a mixture that is used up.
     """
     _check_seq_len(seq_len)
     if rows < 1:
         raise ConfigError(f"rows={rows} must be at least 1.")
     if first_row < 0:
         raise ConfigError(f"first_row={first_row} must be at least 0: rows of a run are numbered from 0.")
-    folders, order = open_order(data, seq_len, seed=seed, open_folder=partial(ShardSet.open, verify=False))
+    folders, order = open_order(
+        data, seq_len, seed=seed, packing=packing, open_folder=partial(ShardSet.open, verify=False)
+    )
     corpus, tokenizer = Corpus(folders), folders[0].tokenizer()
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
         _, at = order.rows(at, min(_SKIPPED_AT_ONCE, first_row - first))
+    epoch = at.epoch
     for number in range(first_row, first_row + rows):
+        if at.epoch != epoch:
+            return
         (row,), at = order.rows(at, 1)
         tokens = sum(stop - start for _, start, stop in row)
         text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens)"]

@@ -24,6 +24,7 @@ from data_pipeline.rows.blocks import PackReport
 from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder, Order
+from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
@@ -47,6 +48,7 @@ def build_loader(
     data_degree: int = 1,
     seed: int = 0,
     shuffle: bool = True,
+    packing: Packing = BEST_FIT,
     cost: Cost | None = None,
     verify: bool = True,
     open_folder: Open | None = None,
@@ -63,7 +65,8 @@ def build_loader(
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
     open_folder = open_folder or _opener(verify=verify)
-    folders, order = open_order(folder, seq_len, seed=seed, shuffle=shuffle, open_folder=open_folder)
+    order_of = {"seed": seed, "shuffle": shuffle, "packing": packing}
+    folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_of)
     return Loader(
         folders,
         order,
@@ -82,16 +85,18 @@ def open_order(
     *,
     seed: int = 0,
     shuffle: bool = True,
+    packing: Packing = BEST_FIT,
     open_folder: Open = open_verified,
 ) -> tuple[tuple[ShardSet, ...], Order]:
     """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
 
     ConfigError for a file that means nothing, DataError for a folder that cannot be read or is empty.
     """
+    order = {"seed": seed, "shuffle": shuffle, "packing": packing}
     if isinstance(data, ShardSet) or not is_mixture(data):
         shards = _opened(data, open_folder)
-        return (shards,), FolderOrder(shards, seq_len, seed=seed, shuffle=shuffle)
-    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, seed=seed, shuffle=shuffle)
+        return (shards,), FolderOrder(shards, seq_len, **order)
+    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
 
 
 def held_out_of(path: str | Path) -> Mixture:

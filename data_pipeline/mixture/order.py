@@ -19,6 +19,7 @@ from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
@@ -32,20 +33,24 @@ class MixedOrder:
     """The rows of several shard folders."""
 
     def __init__(
-        self, mixture: Mixture, corpus: Corpus, seq_len: int, *, path: Path, seed: int = 0, shuffle: bool = True
+        self,
+        mixture: Mixture,
+        corpus: Corpus,
+        seq_len: int,
+        *,
+        path: Path,
+        seed: int = 0,
+        shuffle: bool = True,
+        packing: Packing = BEST_FIT,
     ) -> None:
         """``corpus`` has the folders of the mixture's sources, in their order. ``path`` is for messages."""
         mixture.check_lengths(seq_len, path)
         self._mixture, self._corpus, self._path = mixture, corpus, path
-        self._seq_len, self._seed, self._shuffle = seq_len, seed, shuffle
-        self._streams = [
-            Stream(
-                BlockPlanner(
-                    shards, seq_len, seed=source_seed(seed, source.name), shuffle=shuffle, upsample=source.upsample
-                )
-            )
-            for source, shards in zip(mixture.sources, corpus.folders, strict=True)
-        ]
+        self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
+        self._streams = []
+        for source, shards in zip(mixture.sources, corpus.folders, strict=True):
+            own = {"seed": source_seed(seed, source.name), "upsample": source.upsample}
+            self._streams.append(Stream(BlockPlanner(shards, seq_len, shuffle=shuffle, packing=packing, **own)))
         self._chooser = Chooser(mixture, corpus, self._streams, seq_len, path)
         self._resting: dict[str, Any] = {}
         """Positions of sources that the file no longer has: they may come back."""
@@ -87,6 +92,7 @@ class MixedOrder:
             "seed": self._seed,
             "seq_len": self._seq_len,
             "shuffle": self._shuffle,
+            "packing": str(self._packing),
             "rows_consumed": at.rows_consumed,
             "sources": sources,
         }
@@ -102,11 +108,11 @@ class MixedOrder:
                 f"The loader state is not one of a mixture, as {self._path} is. Resume with the data.train of the run "
                 "that wrote it, or start without the state (run.start_from)."
             )
-        for name in ("format", "plan_version", "seed", "seq_len", "shuffle"):
+        for name in ("format", "plan_version", "seed", "seq_len", "shuffle", "packing"):
             if state[name] != wanted[name]:
                 raise DataError(
                     f"The loader state has {name}={state[name]!r}, this run {wanted[name]!r} ({self._path}).\n"
-                    "Resume with the same seed, seq_len and shuffle, or start without the state."
+                    "Resume with the same seed, seq_len, packing and shuffle, or start without the state."
                 )
         check_counters({"rows_consumed": state["rows_consumed"]})
         # A source that the state does not have begins at its first row.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_pipeline.rows.pack import Parts, RowPlan, plan_parts
+from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, RowPlan, plan_parts
 from data_pipeline.rows.upsample import Upsampling, copies_of
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
@@ -49,9 +49,9 @@ class PackReport:
     padding_share: float
     """Padding tokens divided by all tokens of the rows."""
     documents_cut: int
-    """Documents that do not stand in one row whole: exactly those longer than a row."""
+    """Documents that do not stand in one row whole: by best fit exactly those longer than a row."""
     truncated_tokens: int
-    """Tokens of documents that stand in no row: always 0, and counted rather than assumed."""
+    """Tokens of documents that stand in no row: 0 unless rests are left out, and counted rather than assumed."""
     planned_documents: int
     """Documents that were planned to count this."""
     exact: bool
@@ -64,8 +64,7 @@ class PackReport:
         for plan in plans:
             rows += plan.num_rows
             packed += int(plan.pieces.lengths.sum())
-            # Each cut document has one second piece.
-            cut += int((plan.pieces.starts == seq_len).sum())
+            cut += plan.num_cut
             tokens += plan.document_tokens
             documents += plan.num_documents
         padding = rows * seq_len - packed
@@ -92,6 +91,8 @@ class PackReport:
 
     def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
         """An estimate for so many documents with so many tokens, of which these are a sample."""
+        lost = round(self.truncated_tokens * documents / self.planned_documents)
+        tokens -= lost
         rows = math.ceil(tokens / (seq_len * (1 - self.padding_share)))
         return replace(
             self,
@@ -99,6 +100,7 @@ class PackReport:
             tokens=tokens,
             padding_tokens=rows * seq_len - tokens,
             documents_cut=round(self.documents_cut * documents / self.planned_documents),
+            truncated_tokens=lost,
             exact=False,
         )
 
@@ -152,6 +154,7 @@ class BlockPlanner:
         shuffle: bool = True,
         deal: Deal | None = None,
         upsample: tuple[Upsampling, ...] = (),
+        packing: Packing = BEST_FIT,
     ) -> None:
         """``deal`` is that of the corpus unless it is given."""
         if deal is None:
@@ -161,7 +164,7 @@ class BlockPlanner:
         self._seed = seed
         self._shuffle = shuffle
         self._run = deal.run_documents
-        self._upsample = upsample
+        self._upsample, self._packing = upsample, packing
         self.num_blocks = deal.num_blocks
         self._plans: OrderedDict[_Key, Future[RowPlan]] = OrderedDict()
         self._lock = threading.Lock()
@@ -255,4 +258,5 @@ class BlockPlanner:
             parts = Parts.whole(documents, self._shards.lengths_of(documents))
             if self._upsample:
                 parts = copies_of(parts, self._upsample, seed=self._seed, epoch=epoch)
-        return plan_parts(parts, row_tokens, seed=self._seed, epoch=epoch, block=block, shuffle=self._shuffle)
+        order = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
+        return plan_parts(parts, row_tokens, packing=self._packing, **order)

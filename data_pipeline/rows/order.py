@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, Position, read_position
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.reader import ShardSet
@@ -62,11 +63,19 @@ class FolderOrder:
     """The rows of one shard folder."""
 
     def __init__(
-        self, shards: ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, deal: Deal | None = None
+        self,
+        shards: ShardSet,
+        seq_len: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        deal: Deal | None = None,
+        packing: Packing = BEST_FIT,
     ) -> None:
         """``deal`` is that of the folder unless it is given."""
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
-        self.planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
+        self._packing = packing
+        self.planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal, packing=packing)
         self._stream = Stream(self.planner)
 
     def start(self) -> Position:
@@ -88,6 +97,7 @@ class FolderOrder:
             "seed": self._seed,
             "seq_len": self._seq_len,
             "shuffle": self._shuffle,
+            "packing": str(self._packing),
             "num_blocks": self.planner.num_blocks,
             **at.counters,
         }

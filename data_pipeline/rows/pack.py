@@ -1,7 +1,8 @@
 """Packing: which pieces of which documents share a row, planned from lengths alone, before a token is read.
 
 Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online
-best fit. Nothing is dropped. The plan is a pure function of lengths, row length, seed, epoch and block.
+best fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830), unless ``Packing`` says
+otherwise. Nothing is dropped unless it does. The plan is a pure function of lengths, row length, seed, epoch and block.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 
 from data_pipeline.shuffle import shuffled
+from longctx.errors import ConfigError
 
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
@@ -66,6 +69,43 @@ class Parts:
         return replace(firsts, stops=parts.stops[lasts])
 
 
+Kind = Literal["best_fit", "concatenate", "one_document"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows."""
+
+    kind: Kind = "best_fit"
+    """``concatenate``: laid end to end and cut wherever a row ends, which is what others are measured against.
+    ``one_document``: each row has one piece, and padding."""
+    min_rest_tokens: int = 1
+    """The last piece of a document that was cut is left out where it has fewer tokens: 1 leaves out none, the length of
+    a row all."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"data.packing={self.kind!r} must be one of {', '.join(get_args(Kind))}.")
+        if self.min_rest_tokens < 1:
+            raise ConfigError(
+                f"data.min_rest_tokens={self.min_rest_tokens} must be at least 1, which keeps every rest."
+            )
+        if self.kind == "concatenate" and self.min_rest_tokens > 1:
+            raise ConfigError(
+                f"data.min_rest_tokens={self.min_rest_tokens} needs documents with rests: data.packing=concatenate "
+                "cuts wherever a row ends. Leave it out, or pack by best_fit."
+            )
+
+    def __str__(self) -> str:
+        """As a loader's state has it."""
+        if self.min_rest_tokens == 1:
+            return self.kind
+        return f"{self.kind}, rests of at least {self.min_rest_tokens}"
+
+
+BEST_FIT = Packing()
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``."""
@@ -76,7 +116,9 @@ class RowPlan:
     num_documents: int
     """Documents that were planned."""
     document_tokens: int
-    """Their tokens, all of which stand in rows."""
+    """Their tokens, all of which stand in rows unless rests are left out."""
+    num_cut: int
+    """Documents of which no row has all."""
 
     @property
     def num_rows(self) -> int:
@@ -130,6 +172,7 @@ def plan_parts(
     epoch: int = 0,
     block: int = 0,
     shuffle: bool = True,
+    packing: Packing = BEST_FIT,
     open_rows: int = OPEN_ROWS,
 ) -> RowPlan:
     """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
@@ -141,8 +184,7 @@ def plan_parts(
     if shuffle:
         # Packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
         parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
-    owners, starts, stops = _cut(parts.lengths, seq_len)
-    rows = _rows_of(stops - starts, seq_len, open_rows)
+    owners, starts, stops, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Rows are numbered as they were opened, which says something of their pieces' lengths.
@@ -158,7 +200,29 @@ def plan_parts(
         row_offsets=offsets,
         num_documents=len(parts.documents),
         document_tokens=int(parts.lengths.sum()),
+        num_cut=len(np.unique(owners[stops - starts < parts.lengths[owners]])),
     )
+
+
+def _pieces(
+    lengths: np.ndarray, seq_len: int, packing: Packing, open_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Documents in their order as pieces: index of the document, start, stop, and row, numbered as rows are opened."""
+    if packing.kind == "concatenate":
+        ends = np.cumsum(lengths)
+        # A piece ends where its document or a row does.
+        stops = np.union1d(ends, np.arange(seq_len, int(ends[-1:].sum()), seq_len))
+        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
+        owners = np.searchsorted(ends, starts, side="right")
+        before = (ends - lengths)[owners]
+        return owners, starts - before, stops - before, starts // seq_len
+    owners, starts, stops = _cut(lengths, seq_len)
+    if packing.min_rest_tokens > 1:
+        kept = (starts == 0) | (stops - starts >= min(packing.min_rest_tokens, seq_len))
+        owners, starts, stops = owners[kept], starts[kept], stops[kept]
+    if packing.kind == "one_document":
+        return owners, starts, stops, np.arange(len(owners))
+    return owners, starts, stops, _rows_of(stops - starts, seq_len, open_rows)
 
 
 def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.blocks import PLAN_VERSION
+from data_pipeline.rows.pack import BEST_FIT
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 
@@ -14,7 +15,7 @@ STATE_FORMAT = "longctx-loader"
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row")
 
-_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "num_blocks")
+_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "packing", "num_blocks")
 """Row numbers mean the same rows only where all of these are equal."""
 
 
@@ -47,6 +48,9 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     """
     if isinstance(state, dict) and state.get("plan_version") == 1:
         state = _in_blocks(state, own["num_blocks"], folder)
+    if isinstance(state, dict):
+        # Releases that packed in one way alone did not name it.
+        state = {"packing": str(BEST_FIT)} | state
     # A missing field would be a silent default, and a field too many belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
@@ -54,7 +58,7 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
         if state[name] != own[name]:
             raise DataError(
                 f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({folder}).\n"
-                "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
+                "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start without the state."
             )
     counters = {name: state[name] for name in Position().counters}
     check_counters(counters)

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -14,6 +14,8 @@ from tyro.conf import Positional, arg
 from launcher.cli.console import Json, progress, say, say_json, table
 from launcher.wording import plural
 from longctx.errors import ConfigError
+
+Kind = Literal["best_fit", "concatenate", "one_document"]
 
 if TYPE_CHECKING:
     from data_pipeline.mixture.forecast import Forecast
@@ -62,7 +64,8 @@ def plan(
     run_config = settle_context(run_config, world.ranks)
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False)
-    _, order = open_order(data.train, data.seq_len, seed=run_config.run.seed, open_folder=open_folder)
+    order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
+    _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
     with progress(f"planning {data.train}"):
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS)
@@ -96,6 +99,8 @@ def sample(
     rows: int = 4,
     first_row: int = 0,
     seed: int = 0,
+    packing: Kind = "best_fit",
+    min_rest_tokens: int = 1,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
     """Write rows of a run as text, whole, as it reads them.
@@ -108,17 +113,23 @@ def sample(
         rows: How many.
         first_row: The first of them, from 0; those before are planned, about a second for a million documents.
         seed: run.seed of the run that reads it.
+        packing: Its data.packing.
+        min_rest_tokens: Its data.min_rest_tokens.
         output: File to write; standard output unless given.
     """
     from data_pipeline.inspect import sample_rows
+    from data_pipeline.rows.pack import Packing
 
+    sampled = sample_rows(
+        folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed, packing=Packing(packing, min_rest_tokens)
+    )
     if output is None:
-        for row in sample_rows(folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed):
+        for row in sampled:
             say(row)
         return
     from longctx.files import write_atomically
 
-    text = "\n".join(sample_rows(folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed))
+    text = "\n".join(sampled)
     write_atomically(output, text.encode())
     say(f"Written to {output}: {len(text):,} characters.")
 

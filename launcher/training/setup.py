@@ -257,7 +257,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
-    order = {"seed": config.run.seed, "cost": cost, "open_folder": open_folder}
+    order = {"seed": config.run.seed, "packing": config.packing, "cost": cost, "open_folder": open_folder}
     loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, **order, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:

@@ -196,9 +196,13 @@ def _data(start: Start) -> str:
     about = sample = ""
     if not packing.exact:
         about, sample = "about ", f", judging by its first {plural(packing.planned_documents, 'document')}"
+    left_out = ""
+    if packing.truncated_tokens:
+        left_out = f", {about}{_short(packing.truncated_tokens)} tokens of rests left out"
     return (
         f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {about}{rows / packing.rows:.2f} passes over "
-        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding{sample}."
+        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding"
+        f"{left_out}{sample}."
     )
 
 

@@ -17,7 +17,7 @@ from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal
 from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.order import FolderOrder
-from data_pipeline.rows.pack import plan_parts
+from data_pipeline.rows.pack import Packing, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.feed import StepFeed
 from longctx.batch import IGNORED_TARGET
@@ -127,6 +127,29 @@ def test_the_state_is_small_and_says_where_it_is(shards: ShardSet):
                 assert len(json.dumps(state)) < 1000
                 next(loader)
                 epoch_row += 1
+
+
+@pytest.mark.parametrize("packing", [Packing("concatenate"), Packing("one_document"), Packing(min_rest_tokens=SEQ_LEN)])
+def test_every_packing_goes_on_where_it_stopped_and_refuses_the_state_of_another(shards: ShardSet, packing: Packing):
+    first, again = (build_loader(shards, seq_len=SEQ_LEN, rows_per_step=4, packing=packing) for _ in range(2))
+    plain = build_loader(shards, seq_len=SEQ_LEN, rows_per_step=4)
+    batches = [next(first).tokens for _ in range(12)]
+    assert not all(torch.equal(next(plain).tokens, batch) for batch in batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    again.load_state_dict(state)
+    assert torch.equal(next(again).tokens, next(first).tokens)
+    with pytest.raises(DataError, match="packing="):
+        plain.load_state_dict(state)
+
+
+def test_a_state_of_a_release_that_packed_in_one_way_is_best_fit(shards: ShardSet):
+    first, again = (loaders(shards)[0] for _ in range(2))
+    for _ in range(24):
+        next(first)
+    state = first.state_dict()
+    assert state.pop("packing") == "best_fit"
+    again.load_state_dict(state)
+    assert torch.equal(next(again).tokens, next(first).tokens)
 
 
 def test_a_start_in_the_middle_of_an_epoch_plans_one_block(shards: ShardSet, monkeypatch: pytest.MonkeyPatch):
