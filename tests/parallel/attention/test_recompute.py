@@ -24,7 +24,7 @@ MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, nu
 SENDING = ("batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single", "all_gather")
 
 
-# Every second way has each transport that hops, and split heads.
+# Quickly from rank to rank, in two levels, and gathered with heads split.
 @pytest.mark.parametrize("part", [slice(0, None, 2), pytest.param(slice(1, None, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_recomputed_layer_sends_nothing(part):
     run_distributed(check_messages, 4, ways(4)[part])
