@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.loader import open_order
-from data_pipeline.mixture.file import Mixture, Stage
+from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.pack import BEST_FIT, Packing
@@ -106,7 +106,7 @@ class MixtureView:
 def describe_mixture(path: str | Path) -> MixtureView:
     """What a mixture's file names; manifests alone are read. ConfigError, DataError for what is wrong with it."""
     mixture = Mixture.load(path)
-    folders = [Path(path).parent / source.path for source in mixture.sources]
+    folders = mixture.folders(Path(path).parent)
     manifests = [Manifest.load(folder) for folder in folders]
     sources = [
         SourceView(
@@ -256,10 +256,14 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
 def verify(folder: str | Path) -> list[str]:
     """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
 
+    Of a mixture's file: with those of all its sources.
+
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
     names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
     """
     folder = Path(folder)
+    if is_mixture(folder):
+        return [problem for source in Mixture.load(folder).folders(folder.parent) for problem in verify(source)]
     held_out = folder / VALIDATION_FOLDER
     problems = list(_problems(folder))
     if held_out.is_dir():

@@ -107,7 +107,7 @@ def held_out_of(path: str | Path) -> Mixture:
 def _open_mixture(
     mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
 ) -> tuple[tuple[ShardSet, ...], MixedOrder]:
-    folders = tuple(_opened(path.parent / source.path, open_folder) for source in mixture.sources)
+    folders = tuple(_opened(folder, open_folder) for folder in mixture.folders(path.parent))
     return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 

@@ -27,8 +27,9 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -87,17 +88,22 @@ class Mixture:
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text, as TOML is.") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
+        problem = next(_unknown_keys(values), None)
+        if problem is not None:
+            raise ConfigError(f"{path}: {problem}\n{_KEYS}")
         try:
             # Strict JSON takes tables for dataclasses and whole numbers for floats, and nothing else for another.
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{path}: {where}={first['input']!r}: {first['msg']}. {_KEYS}") from error
+            raise ConfigError(f"{path}: {where}={first['input']!r}: {first['msg']}.\n{_KEYS}") from error
         mixture.check(path)
         return mixture
 
@@ -106,6 +112,10 @@ class Mixture:
         problem = next(_problems(self), None)
         if problem is not None:
             raise ConfigError(f"{path}: {problem}")
+
+    def folders(self, beside: Path) -> list[Path]:
+        """The sources' shard folders. ``beside`` is the folder that relative paths count from."""
+        return [beside / source.path for source in self.sources]
 
     def held_out(self, beside: Path) -> Mixture:
         """The folders of held-out documents within the sources' own, once each, in the shares of the beginning.
@@ -173,6 +183,31 @@ _KEYS = (
     "A mixture has sources (name, path, weight, epochs, upsample = [{min_tokens, factor}]), stages (from_tokens, "
     "row_tokens, weights, temperature) and temperature."
 )
+
+
+def _unknown_keys(values: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys that a mixture does not have, each with the nearest that it has."""
+    yield from _unknown(values, Mixture, "")
+    for name, kind in (("sources", Source), ("stages", Stage)):
+        for number, table in enumerate(_tables(values.get(name))):
+            yield from _unknown(table, kind, f"{name}.{number}.")
+            for rule, upsampling in enumerate(_tables(table.get("upsample"))):
+                yield from _unknown(upsampling, Upsampling, f"{name}.{number}.upsample.{rule}.")
+
+
+def _unknown(table: dict[str, Any], kind: type, where: str) -> Iterator[str]:
+    known = [field.name for field in fields(kind)]
+    for key in table:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            yield f"{where}{key} is no key. Did you mean {nearest[0]}?"
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list; what is none of these is refused by its type."""
+    if not isinstance(value, list):
+        return []
+    return [table for table in value if isinstance(table, dict)]
 
 
 def is_mixture(path: str | Path) -> bool:

@@ -166,20 +166,25 @@ def _inspect_mixture(path: Path, *, json: bool) -> None:
 
 
 def verify(folder: _ShardFolder, *, json: Json = False) -> int:
-    """Read every byte of a shard folder and name what is damaged.
+    """Read every byte of a shard folder, or of a mixture's, and name what is damaged.
 
     Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
     The exit code is 1 when anything is damaged.
 
     Args:
-        folder: Shard folder.
+        folder: Shard folder, or a mixture's file.
     """
     from data_pipeline.inspect import verify as find_problems
+    from data_pipeline.mixture.file import Mixture, is_mixture
     from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
 
-    if not (folder / MANIFEST_FILE).is_file():
-        # Raises the error that says what a shard folder is: this one is not damaged, it is none.
-        Manifest.load(folder)
+    folders = [folder]
+    if is_mixture(folder):
+        folders = Mixture.load(folder).folders(folder.parent)
+    for path in folders:
+        if not (path / MANIFEST_FILE).is_file():
+            # Raises the error that says what a shard folder is: this one is not damaged, it is none.
+            Manifest.load(path)
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
     if json:
@@ -187,8 +192,9 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
-        manifest = Manifest.load(folder)
-        say(f"{folder} is whole: {plural(len(manifest.shards), 'shard')}, {manifest.tokens:,} tokens.")
+        manifests = [Manifest.load(path) for path in folders]
+        shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
+        say(f"{folder} is whole: {plural(shards, 'shard')}, {tokens:,} tokens.")
     if problems:
         return FAILED
     return DONE

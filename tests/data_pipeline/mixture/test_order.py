@@ -391,8 +391,15 @@ class TestFile:
         ("text", "message"),
         [
             ("", "sources"),
+            ('[[source]]\nname = "a"\n', "source is no key. Did you mean sources"),
+            (
+                source("mixed", upsample="[{ min_token = 1, factor = 2 }]"),
+                "sources.0.upsample.0.min_token .* min_tokens",
+            ),
+            (source("mixed") + "[[stages]]\nfrom = 3\n", "stages.0.from is no key. Did you mean from_tokens"),
+            ("sources = 3", "sources=3"),
             ("sources = []", r"there is no \[\[sources\]\]"),
-            (source("mixed", share=1), "share"),
+            (source("mixed", wait=1), "sources.0.wait is no key. Did you mean weight"),
             (source("mixed", weight='"1"'), "weight='1'"),
             (source("mixed", weight=-1), "weight=-1.0 must be a number of at least 0"),
             (source("mixed", weight="nan"), "must be a number of at least 0|nan"),
