@@ -10,6 +10,7 @@ from typing import Any
 
 from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
+from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.pack import BEST_FIT, Packing
@@ -47,6 +48,8 @@ class Description:
     manifest_hash: str
     sources: list[dict[str, Any]]
     skipped: dict[str, int]
+    duplicates: dict[str, Any]
+    """Counts of duplicates that the build found; empty where it looked for none, and in the validation split."""
     packing: PackReport | None
     """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
 
@@ -151,6 +154,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         manifest_hash=manifest.hash,
         sources=manifest.sources,
         skipped=manifest.skipped,
+        duplicates={name: value for name, value in manifest.duplicates.items() if name != "list"},
         packing=packing,
     )
 
@@ -280,6 +284,8 @@ def _problems(folder: Path) -> Iterator[str]:
         return
     if manifest.left_out:
         yield from _list_problems(folder / LEFT_OUT_FILE, manifest.left_out)
+    if manifest.duplicates.get("list"):
+        yield from _list_problems(folder / DUPLICATES_FILE, manifest.duplicates["list"])
     tokenizer = None
     problem = f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
     if has_tokenizer(folder):
@@ -304,7 +310,7 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
 
 
 def _list_problems(path: Path, hash: str) -> Iterator[str]:
-    """Yield what is wrong with the list of what the source left out."""
+    """Yield what is wrong with a list beside the shards: of what the source left out, or of duplicates."""
     if not path.exists():
         yield f"{path} is missing."
     elif hash_file(path) != hash:

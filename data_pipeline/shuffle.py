@@ -27,6 +27,16 @@ def falls_below(value: int, fraction: float, *parts: int) -> bool:
     return key64(value, *parts) < int(fraction * 2**64)
 
 
+def fall_below(values: np.ndarray, fraction: float, *parts: int) -> np.ndarray:
+    """``falls_below`` of every value, bool [n]."""
+    keys = values.astype(np.uint64)
+    # Step by step as ``key64`` has it, which begins at 0 with the value itself.
+    keys = mix64_array(keys)
+    for part in parts:
+        keys = mix64_array(keys ^ np.uint64(part))
+    return keys < np.uint64(int(fraction * 2**64))
+
+
 class Permutation:
     """A permutation of ``range(count)`` that is computed at each place and stored nowhere: a function of its arguments.
 

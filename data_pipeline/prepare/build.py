@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.documents import Progress
+from data_pipeline.prepare.duplicates.outcome import Outcome, PartDecision, part_file
+from data_pipeline.prepare.duplicates.report import DuplicateReport, read_report
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
 from data_pipeline.prepare.parts.assemble import assemble
+from data_pipeline.prepare.parts.compare import find_duplicates
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
 from data_pipeline.prepare.parts.pool import encode_parts, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
@@ -65,6 +69,8 @@ class BuildReport:
     """The first names of each reason."""
     left_out_file: Path | None
     """The whole list; None if nothing was left out, or by a release that wrote no list."""
+    duplicates: DuplicateReport | None
+    """What was found of duplicates; None if nobody looked for them."""
     seconds: float
     parts: int = 0
     """Parts that the source was dealt out into; 0 where nothing was done."""
@@ -82,6 +88,8 @@ def build_shards(
     exact: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
+    duplicates: DuplicateRule | None = None,
+    comparing: Progress | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> BuildReport:
@@ -96,6 +104,9 @@ def build_shards(
     complete, or not at all, and its bytes depend neither on ``workers`` nor on kills: a build that was killed goes on
     from its finished parts when it is started again. ``progress`` is told documents and bytes of text so far, and
     ``say`` what a user should know beside it.
+
+    ``duplicates`` has the source read once more, before: equal or similar texts are removed and listed, or kept on one
+    side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
     """
     output = Path(output)
     if not 0 <= validation_fraction < 1:
@@ -107,7 +118,8 @@ def build_shards(
     if workers < 1:
         raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
     started = time.monotonic()
-    options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
+    rule = duplicates or DuplicateRule()
+    options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens, **rule.options()}
     sources = [source.fingerprint()]
     # An empty folder that the user has made is free to fill.
     with explained_writes(output):
@@ -125,10 +137,26 @@ def build_shards(
     made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     recipe = made_from | {"parts": hash_parts(parts)}
     with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
-        build = _Build(source=source, tokenizer=tokenizer, parts=parts, staging=staging, progress=progress)
+        job = Job(
+            read_as=source.read_as,
+            validation_fraction=validation_fraction,
+            shard_tokens=shard_tokens,
+            exact=exact,
+            duplicates=rule,
+        )
+        build = _Build(
+            source=source,
+            tokenizer=tokenizer,
+            parts=parts,
+            staging=staging,
+            job=job,
+            workers=workers,
+            progress=progress,
+        )
+        build.compare(comparing, say)
         build.find_finished(say)
         found = len(build.records)
-        build.encode_rest(options, exact=exact, workers=workers)
+        build.encode_rest()
         differences = build.put_together(sources, options, exact=exact)
         staging.publish()
     return _report(
@@ -144,9 +172,34 @@ class _Build:
     tokenizer: Tokenizer
     parts: list[Part]
     staging: Staging
+    job: Job
+    workers: int
     progress: Progress | None
+    outcome: Outcome | None = None
+    """What was found of duplicates; None where nobody looks for them."""
     records: dict[int, PartRecord] = field(default_factory=dict)
     """Finished parts by number."""
+
+    def compare(self, progress: Progress | None, say: Callable[[str], None]) -> None:
+        """Find duplicates, if anybody wants to know."""
+        if not self.job.duplicates.finds:
+            return
+
+        def advance(documents: int, text_bytes: int, bytes_read: int) -> None:
+            self.source.bytes_read = bytes_read
+            if progress is not None:
+                progress(documents, text_bytes)
+
+        self.outcome = find_duplicates(
+            self.parts,
+            self.staging,
+            job=self.job,
+            tokenizer=self.tokenizer,
+            workers=self.workers,
+            advance=advance,
+            say=say,
+        )
+        self.source.bytes_read = 0
 
     def find_finished(self, say: Callable[[str], None]) -> None:
         """Take the parts that an earlier build has finished, once every byte of them is checked."""
@@ -156,7 +209,7 @@ class _Build:
         for path in damaged:
             logger.warning("%s is damaged: its part is encoded again", path)
 
-    def encode_rest(self, options: dict[str, Any], *, exact: bool, workers: int) -> None:
+    def encode_rest(self) -> None:
         """Encode the parts that are not finished."""
         documents = sum(record.documents for record in self.records.values())
         text_bytes = sum(record.text_bytes for record in self.records.values())
@@ -180,13 +233,22 @@ class _Build:
         encode_parts(
             [part for part in self.parts if part.number not in self.records],
             self.staging,
-            job=Job(read_as=self.source.read_as, exact=exact, **options),
+            job=self.job,
             tokenizer=self.tokenizer,
-            workers=workers,
+            workers=self.workers,
             advance=advance,
             finished=finished,
+            decisions=self._decisions(),
         )
         self.source.bytes_read = passed
+
+    def _decisions(self) -> dict[int, PartDecision]:
+        """For each part which of its documents stay; empty where all do."""
+        if self.outcome is None:
+            return {}
+        counts = self.outcome.documents
+        paths = [self.staging.decisions / part_file(part.number) for part in self.parts]
+        return {number: PartDecision(path, counts[number]) for number, path in enumerate(paths)}
 
     def put_together(self, sources: list[dict[str, Any]], options: dict[str, Any], *, exact: bool) -> list[Difference]:
         """Make the whole folder of all parts, and return the first differences."""
@@ -208,6 +270,7 @@ class _Build:
             tokenizer=self.tokenizer,
             sources=sources,
             options=options,
+            outcome=self.outcome,
         )
         return differences[:SHOWN_DIFFERENCES]
 
@@ -285,6 +348,7 @@ def _report(
         differences=tuple(differences),
         left_out=left_out.examples,
         left_out_file=left_out_file,
+        duplicates=read_report(output, training),
         seconds=time.monotonic() - started,
         parts=parts,
         parts_found=parts_found,

@@ -23,6 +23,8 @@ VERSION = 1
 MANIFEST_FILE = "manifest.json"
 VALIDATION_FOLDER = "validation"
 """Within a shard folder, that of the documents it holds out."""
+DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
+"""What ``Manifest.duplicates`` counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class Manifest:
     """Documents whose text does not come back exactly from their ids."""
     left_out: str = ""
     """xxh3_128 of the list of what was left out; empty if there is none."""
+    duplicates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Counts of duplicates, and under ``list`` the xxh3_128 of the list of removed ones; empty if nobody looked."""
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -97,6 +101,8 @@ class Manifest:
         # Older folders have no such list, and their hash must stay what it was.
         if not self.left_out:
             del body["left_out"]
+        if not self.duplicates:
+            del body["duplicates"]
         return {**body, "hash": hash_json(body)}
 
     @cached_property
@@ -172,8 +178,23 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     sums = [entry.file for entry in manifest.shards if entry.sums]
     if sums and not manifest.has_sums:
         yield f"{sums[0]} has sums of its blocks and other shards have none"
+    yield from _wrong_duplicates(manifest.duplicates)
     if not 0 <= manifest.padding < manifest.vocab_size <= _MOST_IDS:
         yield f"padding={_shown(manifest.padding)} and vocab_size={_shown(manifest.vocab_size)} cannot be right"
+
+
+def _wrong_duplicates(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what cannot be right in the counts of duplicates, which commands print."""
+    if not found:
+        return
+    counts = {name: value for name, value in found.items() if name != "list"}
+    if set(counts) != set(DUPLICATE_COUNTS):
+        yield f"duplicates has not the counts {', '.join(DUPLICATE_COUNTS)}"
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            yield f"duplicates.{_shown(name)}={_shown(value)} is no count"
+    if "list" in found and not (isinstance(found["list"], str) and _HASH.fullmatch(found["list"])):
+        yield f"duplicates.list={_shown(found['list'])} is no checksum of 32 hex digits"
 
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow")

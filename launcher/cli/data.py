@@ -22,6 +22,7 @@ from launcher.cli.console import (
     table,
 )
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
+from launcher.cli.duplicates import Duplicates, duplicate_lines
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
+_KEEP = Duplicates()
 _ShardFolder = Annotated[Positional[Path], arg(metavar="DIR")]
 
 
@@ -44,6 +46,7 @@ def build(
     exact: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
+    duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
     json: Json = False,
 ) -> None:
     """Tokenize a corpus into a shard folder.
@@ -60,11 +63,13 @@ def build(
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
         overwrite: Replace a shard folder built from other things.
         workers: Cores to use, all unless given; each takes about 0.5 GB. The result does not depend on it.
+        duplicates: What to do about texts that stand in the corpus more than once.
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
     from longctx.tokenizer import load_tokenizer
 
+    rule = duplicates.rule()
     loaded = load_tokenizer(tokenizer)
     source = corpus.open()
     if shard_tokens is None:
@@ -72,7 +77,11 @@ def build(
     # The files are hashed first, and of a large corpus that takes minutes.
     with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
         source.fingerprint(progress=update)
-    with progress(f"tokenizing {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
+    # Duplicates are looked for in a pass of its own, before the one that encodes.
+    passed = 0
+    if rule.finds:
+        passed = source.num_bytes
+    with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
         report = build_shards(
             source,
             loaded,
@@ -83,8 +92,12 @@ def build(
             overwrite=overwrite,
             workers=workers,
             say=note,
+            duplicates=rule,
+            comparing=lambda documents, text_bytes: update(
+                source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
+            ),
             progress=lambda documents, text_bytes: update(
-                source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
+                passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
             ),
         )
     if json:
@@ -224,6 +237,8 @@ def _say_build(report: BuildReport) -> None:
     ]
     say(table(["split", "documents", "tokens", "bytes/token", "shards", "folder"], rows))
     say_left_out(report.skipped, report.left_out, report.left_out_file)
+    if report.duplicates is not None:
+        say("\n".join(duplicate_lines(report.duplicates)))
     if report.inexact:
         say(f"{plural(report.inexact, 'document')} did not come back exactly from their ids (--exact refuses them).")
         for difference in report.differences:
@@ -246,7 +261,7 @@ def _description_table(found: list[Description]) -> str:
     headings.insert(0, found[0].folder)
     rows: list[list[str]] = []
     for name in columns[0]:
-        cells = [column[name] for column in columns]
+        cells = [column.get(name, "") for column in columns]
         cells.insert(0, name)
         rows.append(cells)
     return table(headings, rows)
@@ -264,6 +279,12 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "shards": f"{found.shards:,}",
         "size on disk": human_bytes(found.shard_bytes),
     }
+    # Of the whole source, and told by the training split alone.
+    for name, value in found.duplicates.items():
+        shown = f"{value:,}"
+        if name.endswith("_bytes"):
+            shown = human_bytes(value)
+        column[f"duplicates, {name.replace('_', ' ')}"] = shown
     if found.packing is not None:
         about = sample = ""
         if not found.packing.exact:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from data_pipeline.prepare.documents import Skip
+from data_pipeline.prepare.duplicates.outcome import Outcome
+from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, move_shard
@@ -23,8 +27,12 @@ def assemble(
     tokenizer: Tokenizer,
     sources: list[dict[str, Any]],
     options: dict[str, Any],
+    outcome: Outcome | None = None,
 ) -> None:
-    """Make ``staging.whole`` the shard folder of all parts, in their order. Shards are moved, not copied."""
+    """Make ``staging.whole`` the shard folder of all parts, in their order. Shards are moved, not copied.
+
+    ``outcome`` is what was found of duplicates, where they were looked for.
+    """
     staging.whole.mkdir()
     left_out = LeftOutFile(staging.whole)
     for skip in not_listed:
@@ -33,6 +41,7 @@ def assemble(
         if record.left_out:
             left_out.append(staging.part_folder(number) / LEFT_OUT_FILE)
     left_out_hash = left_out.close()
+    found = _copy_duplicates(staging, outcome)
     entries: dict[str, list[ShardEntry]] = {split: [] for split in SPLITS}
     for split, entry, home in staging.moves(records):
         folder = staging.split_folder(split)
@@ -47,8 +56,10 @@ def assemble(
         tokenizer.save(staging.split_folder(split))
         # The list belongs to the source: it lies once in the folder, beside the training split.
         listed = ""
+        duplicates: dict[str, Any] = {}
         if split == "training":
             listed = left_out_hash
+            duplicates = found
         manifest = Manifest(
             split=split,
             vocab_size=tokenizer.vocab_size,
@@ -59,9 +70,22 @@ def assemble(
             shards=entries[split],
             skipped=skipped,
             left_out=listed,
+            duplicates=duplicates,
             **_sums(records, split),
         )
         manifest.save(staging.split_folder(split))
+
+
+def _copy_duplicates(staging: Staging, outcome: Outcome | None) -> dict[str, Any]:
+    """Put the list of removed duplicates into the whole; what the manifest says of them."""
+    if outcome is None:
+        return {}
+    found: dict[str, Any] = dataclasses.asdict(outcome.counts)
+    if DUPLICATES_FILE in outcome.files:
+        # Not moved: an assembly that is killed is undone by removing the whole.
+        shutil.copyfile(staging.decisions / DUPLICATES_FILE, staging.whole / DUPLICATES_FILE)
+        found["list"] = outcome.files[DUPLICATES_FILE]
+    return found
 
 
 def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:

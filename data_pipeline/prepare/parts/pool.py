@@ -6,18 +6,23 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Pipe, wait
+from typing import Any
 
+from data_pipeline.prepare.duplicates.outcome import PartDecision
+from data_pipeline.prepare.duplicates.signed import SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import PartRecord
+from data_pipeline.prepare.parts.sign import sign_part
 from data_pipeline.prepare.parts.staging import KEPT, Staging
 from data_pipeline.prepare.parts.work import Advance, Job, encode_part
 from data_pipeline.prepare.parts.worker import Advanced, Failed, Order, Report, Setup, command
 from longctx.errors import ClusterError
 from longctx.tokenizer.contract import Tokenizer
 
-OnPart = Callable[[Part, PartRecord], None]
+OnPart = Callable[[Part, Any], None]
+"""A function that takes a part that is done and its record."""
 
 
 def usable_cores() -> int:
@@ -37,24 +42,67 @@ def encode_parts(
     workers: int,
     advance: Advance,
     finished: OnPart,
+    decisions: Mapping[int, PartDecision] | None = None,
 ) -> None:
     """Encode ``parts`` with ``workers`` cores: a process for each as long as there are parts, else threads.
 
-    ``advance`` is told the sums over all parts in work; ``finished`` each part that is done. DataError as the part's
-    own; ClusterError where the system has killed a worker.
+    ``advance`` is told the sums over all parts in work; ``finished`` each part that is done and its ``PartRecord``.
+    ``decisions`` say for each part which documents stay. DataError as the part's own; ClusterError where the system has
+    killed a worker.
     """
-    processes = min(workers, len(parts))
+    decisions = decisions or {}
+    orders = [
+        Order(part=part, folder=staging.part_folder(part.number), decision=decisions.get(part.number)) for part in parts
+    ]
+
+    def encode(order: Order) -> PartRecord:
+        return encode_part(
+            order.part, order.folder, job=job, tokenizer=tokenizer, advance=advance, decision=order.decision
+        )
+
+    _work(orders, encode, staging, job=job, tokenizer=tokenizer, workers=workers, advance=advance, finished=finished)
+
+
+def sign_parts(
+    parts: Sequence[Part],
+    staging: Staging,
+    *,
+    job: Job,
+    tokenizer: Tokenizer,
+    workers: int,
+    advance: Advance,
+    finished: OnPart,
+) -> None:
+    """Sign ``parts`` as ``encode_parts`` encodes them; ``finished`` gets their ``SignedRecord``."""
+    orders = [Order(part=part, folder=staging.signatures_folder(part.number), signs=True) for part in parts]
+
+    def sign(order: Order) -> SignedRecord:
+        return sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=advance)
+
+    _work(orders, sign, staging, job=job, tokenizer=tokenizer, workers=workers, advance=advance, finished=finished)
+
+
+def _work(
+    orders: Sequence[Order],
+    here: Callable[[Order], PartRecord | SignedRecord],
+    staging: Staging,
+    *,
+    job: Job,
+    tokenizer: Tokenizer,
+    workers: int,
+    advance: Advance,
+    finished: OnPart,
+) -> None:
+    """Carry out all orders: ``here``, in this process, where one core or one part is all there is."""
+    processes = min(workers, len(orders))
     if not processes:
         return
     # Where there are fewer parts than cores, each worker takes several.
     threads = workers // processes
     if processes == 1:
         with _threads(tokenizer, threads):
-            for part in parts:
-                record = encode_part(
-                    part, staging.part_folder(part.number), job=job, tokenizer=tokenizer, advance=advance
-                )
-                finished(part, record)
+            for order in orders:
+                finished(order.part, here(order))
         return
     setup = Setup(
         job=job, threads=threads, files=tokenizer.files, path=tokenizer.path, fingerprint=tokenizer.fingerprint
@@ -66,7 +114,7 @@ def encode_parts(
         # They start side by side: a setup is taken only once its worker has imported what it needs.
         for worker in crew:
             worker.send(setup)
-        _hand_out(parts, staging, crew, advance=advance, finished=finished)
+        _hand_out(orders, crew, advance=advance, finished=finished)
     finally:
         # All are told before the first is waited for.
         # SIGKILL: a worker leaves nothing behind that its part's missing record does not disown.
@@ -76,25 +124,23 @@ def encode_parts(
             worker.wait()
 
 
-def _hand_out(
-    parts: Sequence[Part], staging: Staging, crew: list[_Worker], *, advance: Advance, finished: OnPart
-) -> None:
+def _hand_out(orders: Sequence[Order], crew: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
     """Give every idle worker the next part until all are done."""
-    pending = iter(parts)
+    pending = iter(orders)
     for worker in crew:
-        worker.begin(next(pending), staging)
+        worker.begin(next(pending))
     busy = {worker.connection: worker for worker in crew}
     while busy:
         for ready in wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
             part, report = worker.report()
-            if isinstance(report, PartRecord):
+            if isinstance(report, PartRecord | SignedRecord):
                 finished(part, report)
                 following = next(pending, None)
                 if following is None:
                     del busy[worker.connection]
                 else:
-                    worker.begin(following, staging)
+                    worker.begin(following)
         # What each tells of its own part: a finished one takes its counts along.
         in_work = [worker.progress for worker in busy.values()]
         advance(
@@ -119,14 +165,14 @@ class _Worker:
                 pass_fds=(theirs.fileno(), staging.lock),
                 env=environment,
             )
-        self._part: Part | None = None
+        self._order: Order | None = None
         self.progress = _NOTHING
         """What it has told of its part so far."""
 
-    def begin(self, part: Part, staging: Staging) -> None:
-        """Send a part to encode."""
-        self._part, self.progress = part, _NOTHING
-        self.send(Order(part=part, folder=staging.part_folder(part.number)))
+    def begin(self, order: Order) -> None:
+        """Send a part to work on."""
+        self._order, self.progress = order, _NOTHING
+        self.send(order)
 
     def send(self, message: Setup | Order) -> None:
         """Send what the worker waits for."""
@@ -135,18 +181,18 @@ class _Worker:
 
     def report(self) -> tuple[Part, Report]:
         """What the worker says next, and of which part; raises what made it end."""
-        assert self._part is not None
+        assert self._order is not None
         with self._explained():
             report: Report = self.connection.recv()
         if isinstance(report, Failed):
             if report.error is not None:
                 raise report.error
-            raise RuntimeError(f"{self._part} failed in its worker:\n{report.traceback}")
+            raise RuntimeError(f"{self._order.part} failed in its worker:\n{report.traceback}")
         if isinstance(report, Advanced):
             self.progress = report
         else:
             self.progress = _NOTHING
-        return self._part, report
+        return self._order.part, report
 
     def kill(self) -> None:
         """End the process at once."""
@@ -168,8 +214,8 @@ class _Worker:
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}: most often the machine's memory was full."
             what = "a worker"
-            if self._part is not None:
-                what = f"the worker that encoded {self._part}"
+            if self._order is not None:
+                what = f"the worker that {self._order.done} {self._order.part}"
             raise ClusterError(f"{what} {how}\n{KEPT} Try fewer --workers.") from error
 
 

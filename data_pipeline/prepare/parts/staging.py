@@ -1,6 +1,7 @@
 """The folder beside the output in which a build grows, and from which a killed one goes on.
 
 ``.NAME.partial`` holds a lock, the recipe, ``parts/NNNNN`` and, for the moment before the output appears, ``whole``.
+Where duplicates are looked for, ``signatures/NNNNN`` of the first pass and then ``decisions`` lie there too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.prepare.duplicates.signed import RECORD_FILE as SIGNED_FILE
 from data_pipeline.prepare.parts.record import RECORD_FILE, SPLITS, PartRecord, find_damage
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.sums import sums_file
@@ -25,6 +27,7 @@ from longctx.files import explained_writes, sync_path, write_atomically
 
 FORMAT = "longctx-build-1"
 _LOCK, _RECIPE, _PARTS, _WHOLE = "lock", "recipe.json", "parts", "whole"
+_SIGNATURES, _DECISIONS = "signatures", "decisions"
 _LAST_BREATH_SECONDS = 30.0
 """How long the workers of a killed build may hold its lock: they end as soon as they hear of it."""
 
@@ -55,12 +58,19 @@ class Staging:
         self.folder = staging_folder(output)
         self.whole = self.folder / _WHOLE
         """Where the output is put together."""
+        self.signatures = self.folder / _SIGNATURES
+        self.decisions = self.folder / _DECISIONS
+        """Which documents stay, where duplicates were looked for."""
         self.lock = lock
         """Handle of the lock: a process that has inherited it keeps the folder closed to other builds."""
 
     def part_folder(self, number: int) -> Path:
         """Where a part is written."""
         return self.folder / _PARTS / f"{number:05d}"
+
+    def signatures_folder(self, number: int) -> Path:
+        """Where a part's texts are hashed into."""
+        return self.signatures / f"{number:05d}"
 
     def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
         """The records of parts that are whole, by number, and the files of others that are damaged."""
@@ -156,6 +166,8 @@ def remove_leftovers(output: Path) -> None:
     # Only what has been emptied: another build may grow there at this moment.
     if not (folder / _RECIPE).is_file() or (folder / _WHOLE).exists() or any(folder.rglob("*.arrow")):
         return
+    if (folder / _SIGNATURES).exists():
+        return
     with contextlib.suppress(DataError, OSError):
         lock = _lock(folder, output, patience=0)
         shutil.rmtree(folder, ignore_errors=True)
@@ -185,13 +197,15 @@ def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: boo
     else:
         if _has_finished_parts(folder):
             say(f"removing the parts of another build from {folder}")
-        for name in (_PARTS, _WHOLE):
+        for name in (_PARTS, _WHOLE, _SIGNATURES, _DECISIONS):
             shutil.rmtree(folder / name, ignore_errors=True)
     write_atomically(path, json.dumps(content).encode())
 
 
 def _has_finished_parts(folder: Path) -> bool:
-    return any(folder.glob(f"{_PARTS}/*/{RECORD_FILE}"))
+    """Whether a build has left work there that another one need not do again."""
+    records = (f"{_PARTS}/*/{RECORD_FILE}", f"{_SIGNATURES}/*/{SIGNED_FILE}", f"{_DECISIONS}/*")
+    return any(any(folder.glob(pattern)) for pattern in records)
 
 
 def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) -> int:

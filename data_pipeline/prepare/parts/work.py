@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.duplicates.outcome import PartDecision
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.left_out import LeftOutFile
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
 from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.reading import ReadAs, Reading
+from data_pipeline.prepare.split import is_held_out
 from data_pipeline.shards.writer import ShardWriter
-from data_pipeline.shuffle import falls_below
 from longctx.errors import DataError
 from longctx.files import explained_writes, sync_path
 from longctx.tokenizer.contract import GROUP_CHARACTERS, Tokenizer
 
 SHOWN_DIFFERENCES = 3
-# Part of the format: another number would move documents between the splits.
-_SPLIT_SALT = 0x76616C6964
 _CHARACTERS_PER_THREAD = 1 << 20
 
 Advance = Callable[[int, int, int], None]
@@ -36,12 +38,22 @@ class Job:
     validation_fraction: float
     shard_tokens: int
     exact: bool
+    duplicates: DuplicateRule = field(default_factory=DuplicateRule)
 
 
-def encode_part(part: Part, folder: Path, *, job: Job, tokenizer: Tokenizer, advance: Advance) -> PartRecord:
+def encode_part(
+    part: Part,
+    folder: Path,
+    *,
+    job: Job,
+    tokenizer: Tokenizer,
+    advance: Advance,
+    decision: PartDecision | None = None,
+) -> PartRecord:
     """Fill ``folder`` with the part's shards and lists, and write its record last.
 
-    What a killed worker left there is removed first.
+    ``decision`` says which of its documents stay, and where some of them fall. What a killed worker left there is
+    removed first.
     """
     with explained_writes(folder, kept=KEPT):
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +64,8 @@ def encode_part(part: Part, folder: Path, *, job: Job, tokenizer: Tokenizer, adv
             writers[split] = ShardWriter(folder / split, **sizes)
         left_out = LeftOutFile(folder)
         reading = Reading(job.read_as, left_out.add)
-        inexact, differences = _write_documents(part, writers, reading, job=job, tokenizer=tokenizer, advance=advance)
+        chosen = _Chosen(decision, reading.documents(part.pieces))
+        inexact, differences = _write_documents(chosen, writers, reading, job=job, tokenizer=tokenizer, advance=advance)
         for writer in writers.values():
             writer.close()
         record = PartRecord(
@@ -70,8 +83,37 @@ def encode_part(part: Part, folder: Path, *, job: Job, tokenizer: Tokenizer, adv
     return record
 
 
+class _Chosen:
+    """The documents of a part that stay, and the side of the split of each."""
+
+    def __init__(self, decision: PartDecision | None, documents: Iterator[Document]) -> None:
+        self._decision, self._documents = decision, documents
+        # Documents are encoded in groups: sides wait here until theirs are done.
+        self._sides: deque[bool | None] = deque()
+
+    def __iter__(self) -> Iterator[Document]:
+        if self._decision is None:
+            yield from self._documents
+            return
+        for document, side in self._decision.applied(self._documents):
+            self._sides.append(side)
+            yield document
+
+    def split(self, text_hash: int, fraction: float) -> str:
+        """Where the next encoded document goes."""
+        held_out = None
+        if self._decision is not None:
+            held_out = self._sides.popleft()
+        if held_out is None:
+            # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
+            held_out = is_held_out(text_hash, fraction)
+        if held_out:
+            return "validation"
+        return "training"
+
+
 def _write_documents(
-    part: Part,
+    chosen: _Chosen,
     writers: dict[str, ShardWriter],
     reading: Reading,
     *,
@@ -83,14 +125,11 @@ def _write_documents(
     inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[Difference] = []
     text_bytes = 0
-    documents = encode_documents(reading.documents(part.pieces), tokenizer, group_characters(tokenizer.threads))
+    documents = encode_documents(chosen, tokenizer, group_characters(tokenizer.threads))
     for number, (encoded, difference) in enumerate(documents, start=1):
         if difference is not None and job.exact:
             raise DataError(explain_inexact(difference, tokenizer))
-        # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
-        split = "training"
-        if falls_below(encoded.hash, job.validation_fraction, _SPLIT_SALT):
-            split = "validation"
+        split = chosen.split(encoded.hash, job.validation_fraction)
         writers[split].add(encoded)
         if difference is not None:
             inexact[split] += 1

@@ -20,8 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.prepare.duplicates.outcome import PartDecision
+from data_pipeline.prepare.duplicates.signed import SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import PartRecord
+from data_pipeline.prepare.parts.sign import sign_part
 from data_pipeline.prepare.parts.work import Job, encode_part
 from longctx.errors import LongCtxError
 from longctx.tokenizer.contract import Tokenizer
@@ -46,10 +49,21 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A part to encode."""
+    """A part to encode, or to sign."""
 
     part: Part
     folder: Path
+    signs: bool = False
+    """Whether its texts are only hashed, to be compared."""
+    decision: PartDecision | None = None
+    """Which of its documents stay; None where nobody looked for duplicates."""
+
+    @property
+    def done(self) -> str:
+        """What the worker does with it, in the past, for messages."""
+        if self.signs:
+            return "compared"
+        return "encoded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +83,7 @@ class Failed:
     traceback: str
 
 
-Report = Advanced | PartRecord | Failed
+Report = Advanced | PartRecord | SignedRecord | Failed
 
 
 class _ParentGoneError(Exception):
@@ -104,13 +118,21 @@ def main(handle: int) -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Encode part after part."""
+    """Do order after order."""
     setup: Setup = _receive(connection)
-    tokenizer = _tokenizer(setup)
-    reporter = _Reporter(connection)
+    job, reporter = setup.job, _Reporter(connection)
+    tokenizer = None
     while True:
         order: Order = _receive(connection)
-        record = encode_part(order.part, order.folder, job=setup.job, tokenizer=tokenizer, advance=reporter)
+        if order.signs:
+            signed = sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=reporter)
+            _send(connection, signed)
+            continue
+        if tokenizer is None:
+            tokenizer = _tokenizer(setup)
+        record = encode_part(
+            order.part, order.folder, job=job, tokenizer=tokenizer, advance=reporter, decision=order.decision
+        )
         _send(connection, record)
 
 

@@ -14,9 +14,9 @@ from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left
 from data_pipeline.prepare.parts import pool, staging
 from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
-from data_pipeline.prepare.parts.work import _SPLIT_SALT
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
+from data_pipeline.prepare.split import SPLIT_SALT
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import ShardWriter
 from data_pipeline.shuffle import falls_below
@@ -95,7 +95,7 @@ def test_one_part_gives_what_one_writer_gives(mixed: Path, tokenizer: Tokenizer,
     }
     left_out = LeftOutFile(plain)
     for encoded, _ in encode_documents(source.read(left_out.add), tokenizer):
-        is_held_out = falls_below(encoded.hash, OPTIONS["validation_fraction"], _SPLIT_SALT)
+        is_held_out = falls_below(encoded.hash, OPTIONS["validation_fraction"], SPLIT_SALT)
         writers["validation" if is_held_out else "training"].add(encoded)
     listed = {"training": left_out.close(), "validation": ""}
     for split, writer in writers.items():

@@ -1,0 +1,165 @@
+"""Which documents of a corpus stay, and which of them are held out: decided once, for all parts, before any is encoded.
+
+Of a group the longest document stays, and among equally long ones the first. Then the next in this order that is not
+similar to one that stays, and so on: whatever is removed is similar to one that stays, also where a group is a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.prepare.duplicates.corpus import SignedCorpus
+from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.signatures import similarity
+from data_pipeline.prepare.split import are_held_out
+
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """Documents that are removed, and what they equal or resemble: arrays [n], in the order of the source."""
+
+    documents: np.ndarray
+    kept: np.ndarray
+    """For each a document that stays."""
+    is_exact: np.ndarray
+    """Whether it has the same text."""
+    similarity: np.ndarray
+    """As the signatures estimate it; 1 of equal texts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of a corpus."""
+
+    removal: Removal
+    placed: np.ndarray
+    """Documents that stay and fall on the side of the split where their group does, in order, int64 [n]."""
+    is_held_out: np.ndarray
+    """Whether that is the validation side, bool [n]."""
+    num_groups: int
+    """Groups of several documents, equal texts among them."""
+    largest_group: int
+    """Documents of the largest one."""
+
+
+def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float) -> Decision:
+    """Compare all documents, and say which are removed and where the others of their groups fall."""
+    firsts = find_copies(corpus)
+    groups = firsts
+    if rule.finds_near:
+        groups = find_groups(corpus, firsts, rule)
+    members, groups = _in_groups(groups)
+    firsts = firsts[members]
+    text_bytes = corpus.facts(members)["text_bytes"].astype(np.int64)
+    # Groups one after the other; within one in the order in which documents have a right to stay.
+    order = np.lexsort((members, -text_bytes, groups))
+    members, groups, firsts = members[order], groups[order], firsts[order]
+    is_first = np.diff(groups, prepend=-1) != 0
+    placed, held_out = _place(corpus, members, is_first, groups, firsts, validation_fraction)
+    removal = _nothing()
+    if rule.removes:
+        removal = _remove(corpus, members, groups, firsts, rule)
+        stays = ~np.isin(placed, removal.documents)
+        placed, held_out = placed[stays], held_out[stays]
+    sizes = np.diff(np.append(np.flatnonzero(is_first), len(members)))
+    return Decision(
+        removal=removal,
+        placed=placed,
+        is_held_out=held_out,
+        num_groups=len(sizes),
+        largest_group=int(sizes.max(initial=1)),
+    )
+
+
+def _in_groups(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The documents whose group has others, and their groups."""
+    is_own = groups == np.arange(len(groups))
+    has_others = np.zeros(len(groups), dtype=bool)
+    # A group is named by its smallest member, so every other member names it.
+    has_others[groups[~is_own]] = True
+    members = np.flatnonzero(has_others | ~is_own)
+    return members, groups[members]
+
+
+def _place(
+    corpus: SignedCorpus,
+    members: np.ndarray,
+    is_first: np.ndarray,
+    groups: np.ndarray,
+    firsts: np.ndarray,
+    validation_fraction: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Members of groups of several texts and their side of the split, in the order of the source."""
+    # Where the hash of the document with the first right to stay falls: chance, as for any single document.
+    sides = are_held_out(corpus.facts(members[is_first])["hash"], validation_fraction)
+    number = np.cumsum(is_first) - 1
+    # Equal texts fall on one side by themselves.
+    starts = firsts[is_first][number]
+    several = np.zeros(len(sides), dtype=bool)
+    several[number[firsts != starts]] = True
+    here = several[number]
+    order = np.argsort(members[here])
+    return members[here][order], sides[number][here][order]
+
+
+def _remove(
+    corpus: SignedCorpus, members: np.ndarray, groups: np.ndarray, firsts: np.ndarray, rule: DuplicateRule
+) -> Removal:
+    """What is removed of groups: members in the order of their right to stay, group after group."""
+    count = len(members)
+    kept = members.copy()
+    alike = np.ones(count)
+    is_copy = members != firsts
+    if rule.finds_near:
+        _resemble(corpus, members, groups, np.flatnonzero(~is_copy), rule, kept, alike)
+    # Equal texts go the way of the first: where that one stays, they equal it, else they resemble what it does.
+    order = np.argsort(members)
+    original = order[np.searchsorted(members, firsts, sorter=order)]
+    kept[is_copy], alike[is_copy] = kept[original[is_copy]], alike[original[is_copy]]
+    removed = np.flatnonzero(kept != members)
+    removed = removed[np.argsort(members[removed])]
+    is_exact = kept[removed] == firsts[removed]
+    return Removal(documents=members[removed], kept=kept[removed], is_exact=is_exact, similarity=alike[removed])
+
+
+def _resemble(
+    corpus: SignedCorpus,
+    members: np.ndarray,
+    groups: np.ndarray,
+    rest: np.ndarray,
+    rule: DuplicateRule,
+    kept: np.ndarray,
+    alike: np.ndarray,
+) -> None:
+    """Write for each member of ``rest`` (places, in order) which document stays in its stead, and how alike they are.
+
+    In rounds: in every group the first of those that are left stays, and all that resemble it are removed.
+    """
+    while len(rest):
+        is_leader = np.diff(groups[rest], prepend=-1) != 0
+        leaders = rest[is_leader][np.cumsum(is_leader) - 1][~is_leader]
+        rest = rest[~is_leader]
+        stays = np.ones(len(rest), dtype=bool)
+        for some in _blocks(len(rest)):
+            first, second = members[leaders[some]], members[rest[some]]
+            found = similarity(corpus.signatures(first), corpus.signatures(second))
+            near = found >= rule.similarity
+            stays[some] = ~near
+            kept[rest[some][near]], alike[rest[some][near]] = first[near], found[near]
+        rest = rest[stays]
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _AT_ONCE):
+        yield slice(start, min(start + _AT_ONCE, count))
+
+
+def _nothing() -> Removal:
+    empty = np.empty(0, dtype=np.int64)
+    return Removal(documents=empty, kept=empty, is_exact=empty.astype(bool), similarity=empty.astype(np.float64))

@@ -1,0 +1,171 @@
+"""The decision about a corpus on disk: for each part what becomes of its documents, and the list of what is removed.
+
+``NNNNN.bin`` has a row for each document of a part whose group has others; ``duplicates.jsonl`` goes into the shard
+folder; ``decided.json`` is written last and vouches for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.duplicates.corpus import SignedCorpus
+from data_pipeline.prepare.duplicates.decide import Decision
+from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE, DuplicateCounts
+from data_pipeline.shards.manifest import hash_json
+from longctx.errors import DataError
+from longctx.files import hash_file, sync_path, write_atomically
+
+FORMAT = "longctx-decided-1"
+_RECORD_FILE = "decided.json"
+_REMOVE, _TRAINING, _VALIDATION = 0, 1, 2
+_ROW = np.dtype([("document", "<i8"), ("hash", "<u8"), ("action", "u1")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A decision that is written."""
+
+    counts: DuplicateCounts
+    documents: list[int]
+    """Documents of each part when they were compared."""
+    files: dict[str, str]
+    """xxh3_128 of each file."""
+
+    def save(self, folder: Path) -> None:
+        """Write the record in one stroke."""
+        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        write_atomically(folder / _RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Outcome | None:
+        """The decision in a folder, whose files are all whole; None where there is none, or none that is whole."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            body = json.loads((folder / _RECORD_FILE).read_bytes())
+            recorded = body.pop("hash")
+            if hash_json(body) != recorded or body.pop("format") != FORMAT:
+                return None
+            outcome = cls(counts=DuplicateCounts(**body.pop("counts")), **body)
+            if all(hash_file(folder / name) == wanted for name, wanted in outcome.files.items()):
+                return outcome
+        return None
+
+
+def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outcome:
+    """Write a decision into a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    removal = decision.removal
+    documents = np.concatenate([removal.documents, decision.placed])
+    actions = np.full(len(documents), _REMOVE, dtype=np.uint8)
+    actions[len(removal.documents) :] = np.where(decision.is_held_out, _VALIDATION, _TRAINING)
+    order = np.argsort(documents)
+    documents, actions = documents[order], actions[order]
+    borders = np.searchsorted(documents, corpus.starts)
+    for number in range(len(corpus.parts)):
+        here = slice(borders[number], borders[number + 1])
+        rows = np.empty(borders[number + 1] - borders[number], dtype=_ROW)
+        rows["document"] = documents[here] - corpus.starts[number]
+        rows["hash"] = corpus.parts[number].facts["hash"][rows["document"]]
+        rows["action"] = actions[here]
+        rows.tofile(folder / part_file(number))
+    _write_list(folder, corpus, decision)
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        sync_path(path)
+    outcome = Outcome(
+        counts=_counts(corpus, decision),
+        documents=[part.documents for part in corpus.parts],
+        files={path.name: hash_file(path) for path in paths},
+    )
+    outcome.save(folder)
+    sync_path(folder)
+    return outcome
+
+
+def part_file(number: int) -> str:
+    """The name of a part's file."""
+    return f"{number:05d}.bin"
+
+
+@dataclass(frozen=True)
+class PartDecision:
+    """What becomes of the documents of one part."""
+
+    path: Path
+    """The part's file."""
+    documents: int
+    """How many the part had when its texts were compared."""
+
+    def applied(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool | None]]:
+        """Yield the documents that stay, and whether they are held out; None where their own hash says so.
+
+        DataError where the part is no longer what was compared.
+        """
+        rows = np.fromfile(self.path, dtype=_ROW)
+        places, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()
+        at = count = 0
+        for number, document in enumerate(documents):
+            count += 1
+            if at == len(places) or places[at] != number:
+                yield document, None
+                continue
+            if xxhash.xxh3_64_intdigest(document.text.encode()) != hashes[at]:
+                raise DataError(_changed(document.name))
+            action = actions[at]
+            at += 1
+            if action != _REMOVE:
+                yield document, action == _VALIDATION
+        if count != self.documents:
+            raise DataError(_changed("the source"))
+
+
+def _changed(what: str) -> str:
+    return (
+        f"{what} changed while the build read it: it is not what was compared for duplicates.\n"
+        "Give the same command again when nobody writes there any more."
+    )
+
+
+def _write_list(folder: Path, corpus: SignedCorpus, decision: Decision) -> None:
+    """Write a line for each removed document; none where nothing is removed."""
+    removal = decision.removal
+    if not len(removal.documents):
+        return
+    with (folder / DUPLICATES_FILE).open("wb") as lines:
+        for document, kept, is_exact, similarity in zip(
+            removal.documents.tolist(),
+            removal.kept.tolist(),
+            removal.is_exact.tolist(),
+            removal.similarity.tolist(),
+            strict=True,
+        ):
+            entry: dict[str, Any] = {"name": corpus.name(document), "kind": "near", "of": corpus.name(kept)}
+            if is_exact:
+                entry["kind"] = "exact"
+            else:
+                entry["similarity"] = round(similarity, 4)
+            lines.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+
+
+def _counts(corpus: SignedCorpus, decision: Decision) -> DuplicateCounts:
+    removal = decision.removal
+    text_bytes = corpus.facts(removal.documents)["text_bytes"]
+    return DuplicateCounts(
+        exact_documents=int(removal.is_exact.sum()),
+        exact_bytes=int(text_bytes[removal.is_exact].sum()),
+        near_documents=int((~removal.is_exact).sum()),
+        near_bytes=int(text_bytes[~removal.is_exact].sum()),
+        groups=decision.num_groups,
+        largest_group=decision.largest_group,
+    )

@@ -1,0 +1,189 @@
+"""MinHash signatures: of any two texts, the share of equal values estimates the Jaccard similarity of their shingles.
+
+One hash of each shingle, and not one for each value: the hashes' range is cut into as many parts as a signature has
+values, and each value is the smallest hash in its part (one permutation hashing; Li, Owen and Zhang 2012). A part that
+is empty takes another one's, in an order that is the same for all texts (optimal densification; Shrivastava 2017). Of
+each value 16 bits are kept (b-bit minwise hashing; Li and König 2010).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.units import unit_hashes
+from longctx.mixing import mix64, mix64_array
+
+GROUP_CHARACTERS = 1 << 18
+"""Text that is hashed at once: its arrays fit into a processor's cache."""
+_EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_DONOR_SALT, _ALIKE_SALT = 0x646F6E6F72, 0x616C696B65
+_MOST_DONORS = 1024
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A text of which something was hashed."""
+
+    name_hash: int
+    """What a text without any unit is told apart by."""
+    values: np.ndarray
+    """The smallest hash in each part, uint64 [permutations]."""
+    last: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+    """Its last units, fewer than a shingle has."""
+    has_shingles: bool = False
+
+
+class Signer:
+    """Makes signatures of texts that come one after the other, long ones in pieces. Memory is that of one group."""
+
+    def __init__(self, rule: DuplicateRule) -> None:
+        self._count, self._size, self._unit = rule.permutations, rule.size, rule.shingles
+        self._open: list[_Open] = []
+        self._group: list[tuple[int, str]] = []
+        """Pieces of texts in lower case, with the text's number among the open ones."""
+        self._characters = 0
+        numbers = np.arange(self._size, dtype=np.uint64)
+        # Odd, and another one for each place: a shingle is not its words in any order.
+        self._factors = mix64_array(numbers) | np.uint64(1)
+        self._donors = _donors(self._count)
+
+    def add(self, text: str, text_hash: int) -> Iterator[np.ndarray]:
+        """Take a text; yield signatures, uint16 [n, permutations], of texts that are done, in order."""
+        self._open.append(_Open(name_hash=text_hash, values=np.full(self._count, _EMPTY)))
+        for piece in _pieces(text):
+            self._group.append((len(self._open) - 1, piece.lower()))
+            self._characters += len(piece)
+            if self._characters >= GROUP_CHARACTERS:
+                self._hash_group()
+                # The text itself may go on.
+                yield self._take(len(self._open) - 1)
+
+    def finish(self) -> Iterator[np.ndarray]:
+        """Yield the signatures that are left."""
+        self._hash_group()
+        yield self._take(len(self._open))
+
+    def _hash_group(self) -> None:
+        """Hash the pieces at hand all at once, and bring the open texts' values up to date."""
+        group, self._group, self._characters = self._group, [], 0
+        if not group:
+            return
+        # A newline between them, so that no word spans two texts.
+        points = _code_points("\n".join(piece for _, piece in group))
+        ends = np.cumsum([len(piece) + 1 for _, piece in group])
+        hashes, starts = unit_hashes(points, self._unit)
+        texts = np.array([number for number, _ in group])[np.searchsorted(ends, starts, side="right")]
+        # Only the first text can have begun in an earlier group.
+        first = self._open[group[0][0]]
+        hashes = np.concatenate([first.last, hashes])
+        texts = np.concatenate([np.full(len(first.last), group[0][0]), texts])
+        self._keep_last(group, hashes, texts)
+        shingles = len(hashes) - self._size + 1
+        if shingles < 1:
+            return
+        combined = np.zeros(shingles, dtype=np.uint64)
+        for place, factor in enumerate(self._factors):
+            combined += hashes[place : place + shingles] * factor
+        within = texts[:shingles] == texts[self._size - 1 :]
+        self._lower(mix64_array(combined[within]), texts[:shingles][within])
+
+    def _lower(self, hashes: np.ndarray, texts: np.ndarray) -> None:
+        """Put shingles' hashes into the values of their texts."""
+        first = texts[0] if len(texts) else 0
+        values = np.array([text.values for text in self._open[first:]])
+        parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
+        places = (texts - first) * self._count + parts.astype(np.int64)
+        np.minimum.at(values.reshape(-1), places, hashes)
+        for text, lowered in zip(self._open[first:], values, strict=True):
+            text.values = lowered
+        for number in texts[np.flatnonzero(np.diff(texts, prepend=-1))]:
+            self._open[number].has_shingles = True
+
+    def _keep_last(self, group: list[tuple[int, str]], hashes: np.ndarray, texts: np.ndarray) -> None:
+        """Keep of each text the units that its next shingle begins with, or all of a text that has none."""
+        for number in dict.fromkeys(number for number, _ in group):
+            stop = int(np.searchsorted(texts, number, side="right"))
+            start = int(np.searchsorted(texts, number, side="left"))
+            self._open[number].last = hashes[max(start, stop - self._size + 1) : stop]
+
+    def _take(self, count: int) -> np.ndarray:
+        """The signatures of the first open texts, which are done."""
+        done, self._open = self._open[:count], self._open[count:]
+        if not done:
+            return np.empty((0, self._count), dtype=np.uint16)
+        for text in done:
+            if not text.has_shingles:
+                text.values = self._short(text)
+        values = np.array([text.values for text in done])
+        _fill(values, self._donors)
+        return (mix64_array(values ^ np.uint64(_ALIKE_SALT)) >> np.uint64(48)).astype(np.uint16)
+
+    def _short(self, text: _Open) -> np.ndarray:
+        """The values of a text with fewer units than a shingle, which is one as a whole; without any, its bytes are."""
+        whole = text.name_hash
+        if len(text.last):
+            whole = 0
+            for hash in text.last.tolist():
+                whole = mix64(whole ^ hash)
+        return mix64_array(np.full(self._count, whole, dtype=np.uint64) ^ np.arange(self._count, dtype=np.uint64))
+
+
+def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """A hash of each band of each signature, uint64 [n, bands]."""
+    cut = signatures[:, : bands * rows].reshape(len(signatures), bands, rows).astype(np.uint64)
+    keys = np.zeros((len(signatures), bands), dtype=np.uint64)
+    for row in range(rows):
+        keys = mix64_array(keys ^ cut[:, :, row])
+    return keys
+
+
+def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The estimated similarity of signatures [n, permutations] to others, row by row, float64 [n]."""
+    return np.count_nonzero(first == second, axis=1) / first.shape[1]
+
+
+def _code_points(text: str) -> np.ndarray:
+    """The characters as numbers: uint8 where all are ASCII, else uint32."""
+    if text.isascii():
+        return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces of at most a group, cut before a space where there is one; no text is a piece too."""
+    start = 0
+    while len(text) - start > GROUP_CHARACTERS:
+        stop = start + GROUP_CHARACTERS
+        space = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
+        if space > 0:
+            stop = space
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _donors(count: int) -> np.ndarray:
+    """For each try, the part that each empty one takes its value of, int64 [tries, count]."""
+    tries = np.arange(_MOST_DONORS, dtype=np.uint64)[:, None] * np.uint64(count)
+    hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SALT))
+    return ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
+
+
+def _fill(values: np.ndarray, donors: np.ndarray) -> None:
+    """Give every empty part of texts [n, count] the value of a part that is not empty."""
+    found = values.copy()
+    texts, parts = np.nonzero(found == _EMPTY)
+    for donor in donors:
+        if not len(texts):
+            return
+        taken = found[texts, donor[parts]]
+        values[texts, parts] = taken
+        # What it took may be empty too: then it tries again.
+        missing = taken == _EMPTY
+        texts, parts = texts[missing], parts[missing]
+    # Long signatures of texts with a shingle or two.
+    values[texts, parts] = found[texts].min(axis=1)

@@ -1,0 +1,174 @@
+"""What is kept of a part's texts to compare them with all others: hashes, signatures, names, in files of one part.
+
+``documents.bin`` has a row of 32 bytes a document. Where near duplicates are looked for, ``signatures.bin`` has its
+values and ``bands.bin`` the keys of its bands, one band after the other, so that a band is read without the others.
+``names.bin`` has the names and ``ends.bin`` where each ends. The record is written last and vouches for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.signatures import Signer, band_keys
+from data_pipeline.shards.manifest import hash_json
+from longctx.files import hash_file, sync_path, write_atomically
+
+FORMAT = "longctx-signed-1"
+RECORD_FILE = "signed.json"
+FACTS = np.dtype([("low", "<u8"), ("high", "<u8"), ("hash", "<u8"), ("text_bytes", "<u8")])
+"""xxh3_128 of the text in two halves, its xxh3_64, which shards have and the splits go by, and its bytes."""
+_DOCUMENTS, _SIGNATURES, _KEYS, _BANDS = "documents.bin", "signatures.bin", "keys.tmp", "bands.bin"
+_NAMES, _ENDS = "names.bin", "ends.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedRecord:
+    """A part whose texts are hashed."""
+
+    documents: int
+    text_bytes: int
+    files: dict[str, str]
+    """xxh3_128 of each file."""
+
+    def save(self, folder: Path) -> None:
+        """Write the record in one stroke."""
+        body = {"format": FORMAT, "documents": self.documents, "text_bytes": self.text_bytes, "files": self.files}
+        write_atomically(folder / RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> SignedRecord | None:
+        """The record of a part whose files are all whole; None where one is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            body = json.loads((folder / RECORD_FILE).read_bytes())
+            recorded = body.pop("hash")
+            if hash_json(body) == recorded and body.pop("format") == FORMAT:
+                record = cls(**body)
+                if all(hash_file(folder / name) == wanted for name, wanted in record.files.items()):
+                    return record
+        return None
+
+
+class SignedWriter:
+    """Writes the files of one part. Memory is that of one group of texts, however many documents there are."""
+
+    def __init__(self, folder: Path, rule: DuplicateRule) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._folder, self._rule = folder, rule
+        self._files: dict[str, BinaryIO] = {}
+        self._signer = None
+        if rule.finds_near:
+            self._signer = Signer(rule)
+        self.documents = self.text_bytes = self._name_bytes = 0
+
+    def add(self, name: str, text: str) -> None:
+        """Take the next document."""
+        raw = text.encode()
+        whole, half = xxhash.xxh3_128_intdigest(raw), xxhash.xxh3_64_intdigest(raw)
+        facts = np.array([(whole & 0xFFFFFFFFFFFFFFFF, whole >> 64, half, len(raw))], dtype=FACTS)
+        self._write(_DOCUMENTS, facts.tobytes())
+        spelt = name.encode()
+        self._name_bytes += len(spelt)
+        self._write(_NAMES, spelt)
+        self._write(_ENDS, self._name_bytes.to_bytes(8, "little"))
+        self.documents += 1
+        self.text_bytes += len(raw)
+        if self._signer is not None:
+            self._write_signatures(self._signer.add(text, half))
+
+    def finish(self) -> SignedRecord:
+        """Write what is left, and the record when the disk holds everything else."""
+        if self._signer is not None:
+            self._write_signatures(self._signer.finish())
+        self._close()
+        if self._signer is not None and self.documents:
+            self._write_bands()
+        self._close()
+        (self._folder / _KEYS).unlink(missing_ok=True)
+        paths = sorted(path for path in self._folder.iterdir())
+        for path in paths:
+            sync_path(path)
+        hashes = {path.name: hash_file(path) for path in paths}
+        record = SignedRecord(documents=self.documents, text_bytes=self.text_bytes, files=hashes)
+        record.save(self._folder)
+        sync_path(self._folder)
+        return record
+
+    def _write_signatures(self, signatures: Iterator[np.ndarray]) -> None:
+        """Write signatures, and the keys of their bands, text by text."""
+        for some in signatures:
+            self._write(_SIGNATURES, some.tobytes())
+            self._write(_KEYS, band_keys(some, *self._rule.bands()).tobytes())
+
+    def _write_bands(self) -> None:
+        """Write the keys once more, band by band."""
+        bands, _ = self._rule.bands()
+        # Mapped and not read: a part may have millions of small documents.
+        keys = np.memmap(self._folder / _KEYS, dtype=np.uint64, mode="r").reshape(-1, bands)
+        for band in range(bands):
+            self._write(_BANDS, keys[:, band].tobytes())
+
+    def _write(self, name: str, content: bytes) -> None:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("wb")
+        self._files[name].write(content)
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+class SignedPart:
+    """The files of one part, mapped."""
+
+    def __init__(self, folder: Path, documents: int, rule: DuplicateRule) -> None:
+        self.documents = documents
+        self._folder, self._rule = folder, rule
+
+    @cached_property
+    def facts(self) -> np.ndarray:
+        """A row of ``FACTS`` a document."""
+        return self._map(_DOCUMENTS, FACTS)
+
+    @cached_property
+    def signatures(self) -> np.ndarray:
+        """uint16 [documents, permutations]."""
+        return self._map(_SIGNATURES, np.dtype("<u2")).reshape(self.documents, self._rule.permutations)
+
+    @cached_property
+    def bands(self) -> np.ndarray:
+        """Keys, uint64 [bands, documents]."""
+        return self._map(_BANDS, np.dtype("<u8")).reshape(self._rule.bands()[0], self.documents)
+
+    def name(self, document: int) -> str:
+        """The name of a document of the part."""
+        start = 0
+        if document:
+            start = int(self._ends[document - 1])
+        return self._names[start : int(self._ends[document])].tobytes().decode()
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return self._map(_ENDS, np.dtype("<u8"))
+
+    @cached_property
+    def _names(self) -> np.ndarray:
+        return self._map(_NAMES, np.dtype(np.uint8))
+
+    def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
+        # An empty file cannot be mapped.
+        if not self.documents:
+            return np.empty(0, dtype=dtype)
+        return np.memmap(self._folder / name, dtype=dtype, mode="r")
