@@ -109,14 +109,9 @@ def build_shards(
     side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
     """
     output = Path(output)
-    if not 0 <= validation_fraction < 1:
-        raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
-    if shard_tokens < 1:
-        raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
     if workers is None:
         workers = usable_cores()
-    if workers < 1:
-        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
+    _check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
     rule = duplicates or DuplicateRule()
     options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens, **rule.options()}
@@ -273,6 +268,16 @@ class _Build:
             outcome=self.outcome,
         )
         return differences[:SHOWN_DIFFERENCES]
+
+
+def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int) -> None:
+    """Raise ``DataError`` for an option that is out of its range."""
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
+    if workers < 1:
+        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
 
 
 def _check_splits(records: list[PartRecord], source: Source, options: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from longctx.mixing import mix64, mix64_array
 GROUP_CHARACTERS = 1 << 18
 """Text that is hashed at once: its arrays fit into a processor's cache."""
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
-_DONOR_SALT, _ALIKE_SALT = 0x646F6E6F72, 0x616C696B65
+_DONOR_SALT = 0x646F6E6F72
 _MOST_DONORS = 1024
 
 
@@ -50,6 +50,9 @@ class Signer:
         # Odd, and another one for each place: a shingle is not its words in any order.
         self._factors = mix64_array(numbers) | np.uint64(1)
         self._donors = _donors(self._count)
+        # Of each place another function: texts of one shingle have one hash at all places, and 16 bits of one function
+        # would make every 65,536th pair of them equal.
+        self._salts = mix64_array(np.arange(self._count, dtype=np.uint64))
 
     def add(self, text: str, text_hash: int) -> Iterator[np.ndarray]:
         """Take a text; yield signatures, uint16 [n, permutations], of texts that are done, in order."""
@@ -120,7 +123,7 @@ class Signer:
                 text.values = self._short(text)
         values = np.array([text.values for text in done])
         _fill(values, self._donors)
-        return (mix64_array(values ^ np.uint64(_ALIKE_SALT)) >> np.uint64(48)).astype(np.uint16)
+        return (mix64_array(values ^ self._salts) >> np.uint64(48)).astype(np.uint16)
 
     def _short(self, text: _Open) -> np.ndarray:
         """The values of a text with fewer units than a shingle, which is one as a whole; without any, its bytes are."""
@@ -129,7 +132,7 @@ class Signer:
             whole = 0
             for hash in text.last.tolist():
                 whole = mix64(whole ^ hash)
-        return mix64_array(np.full(self._count, whole, dtype=np.uint64) ^ np.arange(self._count, dtype=np.uint64))
+        return np.full(self._count, whole, dtype=np.uint64)
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
