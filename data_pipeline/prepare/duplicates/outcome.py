@@ -133,7 +133,7 @@ class PartDecision:
 def _changed(what: str) -> str:
     return (
         f"{what} changed while the build read it: it is not what was compared for duplicates.\n"
-        "Give the same command again when nobody writes there any more."
+        "Build again with --overwrite (overwrite=True) when nobody writes there any more."
     )
 
 

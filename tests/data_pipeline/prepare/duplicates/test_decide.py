@@ -17,7 +17,7 @@ from data_pipeline.prepare.duplicates import corpus as corpus_module
 from data_pipeline.prepare.duplicates import groups as groups_module
 from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.decide import Decision, decide
-from data_pipeline.prepare.duplicates.groups import find_copies
+from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import band_keys, similarity
 from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord, SignedWriter
@@ -223,3 +223,18 @@ def test_a_damaged_part_has_no_record(tmp_path: Path, file: str):
     assert SignedRecord.load(tmp_path / "0") is None
     path.unlink()
     assert SignedRecord.load(tmp_path / "0") is None
+
+
+def test_all_that_share_a_band_are_compared_and_not_only_with_the_first(tmp_path: Path):
+    """The first of a run resembles nobody; of the others two and two resemble one another, and share no other band."""
+    bands, rows = NEAR.bands()
+    draw = np.random.default_rng(0)
+    signatures = draw.integers(0, 1 << 16, (5, NEAR.permutations), dtype=np.uint16)
+    for first, second in ((1, 3), (2, 4)):
+        signatures[second] = signatures[first]
+        signatures[second, rows - 1 : bands * rows : rows] += 1
+    signatures[:, :rows] = 7
+    corpus = signed(tmp_path, ["a", "b", "c", "d", "e"], NEAR)
+    part = corpus.parts[0]
+    part.__dict__.update(signatures=signatures, bands=np.ascontiguousarray(band_keys(signatures, bands, rows).T))
+    assert find_groups(corpus, np.arange(5), NEAR).tolist() == [0, 1, 2, 1, 2]

@@ -1,0 +1,324 @@
+"""Builds that look for duplicates: what they leave out, whatever the number of workers and wherever they are killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.inspect import describe, verify
+from data_pipeline.prepare.build import VALIDATION_FOLDER, BuildReport, build_shards
+from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.signatures import similarity
+from data_pipeline.prepare.duplicates.signed import RECORD_FILE as SIGNED_FILE
+from data_pipeline.prepare.parts import compare, pool
+from data_pipeline.prepare.parts.record import RECORD_FILE
+from data_pipeline.prepare.parts.staging import staging_folder
+from data_pipeline.prepare.sources import open_source
+from data_pipeline.shards.reader import ShardSet
+from longctx.errors import DataError
+from longctx.tokenizer import Tokenizer
+from tests.data_pipeline.prepare.duplicates.oracle import edited, sign
+from tests.data_pipeline.prepare.parts.conftest import OPTIONS, content
+from tests.helpers import REPOSITORY
+from tests.launcher.cli.calls import flip_a_byte
+
+NEAR = DuplicateRule(kind="near")
+
+Build = Callable[..., BuildReport]
+
+
+@pytest.fixture(scope="module")
+def repeated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short files, copies of some of them, and edited ones; as files, and as lines of a table that is cut."""
+    folder = tmp_path_factory.mktemp("repeated")
+    draw = random.Random(0)
+    texts = [path.read_text()[:3000] for path in sorted(corpus.glob("*.py"))[:24]]
+    lines = []
+    for number, text in enumerate(texts):
+        (folder / f"m{number:02d}.txt").write_text(text)
+        lines += [text, edited(text, 0.02, draw), f"{edited(text, 0.3, draw)} {number}"]
+    draw.shuffle(lines)
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines) + "no JSON\n")
+    for number in range(6):
+        (folder / f"z{number}.txt").write_text(texts[number])
+    (folder / "z_empty.txt").write_text("")
+    return folder
+
+
+@pytest.fixture
+def build(repeated: Path, tokenizer: Tokenizer, small_parts: None) -> Build:
+    """Builds the repeated texts into a folder."""
+
+    def run(output: Path, workers: int = 1, duplicates: DuplicateRule = NEAR, **options) -> BuildReport:
+        source = open_source(repeated)
+        return build_shards(source, tokenizer, output, workers=workers, duplicates=duplicates, **(OPTIONS | options))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expected") / "out"
+
+
+@pytest.fixture
+def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
+    """Every file of an undisturbed build in one process."""
+    if not expected_folder.exists():
+        build(expected_folder)
+    return content(expected_folder)
+
+
+def listed(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / DUPLICATES_FILE).read_text().splitlines()]
+
+
+def documents(folder: Path) -> dict[str, str]:
+    """The text of every document of a shard folder by name."""
+    shards = ShardSet.open(folder)
+    tokenizer = shards.tokenizer()
+    return {shards.name(n): tokenizer.decode(shards.document(n)) for n in range(shards.num_documents)}
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(build: Build, expected: dict[str, bytes], tmp_path: Path):
+    report = build(tmp_path / "out", 2)
+    assert report.parts > 3
+    assert content(tmp_path / "out") == expected
+    assert verify(tmp_path / "out") == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    again = build(tmp_path / "out")
+    assert again.up_to_date
+    assert again.duplicates == report.duplicates
+
+
+def test_every_document_is_there_or_listed_with_one_that_is(
+    repeated: Path, expected: dict[str, bytes], expected_folder: Path
+):
+    texts = {document.name: document.text for document in open_source(repeated)}
+    training, held_out = documents(expected_folder), documents(expected_folder / VALIDATION_FOLDER)
+    there = training | held_out
+    removed = {entry["name"]: entry for entry in listed(expected_folder)}
+    assert list(removed) == [name for name in texts if name in removed]
+    assert there == {name: text for name, text in texts.items() if name not in removed}
+    assert len(removed) > 40
+    # The table's lines are before the files: its copies stay.
+    assert {name for name in removed if name.startswith("z")} == {f"z{number}.txt" for number in range(6)}
+    for entry in removed.values():
+        name, of = entry["name"], entry["of"]
+        assert of in there
+        if entry["kind"] == "exact":
+            assert texts[name] == texts[of]
+        else:
+            alike = similarity(sign([texts[name]], NEAR), sign([texts[of]], NEAR))[0]
+            assert entry["similarity"] == round(alike, 4) >= 0.8
+            assert len(texts[name].encode()) <= len(texts[of].encode())
+    assert len(set(there.values())) == len(there)
+    signatures = sign([*training.values(), *held_out.values()], NEAR)
+    for number in range(len(signatures)):
+        assert similarity(np.repeat(signatures[[number]], number, axis=0), signatures[:number]).max(initial=0) < 0.8
+
+
+def test_the_report_counts_what_is_listed(repeated: Path, expected: dict[str, bytes], expected_folder: Path):
+    sizes = {document.name: len(document.text.encode()) for document in open_source(repeated)}
+    found = describe(expected_folder).duplicates
+    for kind in ("exact", "near"):
+        names = [entry["name"] for entry in listed(expected_folder) if entry["kind"] == kind]
+        assert found[f"{kind}_documents"] == len(names) > 10
+        assert found[f"{kind}_bytes"] == sum(sizes[name] for name in names)
+    # Two of the texts are similar to begin with. A text, its line, an edited line, and the copies of some.
+    assert found["groups"] == 23
+    assert found["largest_group"] == 6
+    assert describe(expected_folder / VALIDATION_FOLDER).duplicates == {}
+
+
+@pytest.mark.parametrize("kind", ["exact", "together"])
+def test_the_other_kinds(build: Build, repeated: Path, tmp_path: Path, kind: str):
+    report = build(tmp_path / "one", 1, DuplicateRule(kind=kind))
+    assert report.duplicates is not None
+    texts = {document.name: document.text for document in open_source(repeated)}
+    sides = [documents(tmp_path / "one"), documents(tmp_path / "one" / VALIDATION_FOLDER)]
+    if kind == "exact":
+        assert sorted((sides[0] | sides[1]).values()) == sorted(set(texts.values()))
+        assert {entry["kind"] for entry in listed(tmp_path / "one")} == {"exact"}
+        return
+    assert sides[0] | sides[1] == texts
+    assert not (tmp_path / "one" / DUPLICATES_FILE).exists()
+    assert report.duplicates.counts.groups == 23
+    signatures = [sign(list(side.values()), NEAR) for side in sides]
+    for signature in signatures[1]:
+        pairs = np.repeat(signature[None], len(signatures[0]), axis=0)
+        assert similarity(pairs, signatures[0]).max() < 0.8
+
+
+def test_keeping_duplicates_writes_what_no_option_writes(build: Build, repeated: Path, tokenizer, tmp_path: Path):
+    build(tmp_path / "keep", 1, DuplicateRule())
+    build_shards(open_source(repeated), tokenizer, tmp_path / "plain", workers=1, **OPTIONS)
+    assert content(tmp_path / "keep") == content(tmp_path / "plain")
+    with pytest.raises(DataError, match="from another options"):
+        build(tmp_path / "keep")
+
+
+class Stop(BaseException):
+    pass
+
+
+def stop_at(function: Callable | None, call: int) -> Callable:
+    """Like ``function``, until it is called for this time."""
+    calls = 0
+
+    def stopping(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Stop
+        assert function is not None
+        return function(*arguments, **options)
+
+    return stopping
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("moment", ["sign", "decide", "encode", "publish"])
+    def test_finished_work_is_not_done_again(
+        self,
+        build: Build,
+        expected: dict[str, bytes],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        moment: str,
+    ):
+        with monkeypatch.context() as patch:
+            if moment == "sign":
+                patch.setattr(pool, "sign_part", stop_at(pool.sign_part, call=3))
+            elif moment == "decide":
+                patch.setattr(compare, "save_outcome", stop_at(None, call=1))
+            elif moment == "encode":
+                patch.setattr(pool, "encode_part", stop_at(pool.encode_part, call=3))
+            else:
+                patch.setattr("data_pipeline.prepare.parts.staging.Staging.publish", stop_at(None, call=1))
+            with pytest.raises(Stop):
+                build(tmp_path / "out")
+        signed: list[int] = []
+        sign_part, said = pool.sign_part, []
+        monkeypatch.setattr(
+            pool, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
+        )
+        report = build(tmp_path / "out", say=said.append)
+        expected_signed = {"sign": list(range(2, report.parts))}
+        assert signed == expected_signed.get(moment, [])
+        assert any("going on" in line for line in said)
+        assert report.parts_found == {"encode": 2, "publish": report.parts}.get(moment, 0)
+        assert content(tmp_path / "out") == expected
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    @pytest.mark.parametrize("harm", ["signature", "decision", "list"])
+    def test_damage_is_found_and_done_again(
+        self,
+        build: Build,
+        expected: dict[str, bytes],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        harm: str,
+    ):
+        step, call = ("sign_part", 3) if harm == "signature" else ("encode_part", 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, step, stop_at(getattr(pool, step), call=call))
+            with pytest.raises(Stop):
+                build(tmp_path / "out")
+        folder = staging_folder(tmp_path / "out")
+        damaged = {"signature": "signatures/00001/bands.bin", "decision": "decisions/00001.bin"}
+        flip_a_byte(folder / damaged.get(harm, f"decisions/{DUPLICATES_FILE}"))
+        signed: list[int] = []
+        sign_part = pool.sign_part
+        monkeypatch.setattr(
+            pool, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
+        )
+        report = build(tmp_path / "out")
+        first = {"signature": [1]}.get(harm, [0, 1])
+        assert signed == first + list(range(2, report.parts))
+        assert content(tmp_path / "out") == expected
+
+    # Another text in a duplicate, and a file that is no longer a document; both as long as they were.
+    @pytest.mark.parametrize(("changed", "letter"), [("z2.txt", b"b"), ("m03.txt", b"\xff")])
+    def test_a_source_that_changes_between_the_passes_is_refused(
+        self,
+        repeated: Path,
+        tokenizer: Tokenizer,
+        small_parts: None,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        changed: str,
+        letter: bytes,
+    ):
+        corpus = Path(shutil.copytree(repeated, tmp_path / "corpus"))
+        save = compare.save_outcome
+
+        def change(*arguments):
+            path = corpus / changed
+            path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"a", letter)))
+            return save(*arguments)
+
+        monkeypatch.setattr(compare, "save_outcome", change)
+        with pytest.raises(DataError, match=r"changed while the build read it.*\nBuild again with --overwrite"):
+            build_shards(open_source(corpus), tokenizer, tmp_path / "out", workers=1, duplicates=NEAR, **OPTIONS)
+        assert not (tmp_path / "out").exists()
+
+
+def test_verify_knows_the_list(expected: dict[str, bytes], expected_folder: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(expected_folder, tmp_path / "copy"))
+    flip_a_byte(folder / DUPLICATES_FILE)
+    assert verify(folder) == [f"{folder / DUPLICATES_FILE} was changed after it was written."]
+    (folder / DUPLICATES_FILE).unlink()
+    assert verify(folder) == [f"{folder / DUPLICATES_FILE} is missing."]
+
+
+# The command itself, with parts that a test has time for, and a stop in each of them.
+SCRIPT = """
+import sys, time
+from data_pipeline.prepare import sources
+from data_pipeline.prepare.parts import deal
+deal.PART_BYTES = sources.CUT_BYTES = 30_000
+from launcher.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_build_goes_on(
+    build: Build, expected: dict[str, bytes], repeated: Path, tokenizer: Tokenizer, tmp_path: Path
+):
+    """SIGKILL in both passes, with two workers."""
+    words = ["data", "build", "--source", repeated, "--tokenizer", tokenizer.path, "--output", tmp_path / "out"]
+    words += ["--validation-fraction", 0.2, "--shard-tokens", 4000, "--workers", 2, "--duplicates", "near"]
+    folder = staging_folder(tmp_path / "out")
+    for record in (f"signatures/*/{SIGNED_FILE}", f"parts/*/{RECORD_FILE}"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *map(str, words)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        until = time.monotonic() + 60
+        # A decision stands for all signatures.
+        while not any(folder.glob(record)) and not (tmp_path / "out").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
+            if record.startswith("signatures") and (folder / "decisions").exists():
+                break
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+    assert not (tmp_path / "out").exists() or content(tmp_path / "out") == expected
+    build(tmp_path / "out")
+    assert content(tmp_path / "out") == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
