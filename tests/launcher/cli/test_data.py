@@ -119,6 +119,34 @@ def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
     assert re.search(r"^going on: 3 of \d+ parts are there$", err, re.MULTILINE)
 
 
+def test_build_says_what_it_found_of_duplicates(capsys, world, tmp_path):
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    first, second = sorted((world / "corpus").glob("*.py"))[:2]
+    shutil.copyfile(first, tmp_path / "corpus" / "z_copy.py")
+    (tmp_path / "corpus" / "z_like.py").write_text(second.read_text() + "\n# and some more words at the end\n")
+    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
+    code, out, _ = call(capsys, *words, tmp_path / "d", "--duplicates", "near")
+    assert code == 0
+    found = out[out.index("Duplicates removed") :].splitlines()
+    assert re.fullmatch(
+        rf"Duplicates removed, about [\d,]+ tokens \(all names in {tmp_path}/d/duplicates.jsonl\):", found[0]
+    )
+    assert re.fullmatch(rf"  1 exact, [\d.]+ KiB: z_copy.py = {first.name}", found[1])
+    assert re.fullmatch(rf"  1 near, [\d.]+ KiB: {second.name} ≈ z_like.py \((1.00|0.9\d)\)", found[2])
+    assert found[3] == "  2 groups of documents, the largest of 2."
+    code, out, _ = call(capsys, *words, tmp_path / "d", "--duplicates", "near", "--json")
+    report = json.loads(out)
+    assert report["up_to_date"]
+    assert report["duplicates"]["counts"]["near_documents"] == 1
+    assert [example["kind"] for example in report["duplicates"]["examples"]] == ["exact", "near"]
+    _, out, _ = call(capsys, "data", "inspect", tmp_path / "d")
+    assert re.search(r"^duplicates, exact documents +1 *$", out, re.MULTILINE)
+    code, out, _ = call(capsys, *words, tmp_path / "e", "--duplicates", "together")
+    assert (code, "Duplicates: none removed; 2 groups" in out) == (0, True)
+    code, _, err = call(capsys, *words, tmp_path / "f", "--similarity", "0.7")
+    assert (code, "duplicates=keep looks for none" in err, (tmp_path / "f").exists()) == (1, True, False)
+
+
 def test_inspect_shows_packing_and_a_row(capsys, world):
     code, out, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 0)
     assert (code, err) == (0, "")
