@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from launcher.cli.console import Json, byte_rate, command, human_bytes, interruptible, progress, say, say_json, table
+from launcher.cli.console import (
+    Json,
+    byte_rate,
+    command,
+    human_bytes,
+    interruptible,
+    note,
+    progress,
+    say,
+    say_json,
+    table,
+)
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
+from launcher.wording import plural
 from longctx.errors import DataError
 
 if TYPE_CHECKING:
-    from data_pipeline.prepare.documents import Document
+    from data_pipeline.prepare.sample import Sample
 
 
 def train(
@@ -21,17 +32,20 @@ def train(
     *,
     vocab_size: int,
     output: Annotated[Path, arg(metavar="F.model")],
+    kind: Literal["bpe", "unigram", "word", "char"] = "bpe",
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
-    """Train a SentencePiece BPE on a corpus.
+    """Train a SentencePiece model on a corpus.
 
-    Its byte fallback gives every text back exactly. The same corpus gives the same file.
+    Its byte fallback gives every text back exactly, whatever its kind. The same corpus gives the same file.
+    A training that is stopped or killed once the corpus is read goes on from there with the same command.
 
     Args:
         vocab_size: Number of token ids, 261 or more.
         output: File to write.
+        kind: bpe for most models; unigram takes thirty times as long to train; word and char for study.
         max_text_bytes: Train on a sample of documents above this much text.
         seed: Seed of that sample.
         overwrite: Replace a file that is there.
@@ -42,34 +56,48 @@ def train(
         raise DataError(f"output={output} exists. Name another file, or replace it with --overwrite.")
     source = corpus.open()
     with progress(f"training a tokenizer on {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
-        seen = [0, 0]
+        found: list[tuple[Sample, bool]] = []
 
         def read(documents: int, text_bytes: int) -> None:
-            seen[:] = documents, text_bytes
             update(source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes)
 
-        def documents_to_the_end() -> Iterator[Document]:
-            yield from source
+        def learning(sample: Sample, was_kept: bool) -> None:
+            found.append((sample, was_kept))
             # Reading is over; how long the library learns nobody knows.
-            learning = f"{read_so_far(seen[0], seen[1])} read, learning {vocab_size:,} pieces"
-            update(source.num_bytes, note=learning, counted=seen[1])
+            drawn_from = read_so_far(sample.documents, sample.text_bytes)
+            update(
+                source.num_bytes, note=f"{drawn_from} read, learning {vocab_size:,} pieces", counted=sample.text_bytes
+            )
+            if was_kept:
+                note(f"going on: the {drawn_from} of {source.spec} are read")
 
         tokenizer = interruptible(
             lambda: train_tokenizer(
-                documents_to_the_end(),
+                source,
                 output,
                 vocab_size=vocab_size,
+                kind=kind,
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,
+                stamp=source.stamp(),
+                on_sample=learning,
             )
         )
-    documents, text_bytes = seen
+    ((sample, was_kept),) = found
     sampled = ""
-    if text_bytes > max_text_bytes:
+    if sample.text_bytes > max_text_bytes:
         sampled = f"a sample of {human_bytes(max_text_bytes)} from "
-    say(f"{output}: {tokenizer.vocab_size:,} ids, trained on {sampled}{read_so_far(documents, text_bytes)}.")
-    say_left_out(source.skipped, source.left_out.examples)
+    trained_on = f"{sampled}{read_so_far(sample.documents, sample.text_bytes)}"
+    say(f"{output}: {tokenizer.vocab_size:,} ids, trained on {trained_on}.")
+    if sample.marked:
+        say(
+            f"{plural(sample.marked, 'document')} with U+2581, which SentencePiece writes for a space: this tokenizer "
+            "spells it in its three bytes, so it comes back."
+        )
+    # What was left out is known of a reading only.
+    if not was_kept:
+        say_left_out(source.skipped, source.left_out.examples)
     say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")
 
 

@@ -90,7 +90,7 @@ class Neighbours:
 
     def is_certain(self, text: str, at: int) -> bool:
         """Whether no token can span the characters before and after this point."""
-        if self._is_normalised and not _is_plain_space(text, at):
+        if self._is_normalised and not is_plain_space(text, at):
             return False
         left, right = text[at - 1], text[at]
         if left == " ":
@@ -108,7 +108,7 @@ def ends_word(text: str, at: int) -> bool:
     return text[at] in " \n" and _LETTER_OR_DIGIT.match(text[at - 1]) is not None
 
 
-def _is_plain_space(text: str, at: int) -> bool:
+def is_plain_space(text: str, at: int) -> bool:
     """Whether a single space stands after this point, between two ASCII letters or digits."""
     if text[at] != " " or at + 1 >= len(text):
         return False

@@ -64,7 +64,10 @@ def _exact_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     """A model of ours: pieces with real spaces, no normaliser."""
     texts = _spaced(tokenizer)
     decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-    model = _bpe(tokenizer, texts, unknown=None)
+    if tokenizer.model_type == "Unigram":
+        model = _unigram(tokenizer, texts)
+    else:
+        model = _bpe(tokenizer, texts, unknown=None)
     return _whole(tokenizer, texts, normalizer=None, pre_tokenizer=None, decoder=decoder, model=model)
 
 

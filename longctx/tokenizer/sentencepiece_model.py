@@ -23,6 +23,7 @@ from longctx.tokenizer.chunks import (
     IsCertain,
     Neighbours,
     certain_chunks,
+    is_plain_space,
     newline_chunks,
 )
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
@@ -186,7 +187,7 @@ def _is_own(tokenizer: SentencePieceTokenizer) -> bool:
     model = tokenizer.processor
     names = [model.id_to_piece(i) for i in range(tokenizer.vocab_size) if model.is_control(i)]
     gives_all = tokenizer.has_byte_fallback and not tokenizer.is_normalised
-    is_plain = tokenizer.model_type == "BPE" and not tokenizer.user_defined
+    is_plain = not tokenizer.user_defined and not tokenizer.trainer.treat_whitespace_as_suffix
     adds_nothing = not tokenizer.normalizer.add_dummy_prefix
     return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and adds_nothing and is_plain
 
@@ -195,6 +196,10 @@ def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
     """Where no piece of a model can span."""
     if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
         return _never
+    if tokenizer.model_type == "words":
+        if tokenizer.is_normalised:
+            return is_plain_space
+        return _is_before_space
     model = tokenizer.processor
     texts = [i for i in range(tokenizer.vocab_size) if not (model.is_control(i) or model.is_byte(i))]
     neighbours = Neighbours(
@@ -223,6 +228,9 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
         rows.append(row)
     threads = _num_threads(pieces, tokenizer.threads)
     encoded = tokenizer.processor.encode(pieces, return_type="numpy", num_threads=threads)
+    if tokenizer.model_type == "words":
+        space = tokenizer.processor.piece_to_id("<0x20>")
+        encoded = [_spell_spaces(piece, mark, space) for piece in encoded]
     ids: list[np.ndarray] = []
     for row in rows:
         joined = [np.empty(0, dtype=np.int32)]
@@ -233,6 +241,18 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
                 joined.append(encoded[at])
         ids.append(np.concatenate(joined).astype(np.int32, copy=False))
     return ids
+
+
+def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
+    """The ids of a text without U+2581, with the byte of a space where the bytes of U+2581 stand.
+
+    A word that a word model does not know becomes bytes, and with it the mark that the library writes for its space.
+    """
+    first, second, third = mark
+    at = np.flatnonzero((ids[:-2] == first) & (ids[1:-1] == second) & (ids[2:] == third))
+    spelt = ids.copy()
+    spelt[at] = space
+    return np.delete(spelt, np.concatenate([at + 1, at + 2]))
 
 
 def _num_threads(texts: Sequence[Any], threads: int) -> int:
@@ -254,6 +274,11 @@ def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
         else:
             spelt.append(piece.replace(SPACE_MARK, " ").encode())
     return spelt
+
+
+def _is_before_space(text: str, at: int) -> bool:
+    """A word begins with its space: what stands before it is a word of its own."""
+    return text[at] == " "
 
 
 def _never(text: str, at: int) -> bool:

@@ -26,6 +26,33 @@ def test_tokenizer_of_a_sample_says_so(capsys, world, tmp_path):
     assert "a sample of 29.3 KiB from 24 documents" in out
 
 
+def test_other_kinds_and_the_space_mark_are_named(capsys, world, tmp_path):
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    (tmp_path / "corpus" / "mark.txt").write_text("a \u2581 b")
+    words = ["tokenizer", "train", "--source", tmp_path / "corpus", "--vocab-size", 300, "--output"]
+    code, out, _ = call(capsys, *words, tmp_path / "f", "--kind", "char")
+    assert code == 0
+    assert "\n1 document with U+2581, which SentencePiece writes for a space: " in out
+    assert "SentencePiece characters, 300 ids" in call(capsys, "tokenizer", "show", tmp_path / "f")[1]
+    assert call(capsys, *words, tmp_path / "g", "--kind", "morpheme")[0] == 2
+
+
+def test_a_training_that_was_stopped_goes_on_without_reading(capsys, world, tmp_path, monkeypatch):
+    words = ["tokenizer", "train", "--source", world / "corpus", "--vocab-size", 400, "--output", tmp_path / "f"]
+
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sentencepiece.SentencePieceTrainer.train", interrupted)
+        assert call(capsys, *words)[0] == 130
+    assert [path.name for path in tmp_path.iterdir()] == [".f.sample"]
+    code, out, err = call(capsys, *words)
+    assert (code, "going on: the 24 documents, " in err) == (0, True)
+    assert "400 ids, trained on 24 documents, " in out
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
 def test_a_vocabulary_that_cannot_be_is_refused(capsys, world, tmp_path):
     words = ["tokenizer", "train", "--source", world / "corpus", "--output", tmp_path / "f", "--vocab-size"]
     code, _, err = call(capsys, *words, 100_000)

@@ -179,6 +179,17 @@ def test_other_models_are_exported_as_sentencepiece_encodes_them(tmp_path, kind)
         assert again.encode_prompt(text) == load_tokenizer(model).encode_prompt(text)
 
 
+def test_a_unigram_of_ours_is_exported_with_its_own_rule(tmp_path):
+    """Real spaces in its pieces, no normaliser, and U+2581 in a text as its bytes."""
+    model = train_tokenizer(tmp_path / "source.model", model_type="unigram", vocab_size=400)
+    assert load_tokenizer(model).is_own
+    export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    check_tokenizer(model, tmp_path, [*HARD_TEXTS, *corpus()])
+    fast = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    text = f"a{SPACE_MARK}b {SPACE_MARK}"
+    assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == text
+
+
 def test_a_model_that_no_tokenizer_json_expresses_is_refused(tmp_path):
     """Hugging Face's copy of SentencePiece's normaliser composes letters otherwise."""
     model = train_tokenizer(tmp_path / "source.model", bos_piece="<s>", normalization_rule_name="nmt_nfkc")
