@@ -117,7 +117,10 @@ class Source:
         """
         digest = xxhash.xxh3_128()
         for file in self._files:
-            status = file.path.stat()
+            try:
+                status = file.path.stat()
+            except OSError as error:
+                raise DataError(_unreadable(file, error)) from error
             digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, file.format.ending]).encode())
         return {"kind": self.kind, **self._read_as(), "listing_xxh3_128": digest.hexdigest()}
 
@@ -290,4 +293,8 @@ def _hash(file: File) -> tuple[str, list[Piece]]:
     try:
         return hash_and_cut(file, CUT_BYTES)
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}.") from error
+        raise DataError(_unreadable(file, error)) from error
+
+
+def _unreadable(file: File, error: OSError) -> str:
+    return f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}."

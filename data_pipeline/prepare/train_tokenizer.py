@@ -106,6 +106,7 @@ def _find_sample(
     on_sample: Callable[[Sample, bool], None] | None,
 ) -> Sample:
     """The sample that a killed training has left, else a new one."""
+    # Neither kind nor size: who tries another one after a kill need not read the corpus again.
     sample, recipe = None, None
     if stamp is not None:
         recipe = {"source": stamp, "max_text_bytes": drawing["max_text_bytes"], "seed": drawing["seed"]}

@@ -31,6 +31,7 @@ class Duplicates:
 
     def rule(self) -> DuplicateRule:
         """The options, checked."""
+        # Here, as in every verb: `--help` imports nothing of the data pipeline.
         from data_pipeline.prepare.duplicates.rule import DuplicateRule
 
         return DuplicateRule(
@@ -45,6 +46,7 @@ class Duplicates:
 def duplicate_lines(report: DuplicateReport) -> list[str]:
     """What a build found of duplicates: how many were removed, which ones for example, and how large groups are."""
     counts = report.counts
+    # Of all kinds: a low threshold shows itself by a group as large as the corpus.
     groups = f"{plural(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
     if report.file is None:
         if not counts.groups:

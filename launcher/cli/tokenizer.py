@@ -80,6 +80,7 @@ def train(
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,
+                # Not the fingerprint, for which every byte would be read once more.
                 stamp=source.stamp(),
                 on_sample=learning,
             )

@@ -56,6 +56,7 @@ def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float
         groups = find_groups(corpus, firsts, rule)
     members, groups = _in_groups(groups)
     firsts = firsts[members]
+    # From here on of members alone: most documents of a corpus have no duplicate.
     text_bytes = corpus.facts(members)["text_bytes"].astype(np.int64)
     # Groups one after the other; within one in the order in which documents have a right to stay.
     order = np.lexsort((members, -text_bytes, groups))
@@ -142,6 +143,7 @@ def _resemble(
     In rounds: in every group the first of those that are left stays, and all that resemble it are removed.
     """
     while len(rest):
+        # Of each group in one round: there are as many rounds as a group keeps documents, and not as many as groups.
         is_leader = np.diff(groups[rest], prepend=-1) != 0
         leaders = rest[is_leader][np.cumsum(is_leader) - 1][~is_leader]
         rest = rest[~is_leader]

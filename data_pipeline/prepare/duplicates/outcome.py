@@ -76,6 +76,7 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
         here = slice(borders[number], borders[number + 1])
         rows = np.empty(borders[number + 1] - borders[number], dtype=_ROW)
         rows["document"] = documents[here] - corpus.starts[number]
+        # With each its text's hash, so that the second pass notices when it reads something else.
         rows["hash"] = corpus.parts[number].facts["hash"][rows["document"]]
         rows["action"] = actions[here]
         rows.tofile(folder / part_file(number))

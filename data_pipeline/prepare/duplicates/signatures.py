@@ -19,6 +19,7 @@ from longctx.mixing import mix64, mix64_array
 
 GROUP_CHARACTERS = 1 << 18
 """Text that is hashed at once: its arrays fit into a processor's cache."""
+_LEAST_CHARACTERS = 64
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _DONOR_SALT = 0x646F6E6F72
 _MOST_DONORS = 1024
@@ -59,7 +60,8 @@ class Signer:
         self._open.append(_Open(name_hash=text_hash, values=np.full(self._count, _EMPTY)))
         for piece in _pieces(text):
             self._group.append((len(self._open) - 1, piece.lower()))
-            self._characters += len(piece)
+            # Short texts count for more, because each takes its kilobyte of values.
+            self._characters += max(len(piece), _LEAST_CHARACTERS)
             if self._characters >= GROUP_CHARACTERS:
                 self._hash_group()
                 # The text itself may go on.

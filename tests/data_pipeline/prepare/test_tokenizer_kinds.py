@@ -61,7 +61,7 @@ def models(documents: list[Document], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_any_text_comes_back_and_makes_no_control_id(models: dict[str, SentencePieceTokenizer], kind: str, text: str):
     tokenizer = models[kind]
@@ -91,7 +91,7 @@ def test_hard_texts_come_back_in_documents_and_shards(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(text=TEXTS)
 def test_where_a_text_is_cut_for_the_library_changes_no_id(
     models: dict[str, SentencePieceTokenizer], kind: str, text: str
@@ -203,7 +203,7 @@ class TestGoingOn:
         train_tokenizer(documents, output, on_sample=lambda _, was_kept: told.append(was_kept), **options)
         assert told == [False]
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(st.lists(st.text(), min_size=1, max_size=5))
     def test_a_sample_comes_back(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]):
         path = tmp_path_factory.mktemp("sample") / ".f.sample"

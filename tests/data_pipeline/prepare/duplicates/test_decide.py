@@ -95,7 +95,7 @@ def hash_of(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([0.5, 0.8]), st.lists(st.integers(0, 45), max_size=3))
 def test_a_decision_holds_for_every_pair_and_does_not_depend_on_the_parts(
     tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, cuts: list[int]

@@ -90,6 +90,9 @@ def test_texts_come_out_as_soon_as_their_group_is_done():
     signer = Signer(NEAR)
     assert sum(len(some) for number in range(300) for some in signer.add("some words " * 200, number)) > 200
     assert len(signer._open) < 120
+    # Texts of a character would else fill the memory with what is kept of each.
+    signer = Signer(NEAR)
+    assert sum(len(some) for number in range(5000) for some in signer.add("x", number)) > 4000
 
 
 @pytest.mark.parametrize("words", [6, 30, 150, 3000])

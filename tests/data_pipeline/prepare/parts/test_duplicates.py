@@ -282,9 +282,9 @@ def test_verify_knows_the_list(expected: dict[str, bytes], expected_folder: Path
     assert verify(folder) == [f"{folder / DUPLICATES_FILE} is missing."]
 
 
-# The command itself, with parts that a test has time for, and a stop in each of them.
+# The command itself, with parts that a test has time for.
 SCRIPT = """
-import sys, time
+import sys
 from data_pipeline.prepare import sources
 from data_pipeline.prepare.parts import deal
 deal.PART_BYTES = sources.CUT_BYTES = 30_000
@@ -293,6 +293,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_build_goes_on(
     build: Build, expected: dict[str, bytes], repeated: Path, tokenizer: Tokenizer, tmp_path: Path
 ):
