@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from data_pipeline.prepare.duplicates.signed import SignedPart
 
 SLICE_DOCUMENTS = 1 << 22
 """About how many documents' keys are sorted at once: of a larger corpus they are taken by their first bits."""
+
+_MAPPED_NAMES = 64
+"""Parts whose names are mapped at once, two open files each."""
 
 
 class SignedCorpus:
@@ -19,6 +23,8 @@ class SignedCorpus:
         self.parts = parts
         self.starts = np.cumsum([0] + [part.documents for part in parts])
         """The number of each part's first document, and of all."""
+        # Removed documents come in order, and those that stay from anywhere.
+        self._names = lru_cache(maxsize=_MAPPED_NAMES)(lambda number: parts[number].names())
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -62,7 +68,7 @@ class SignedCorpus:
     def name(self, document: int) -> str:
         """The name of a document."""
         part = int(np.searchsorted(self.starts, document, side="right")) - 1
-        return self.parts[part].name(document - int(self.starts[part]))
+        return self._names(part)[document - int(self.starts[part])]
 
     def _slice(
         self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray, number: int, slices: int

@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -130,42 +129,47 @@ class SignedWriter:
         self._files = {}
 
 
-class SignedPart:
-    """The files of one part, mapped."""
+class PartNames:
+    """The names of a part's documents, mapped."""
 
-    def __init__(self, folder: Path, documents: int, rule: DuplicateRule) -> None:
-        self.documents = documents
-        self._folder, self._rule = folder, rule
+    def __init__(self, names: np.ndarray, ends: np.ndarray) -> None:
+        self._names, self._ends = names, ends
 
-    @cached_property
-    def facts(self) -> np.ndarray:
-        """A row of ``FACTS`` a document."""
-        return self._map(_DOCUMENTS, FACTS)
-
-    @cached_property
-    def signatures(self) -> np.ndarray:
-        """uint16 [documents, permutations]."""
-        return self._map(_SIGNATURES, np.dtype("<u2")).reshape(self.documents, self._rule.permutations)
-
-    @cached_property
-    def bands(self) -> np.ndarray:
-        """Keys, uint64 [bands, documents]."""
-        return self._map(_BANDS, np.dtype("<u8")).reshape(self._rule.bands()[0], self.documents)
-
-    def name(self, document: int) -> str:
-        """The name of a document of the part."""
+    def __getitem__(self, document: int) -> str:
         start = 0
         if document:
             start = int(self._ends[document - 1])
         return self._names[start : int(self._ends[document])].tobytes().decode()
 
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return self._map(_ENDS, np.dtype("<u8"))
 
-    @cached_property
-    def _names(self) -> np.ndarray:
-        return self._map(_NAMES, np.dtype(np.uint8))
+class SignedPart:
+    """The files of one part. Each is mapped when it is asked for, and closed when nobody uses the array any more.
+
+    A corpus has thousands of parts: held open, their files would exceed what a process may have.
+    """
+
+    def __init__(self, folder: Path, documents: int, rule: DuplicateRule) -> None:
+        self.documents = documents
+        self._folder, self._rule = folder, rule
+
+    @property
+    def facts(self) -> np.ndarray:
+        """A row of ``FACTS`` a document."""
+        return self._map(_DOCUMENTS, FACTS)
+
+    @property
+    def signatures(self) -> np.ndarray:
+        """uint16 [documents, permutations]."""
+        return self._map(_SIGNATURES, np.dtype("<u2")).reshape(self.documents, self._rule.permutations)
+
+    @property
+    def bands(self) -> np.ndarray:
+        """Keys, uint64 [bands, documents]."""
+        return self._map(_BANDS, np.dtype("<u8")).reshape(self._rule.bands()[0], self.documents)
+
+    def names(self) -> PartNames:
+        """The names of the documents."""
+        return PartNames(self._map(_NAMES, np.dtype(np.uint8)), self._map(_ENDS, np.dtype("<u8")))
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         # An empty file cannot be mapped.

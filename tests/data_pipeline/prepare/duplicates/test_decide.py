@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from data_pipeline.prepare.duplicates import groups as groups_module
 from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.decide import Decision, decide
 from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
+from data_pipeline.prepare.duplicates.outcome import save_outcome
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import band_keys, similarity
 from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord, SignedWriter
@@ -157,7 +159,7 @@ def test_texts_whose_hashes_agree_in_64_bits_are_not_equal(tmp_path: Path, monke
     corpus = signed(tmp_path, ["a", "b", "a", "cc", "b"], rule)
     facts = np.array(corpus.parts[0].facts)
     facts["low"] = 7
-    monkeypatch.setattr(corpus.parts[0], "facts", facts)
+    monkeypatch.setattr(SignedPart, "facts", property(lambda _: facts))
     assert find_copies(corpus).tolist() == [0, 1, 0, 3, 1]
     facts["high"] = 7
     # And the lengths differ still.
@@ -195,6 +197,22 @@ def test_a_corpus_of_one_text_and_many_copies_takes_no_time(tmp_path: Path):
     assert found.largest_group == 2000
 
 
+def test_parts_beyond_what_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A corpus of a terabyte has four thousand parts; most systems let a process open a thousand files."""
+    texts = [f"{number} {' some words of a text' * (number % 7)}" for number in range(60)]
+    corpus = signed(tmp_path / "signed", texts, NEAR, range(1, 60))
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(corpus_module, "_MAPPED_NAMES", 8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 25, most))
+    try:
+        corpus = SignedCorpus(corpus.parts)
+        found = save_outcome(tmp_path / "decided", corpus, decide(corpus, NEAR, FRACTION))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    assert found.counts.near_documents > 5
+    assert found.documents == [1] * 60
+
+
 @pytest.mark.parametrize("texts", [[], ["only one"], ["", ""]])
 @pytest.mark.parametrize("kind", ["exact", "near", "together"])
 def test_small_corpora(tmp_path: Path, texts: list[str], kind: str):
@@ -225,7 +243,9 @@ def test_a_damaged_part_has_no_record(tmp_path: Path, file: str):
     assert SignedRecord.load(tmp_path / "0") is None
 
 
-def test_all_that_share_a_band_are_compared_and_not_only_with_the_first(tmp_path: Path):
+def test_all_that_share_a_band_are_compared_and_not_only_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The first of a run resembles nobody; of the others two and two resemble one another, and share no other band."""
     bands, rows = NEAR.bands()
     draw = np.random.default_rng(0)
@@ -235,6 +255,7 @@ def test_all_that_share_a_band_are_compared_and_not_only_with_the_first(tmp_path
         signatures[second, rows - 1 : bands * rows : rows] += 1
     signatures[:, :rows] = 7
     corpus = signed(tmp_path, ["a", "b", "c", "d", "e"], NEAR)
-    part = corpus.parts[0]
-    part.__dict__.update(signatures=signatures, bands=np.ascontiguousarray(band_keys(signatures, bands, rows).T))
+    keys = np.ascontiguousarray(band_keys(signatures, bands, rows).T)
+    monkeypatch.setattr(SignedPart, "signatures", property(lambda _: signatures))
+    monkeypatch.setattr(SignedPart, "bands", property(lambda _: keys))
     assert find_groups(corpus, np.arange(5), NEAR).tolist() == [0, 1, 2, 1, 2]
