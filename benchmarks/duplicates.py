@@ -104,7 +104,7 @@ def _anonymous_bytes() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure both, and print a line each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The cost of looking for duplicates.")
     parser.add_argument("--source", default="stdlib")
     parser.add_argument("--documents", type=int, default=2_000_000)
     chosen = parser.parse_args(arguments)

@@ -41,22 +41,23 @@ def draw_sample(
     """
     # A heap with the largest hash first: (−hash, number of the document, text).
     sample: list[tuple[int, int, str]] = []
-    sample_bytes = seen_bytes = marked = 0
-    for number, document in enumerate(documents):
+    sample_bytes = seen = seen_bytes = marked = 0
+    for document in documents:
         raw = document.text.encode()
-        heapq.heappush(sample, (-xxhash.xxh3_64_intdigest(raw, seed=seed), number, document.text))
+        heapq.heappush(sample, (-xxhash.xxh3_64_intdigest(raw, seed=seed), seen, document.text))
+        seen += 1
         sample_bytes += len(raw)
         seen_bytes += len(raw)
         marked += SPACE_MARK in document.text
         while sample_bytes > max_text_bytes and len(sample) > 1:
             sample_bytes -= len(heapq.heappop(sample)[2].encode())
         if progress is not None:
-            progress(number + 1, seen_bytes)
+            progress(seen, seen_bytes)
     if not sample:
         raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
     # Back in the source's order: the same corpus gives the same model file.
     in_order = sorted(sample, key=lambda entry: entry[1])
-    return Sample(texts=[text for _, _, text in in_order], documents=number + 1, text_bytes=seen_bytes, marked=marked)
+    return Sample(texts=[text for _, _, text in in_order], documents=seen, text_bytes=seen_bytes, marked=marked)
 
 
 def sample_file(output: Path) -> Path:
