@@ -83,6 +83,7 @@ def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
     """The sample in a file; None where there is none, or one of something else, or one that is not whole."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as lines:
+            # First alone: a sample of something else need not be read whole.
             header = json.loads(lines.readline())
             if header.pop("format") != FORMAT or header.pop("recipe") != recipe:
                 return None

@@ -37,6 +37,7 @@ class SignedCorpus:
         """
         slices = max(1, -(-len(self) // SLICE_DOCUMENTS))
         for number in range(slices):
+            # Equal keys are in one slice, whatever parts they are of.
             keys, documents = self._slice(column, leave, number, slices)
             order = np.argsort(keys, kind="stable")
             keys, documents = keys[order], documents[order]
@@ -52,6 +53,7 @@ class SignedCorpus:
         parts = np.searchsorted(self.starts, documents, side="right") - 1
         first = rows(self.parts[0])
         found = np.empty((len(documents), *first.shape[1:]), dtype=first.dtype)
+        # Part by part: a file is mapped once for all rows that are wanted of it.
         for part in np.unique(parts):
             here = np.flatnonzero(parts == part)
             found[here] = rows(self.parts[part])[documents[here] - self.starts[part]]

@@ -66,6 +66,7 @@ def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float
     removal = _nothing()
     if rule.removes:
         removal = _remove(corpus, members, groups, firsts, rule)
+        # What is removed needs no side.
         stays = ~np.isin(placed, removal.documents)
         placed, held_out = placed[stays], held_out[stays]
     sizes = np.diff(np.append(np.flatnonzero(is_first), len(members)))

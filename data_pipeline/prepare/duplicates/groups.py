@@ -48,6 +48,7 @@ def find_groups(corpus: SignedCorpus, firsts: np.ndarray, rule: DuplicateRule) -
     values, or where they are equal.
     """
     union = _Union(firsts.copy())
+    # Copies are joined already: comparing them too would only repeat what the first of them says.
     is_copy = firsts != np.arange(len(firsts))
     bands, _ = rule.bands()
     for band in range(bands):
@@ -95,6 +96,7 @@ class _Union:
 
     def roots(self, numbers: np.ndarray) -> np.ndarray:
         """The smallest member of each one's set."""
+        # All at once, a step a round; what is found is written back, so that paths stay short.
         found = self._parents[numbers]
         while True:
             above = self._parents[found]

@@ -71,6 +71,7 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
     actions[len(removal.documents) :] = np.where(decision.is_held_out, _VALIDATION, _TRAINING)
     order = np.argsort(documents)
     documents, actions = documents[order], actions[order]
+    # Where each part's rows begin: documents are numbered through all parts.
     borders = np.searchsorted(documents, corpus.starts)
     for number in range(len(corpus.parts)):
         here = slice(borders[number], borders[number + 1])

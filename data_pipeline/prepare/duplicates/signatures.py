@@ -93,15 +93,18 @@ class Signer:
         combined = np.zeros(shingles, dtype=np.uint64)
         for place, factor in enumerate(self._factors):
             combined += hashes[place : place + shingles] * factor
+        # A shingle that begins in one text and ends in the next one is none.
         within = texts[:shingles] == texts[self._size - 1 :]
         self._lower(mix64_array(combined[within]), texts[:shingles][within])
 
     def _lower(self, hashes: np.ndarray, texts: np.ndarray) -> None:
         """Put shingles' hashes into the values of their texts."""
+        # Texts before this group's first are done, and wait only to be taken.
         first = texts[0] if len(texts) else 0
         values = np.array([text.values for text in self._open[first:]])
         parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
         places = (texts - first) * self._count + parts.astype(np.int64)
+        # The hash's upper half says the part, so that of one part the smallest hash is the smallest of its range.
         np.minimum.at(values.reshape(-1), places, hashes)
         for text, lowered in zip(self._open[first:], values, strict=True):
             text.values = lowered

@@ -95,6 +95,7 @@ class SignedWriter:
             self._write_bands()
         self._close()
         (self._folder / _KEYS).unlink(missing_ok=True)
+        # The record vouches for every file: they are on the disk before it.
         paths = sorted(path for path in self._folder.iterdir())
         for path in paths:
             sync_path(path)
@@ -108,6 +109,7 @@ class SignedWriter:
         """Write signatures, and the keys of their bands, text by text."""
         for some in signatures:
             self._write(_SIGNATURES, some.tobytes())
+            # Text by text, as they come; turned when all are there.
             self._write(_KEYS, band_keys(some, *self._rule.bands()).tobytes())
 
     def _write_bands(self) -> None:

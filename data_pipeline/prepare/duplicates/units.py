@@ -66,6 +66,7 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
     joins = np.zeros(len(points) + 1, dtype=bool)
     # Whether a character and the one before it are of one word.
     np.logical_and(in_word[1:], in_word[:-1], out=joins[1:-1])
+    # A unit begins where no other one goes on, and ends likewise; what stands between units is no part of any.
     counts = in_word | alone
     starts = np.flatnonzero(counts & ~joins[:-1])
     stops = np.flatnonzero(counts & ~joins[1:]) + 1
@@ -85,6 +86,7 @@ def _table(unit: str) -> np.ndarray:
     table = np.zeros(_LAST + 1, dtype=np.uint8)
     for first, last, kind in _RANGES:
         table[first : last + 1] = kind
+    # Every character that is seen, with punctuation: among words it would be lost.
     if unit == "characters":
         table[0x21:] = _ALONE
         table[0x7F:0xA1] = _BETWEEN

@@ -40,6 +40,7 @@ def find_duplicates(
         shutil.rmtree(staging.signatures, ignore_errors=True)
         return outcome
     records: dict[int, SignedRecord] = {}
+    # Each is checked to the byte: a damaged one is hashed again.
     for part in parts:
         record = SignedRecord.load(staging.signatures_folder(part.number))
         if record is not None:

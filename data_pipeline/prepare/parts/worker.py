@@ -128,6 +128,7 @@ def _work(connection: Connection) -> None:
             signed = sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=reporter)
             _send(connection, signed)
             continue
+        # Not before it is needed: a pass that hashes texts has none.
         if tokenizer is None:
             tokenizer = _tokenizer(setup)
         record = encode_part(

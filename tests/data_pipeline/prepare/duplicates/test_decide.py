@@ -179,7 +179,7 @@ def test_a_chain_keeps_its_ends(tmp_path: Path):
 
 
 def test_slices_of_keys_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    texts = families(9, 300)
+    texts = families(9, 200)
     corpus = signed(tmp_path, texts, NEAR, [100, 130])
     whole = decide(corpus, NEAR, FRACTION)
     assert len(whole.removal.documents) > 50
@@ -191,26 +191,26 @@ def test_slices_of_keys_change_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_corpus_of_one_text_and_many_copies_takes_no_time(tmp_path: Path):
-    texts = ["the same licence text over and over again " * 20] * 2000 + [f"{n} " * 8 for n in range(2000)]
-    found = decide(signed(tmp_path, texts, NEAR, [1000]), NEAR, FRACTION)
-    assert found.removal.documents.tolist() == list(range(1, 2000))
-    assert found.largest_group == 2000
+    texts = ["the same licence text over and over again " * 20] * 600 + [f"{n} " * 8 for n in range(900)]
+    found = decide(signed(tmp_path, texts, NEAR, [400]), NEAR, FRACTION)
+    assert found.removal.documents.tolist() == list(range(1, 600))
+    assert found.largest_group == 600
 
 
 def test_parts_beyond_what_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A corpus of a terabyte has four thousand parts; most systems let a process open a thousand files."""
-    texts = [f"{number} {' some words of a text' * (number % 7)}" for number in range(60)]
-    corpus = signed(tmp_path / "signed", texts, NEAR, range(1, 60))
+    texts = [f"{number} {' some words of a text' * (number % 7)}" for number in range(40)]
+    corpus = signed(tmp_path / "signed", texts, NEAR, range(1, 40))
     few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(corpus_module, "_MAPPED_NAMES", 8)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 25, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 22, most))
     try:
         corpus = SignedCorpus(corpus.parts)
         found = save_outcome(tmp_path / "decided", corpus, decide(corpus, NEAR, FRACTION))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     assert found.counts.near_documents > 5
-    assert found.documents == [1] * 60
+    assert found.documents == [1] * 40
 
 
 @pytest.mark.parametrize("texts", [[], ["only one"], ["", ""]])

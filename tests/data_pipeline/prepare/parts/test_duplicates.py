@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.inspect import describe, verify
-from data_pipeline.prepare.build import VALIDATION_FOLDER, BuildReport, build_shards
+from data_pipeline.prepare.build import BuildReport, build_shards
 from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
@@ -24,6 +24,7 @@ from data_pipeline.prepare.parts import compare, pool
 from data_pipeline.prepare.parts.record import RECORD_FILE
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer

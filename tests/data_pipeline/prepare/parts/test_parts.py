@@ -15,8 +15,8 @@ from data_pipeline.prepare.parts import pool, staging
 from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.prepare.split import SPLIT_SALT
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import ShardWriter
 from data_pipeline.shuffle import falls_below
