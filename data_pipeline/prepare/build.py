@@ -29,6 +29,7 @@ from longctx.tokenizer.contract import Tokenizer
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "validation"
+_SHOWN_DIRECTORIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class BuildReport:
     """Parts that the source was dealt out into; 0 where nothing was done."""
     parts_found: int = 0
     """How many of them an earlier build had finished."""
+    cut_directories: dict[str, int] = field(default_factory=dict)
+    """Directories that were too large to be joined into one document, and how many documents each became."""
 
 
 def build_shards(
@@ -109,6 +112,7 @@ def build_shards(
     if workers < 1:
         raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
     started = time.monotonic()
+    _say_cut(source, say)
     options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
     sources = [source.fingerprint()]
     # An empty folder that the user has made is free to fill.
@@ -117,7 +121,7 @@ def build_shards(
     if occupied and not overwrite:
         _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
         remove_leftovers(output)
-        return _report(output, up_to_date=True, exact=exact, started=started)
+        return _report(output, source, up_to_date=True, exact=exact, started=started)
     # --overwrite replaces shards, never a folder that holds something else.
     if occupied and not (output / MANIFEST_FILE).is_file():
         raise DataError(
@@ -134,7 +138,7 @@ def build_shards(
         differences = build.put_together(sources, options, exact=exact)
         staging.publish()
     return _report(
-        output, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
+        output, source, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
     )
 
 
@@ -248,8 +252,22 @@ def _check_same_recipe(
         open_verified(output / VALIDATION_FOLDER, whole=True)
 
 
+def _say_cut(source: Source, say: Callable[[str], None]) -> None:
+    """Say which directories are too large for one document."""
+    cut = source.cut_directories()
+    if cut:
+        shown = ", ".join(list(cut)[:_SHOWN_DIRECTORIES])
+        if len(cut) > _SHOWN_DIRECTORIES:
+            shown += ", …"
+        say(
+            f"{len(cut)} directories have more bytes than one document may have (--join-bytes): "
+            f"they are cut between files into {sum(cut.values())} documents: {shown}"
+        )
+
+
 def _report(
     output: Path,
+    source: Source,
     *,
     up_to_date: bool,
     started: float,
@@ -290,6 +308,7 @@ def _report(
         seconds=time.monotonic() - started,
         parts=parts,
         parts_found=parts_found,
+        cut_directories=source.cut_directories(),
     )
 
 

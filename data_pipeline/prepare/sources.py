@@ -11,13 +11,14 @@ import logging
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
+from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import list_files
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
@@ -48,6 +49,7 @@ class Source:
         text_field: str,
         selection: Selection,
         strict: bool,
+        join: Join | None = None,
     ) -> None:
         self.spec = spec
         self.kind = kind
@@ -60,6 +62,7 @@ class Source:
         """What was left out before anything was read."""
         self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict)
         self._selection = selection
+        self._join = join
         self._fingerprint: dict[str, Any] | None = None
         self._pieces: list[Piece] = []
 
@@ -77,7 +80,7 @@ class Source:
         reading = Reading(self.read_as, on_left_out)
         for skip in self.not_listed:
             reading.note(skip)
-        for document in reading.documents(map(whole, self._files)):
+        for document in reading.documents(self._joined(map(whole, self._files))):
             num_documents += 1
             self.bytes_read = reading.bytes_read
             yield document
@@ -90,10 +93,16 @@ class Source:
     def pieces(self) -> list[Piece]:
         """The files in their order, large ones cut into pieces of whole records where their format allows it.
 
-        A function of the files alone. They are read once for it, as for ``fingerprint``.
+        A function of the files alone, joined or not. They are read once for it, as for ``fingerprint``.
         """
         self.fingerprint()
         return list(self._pieces)
+
+    def cut_directories(self) -> dict[str, int]:
+        """Directories that are too large to be joined into one document, and how many documents each becomes."""
+        if self._join is None:
+            return {}
+        return cut_directories(self._joined(map(whole, self._files)), self._join)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -128,7 +137,7 @@ class Source:
                 done += file.size
                 if progress is not None:
                     progress(done)
-            self._pieces = pieces
+            self._pieces = list(self._joined(pieces))
             self._fingerprint = {
                 "kind": self.kind,
                 **self._read_as(),
@@ -138,6 +147,12 @@ class Source:
                 "files_xxh3_128": digest.hexdigest(),
             }
         return dict(self._fingerprint)
+
+    def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """The pieces as documents are made of them."""
+        if self._join is None:
+            return pieces
+        return join_pieces(pieces, self._join)
 
     def _read_as(self) -> dict[str, Any]:
         """How the files are read: the same bytes are other documents under another field or format."""
@@ -150,6 +165,8 @@ class Source:
             read_as["include"] = list(self._selection.include)
         if self._selection.as_text:
             read_as["as_text"] = list(self._selection.as_text)
+        if self._join is not None:
+            read_as["join"] = self._join.to_json()
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
@@ -164,6 +181,7 @@ def open_source(
     exclude: Sequence[str] = (),
     as_text: Sequence[str] = (),
     strict: bool = False,
+    join: Join | None = None,
 ) -> Source:
     """The corpus that ``spec`` names, listed and checked but not yet read.
 
@@ -172,6 +190,7 @@ def open_source(
     Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
     plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
     folder's own path stands for all below it. What cannot be read is left out and listed; ``strict`` makes it an error.
+    A text file is one document, or with ``join`` those of a directory are one together.
 
     Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
     text field is in none of the files that should have it and these are most of the source.
@@ -201,6 +220,7 @@ def open_source(
         text_field=text_field,
         selection=selection,
         strict=strict,
+        join=join,
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
 from launcher.cli.console import human_bytes, say
 from launcher.wording import plural
+from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.prepare.joining import Join
     from data_pipeline.prepare.sources import Source
 
 Globs = UseAppendAction[list[list[str]]]
@@ -35,6 +38,15 @@ class Corpus:
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
     strict: bool = False
     """Stop at the first file or record that cannot be read, instead of leaving it out and listing it."""
+    join: Literal["file", "directory"] = "file"
+    """What one document is: a text file, or the text files of a directory, in the order of their names."""
+    join_depth: int | None = None
+    """Directories from the source down that count, all below joined: 1 for a folder of repositories. Each unless
+    given."""
+    join_bytes: int | None = None
+    """Cut a directory between files where its document would have more bytes of them, 2^25 unless given."""
+    join_header: Annotated[str, arg(metavar="TEMPLATE")] = ""
+    r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
 
     def open(self) -> Source:
         """The source to read; DataError where there is none."""
@@ -47,6 +59,7 @@ class Corpus:
             exclude=_flat(self.exclude),
             as_text=_flat(self.as_text),
             strict=self.strict,
+            join=self._joining(),
         )
 
     def arguments(self) -> list[str]:
@@ -60,7 +73,35 @@ class Corpus:
             arguments += ["--text-field", self.text_field]
         if self.strict:
             arguments.append("--strict")
+        if self.join != "file":
+            arguments += ["--join", self.join]
+        joining = (("depth", self.join_depth), ("bytes", self.join_bytes), ("header", self.join_header or None))
+        for option, value in joining:
+            if value is not None:
+                arguments += [f"--join-{option}", str(value)]
         return arguments
+
+    def _joining(self) -> Join | None:
+        """How files are joined; None where each is a document. ConfigError for options without effect."""
+        from data_pipeline.prepare.joining import DEFAULT_JOIN_BYTES, Join
+
+        if self.join == "file":
+            if self.join_depth is not None or self.join_bytes is not None or self.join_header:
+                raise ConfigError(
+                    "--join-depth, --join-bytes and --join-header say how files are joined: they need --join directory."
+                )
+            return None
+        depth, most_bytes = 0, DEFAULT_JOIN_BYTES
+        if self.join_depth is not None:
+            # 0 is what leaving it out says: a number that is given must count something.
+            if self.join_depth < 1:
+                raise ConfigError(
+                    f"--join-depth {self.join_depth} must be at least 1. Left out, each directory counts."
+                )
+            depth = self.join_depth
+        if self.join_bytes is not None:
+            most_bytes = self.join_bytes
+        return Join(depth=depth, most_bytes=most_bytes, header=_unescaped(self.join_header))
 
 
 def say_left_out(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | None = None) -> None:
@@ -78,6 +119,12 @@ def say_left_out(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]
 def read_so_far(documents: int, text_bytes: int) -> str:
     """How much was read, for a line of progress or of results."""
     return f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
+
+
+def _unescaped(template: str) -> str:
+    """A template with its newlines and tabs, which a shell passes on as two characters each."""
+    escapes = {r"\\": "\\", r"\n": "\n", r"\t": "\t"}
+    return re.sub(r"\\[\\nt]", lambda found: escapes[found[0]], template)
 
 
 def _flat(lists: list[list[str]]) -> list[str]:

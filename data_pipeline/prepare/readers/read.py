@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import zstandard
 
-from data_pipeline.prepare.documents import DamageError, Document, File, Item, Piece, Skip, whole
+from data_pipeline.prepare.documents import DamageError, Document, File, Item, Joined, Piece, Skip, whole
+from data_pipeline.prepare.joining import begin_of
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
@@ -31,6 +32,9 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
     A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
     to read what it could open before: another reading could give other documents.
     """
+    if piece.joined is not None:
+        yield from _read_joined(piece.joined, text_field)
+        return
     file = piece.file
     reader = _READERS[file.format.kind]
     documents = items = 0
@@ -51,6 +55,24 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
     # Blank lines may be all of a piece: that says nothing of its file.
     if not items and piece.stop is None:
         yield Skip(file.name, "empty"), piece.size
+
+
+def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
+    """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
+    texts: list[str] = []
+    passed = 0
+    for file in joined.files:
+        for item, bytes_read in read(whole(file), text_field):
+            if isinstance(item, Skip):
+                yield item, passed + bytes_read
+            else:
+                before = ""
+                if texts:
+                    before = texts[-1]
+                texts += [begin_of(joined, file, before), item.text]
+        passed += file.size
+    if texts:
+        yield Document(joined.name, "".join(texts)), passed
 
 
 def check(file: File, text_field: str) -> Skip | None:
