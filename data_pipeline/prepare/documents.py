@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from data_pipeline.stores.urls import Location
 
 
 class DamageError(Exception):
@@ -48,7 +49,7 @@ class Format:
 class File:
     """A file to read."""
 
-    path: Path
+    path: Location
     name: str
     """Path relative to the source, with ``/`` on every system; bytes that are not UTF-8 are spelt ``\\xNN``."""
     size: int

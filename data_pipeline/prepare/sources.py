@@ -21,12 +21,15 @@ from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import list_files
+from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import check
 from data_pipeline.prepare.readers.records import no_field_reason
 from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.selection import Selection
+from data_pipeline.stores.client import list_names
+from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -185,7 +188,8 @@ def open_source(
 ) -> Source:
     """The corpus that ``spec`` names, listed and checked but not yet read.
 
-    ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path: a folder
+    ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
+    of an object store (``s3://``, ``gs://``): a folder
     (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
     Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
     plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
@@ -195,9 +199,12 @@ def open_source(
     Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
     text field is in none of the files that should have it and these are most of the source.
     """
-    kind, root = _locate(str(spec))
+    kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text)
-    listing = list_files(root, selection, python_only=kind == "stdlib")
+    if isinstance(root, ObjectPath):
+        listing = list_source(root, selection)
+    else:
+        listing = list_files(root, selection, python_only=kind == "stdlib")
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
@@ -260,11 +267,18 @@ def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[
 # ----------------------------------------------------------------------------------------------------- where it lies
 
 
-def _locate(spec: str) -> tuple[str, Path]:
-    """Kind and path of what a user named; ``DataError`` if there is nothing."""
+def _locate(spec: str | Path) -> tuple[str, Location]:
+    """Kind and place of what a user named; ``DataError`` if there is nothing."""
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
-    path = Path(spec)
+    path = locate(spec)
+    if isinstance(path, ObjectPath):
+        # Of the two a store knows objects alone.
+        if path.is_file():
+            return "file", path
+        if not path.is_dir():
+            raise DataError(f"source={spec} does not exist. {_held(path.parent)}")
+        return "folder", path
     if not path.exists():
         raise DataError(f"source={spec} does not exist.\n{_nearest(path)}")
     if path.is_dir():
@@ -281,6 +295,12 @@ def _nearest(path: Path) -> str:
         names = []
     held = ", ".join(names) or "nothing"
     return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
+
+
+def _held(folder: ObjectPath) -> str:
+    """What a folder of a store holds, for a message."""
+    names = list_names(folder)[:8]
+    return f"{folder} holds {', '.join(names) or 'nothing'}. Name a folder or an object with text."
 
 
 # ---------------------------------------------------------------------------------------------------------- messages

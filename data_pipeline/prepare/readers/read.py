@@ -19,6 +19,7 @@ from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import read_text
+from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 
 _DAMAGE = (DamageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException)
@@ -77,6 +78,9 @@ def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
 
 def check(file: File, text_field: str) -> Skip | None:
     """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
+    # To open an object is a request, and of a text there is nothing to see.
+    if file.format.kind == "text" and isinstance(file.path, ObjectPath):
+        return None
     try:
         with opened(whole(file)) as source:
             return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
