@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from data_pipeline.prepare.build import VALIDATION_FOLDER
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
+from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
-from longctx.files import hash_file
+from longctx.files import explained_writes
 from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.load import has_tokenizer
 
@@ -196,24 +202,44 @@ def verify(folder: str | Path) -> list[str]:
 
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
     names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
+    Of a folder that is packed or in a store every shard is fetched anew, whatever the cache has.
     """
-    folder = Path(folder)
-    held_out = folder / VALIDATION_FOLDER
-    problems = list(_problems(folder))
-    if held_out.is_dir():
-        problems += _problems(held_out)
+    place = locate(folder)
+    problems = list(_problems(place))
+    if (place / VALIDATION_FOLDER).is_dir():
+        problems += _problems(place / VALIDATION_FOLDER)
     return problems
 
 
-def _problems(folder: Path) -> Iterator[str]:
+def _problems(place: Location) -> Iterator[str]:
     """Yield what is wrong with one shard folder."""
-    try:
-        manifest = Manifest.load(folder)
-    except DataError as error:
-        yield str(error)
+    if isinstance(place, Path) and not (place / PACKED_FILE).is_file():
+        try:
+            manifest = Manifest.load(place)
+        except DataError as error:
+            yield str(error)
+            return
+        yield from _content_problems(place, place, manifest, None)
         return
+    home = copies_folder()
+    with explained_writes(home):
+        home.mkdir(parents=True, exist_ok=True)
+    # On the disk of the cache, which has room for shards.
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=home) as temporary:
+        try:
+            folder, manifest, copy = open_folder(place, temporary)
+        except DataError as error:
+            yield str(error)
+            return
+        for problem in _content_problems(place, folder, manifest, copy):
+            # Whoever reads it knows the folder, and not where we have looked at it.
+            yield problem.replace(str(folder), str(place))
+
+
+def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None) -> Iterator[str]:
+    """Yield what is wrong with a folder beside its manifest; ``folder`` is where its shards can be mapped."""
     if manifest.left_out:
-        yield from _list_problems(folder / LEFT_OUT_FILE, manifest.left_out)
+        yield from _list_problems(place / LEFT_OUT_FILE, manifest.left_out)
     tokenizer = None
     problem = f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
     if has_tokenizer(folder):
@@ -224,7 +250,7 @@ def _problems(folder: Path) -> Iterator[str]:
     padding = None
     if tokenizer is not None:
         padding = _padding_alone(tokenizer)
-    yield from shard_problems(folder, manifest, padding=padding)
+    yield from shard_problems(folder, manifest, padding=padding, copy=copy)
     if tokenizer is None:
         yield problem
 
@@ -237,11 +263,17 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
     return padding
 
 
-def _list_problems(path: Path, hash: str) -> Iterator[str]:
+def _list_problems(path: Location, hash: str) -> Iterator[str]:
     """Yield what is wrong with the list of what the source left out."""
-    if not path.exists():
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    except FileNotFoundError:
         yield f"{path} is missing."
-    elif hash_file(path) != hash:
+        return
+    if digest.hexdigest() != hash:
         yield f"{path} was changed after it was written."
 
 

@@ -58,6 +58,9 @@ class S3Server:
 class _Handler(BaseHTTPRequestHandler):
     store: Store
     protocol_version = "HTTP/1.1"
+    # Answers of two packets each would wait 40 ms for the client's receipt of the first.
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 20
 
     def log_message(self, *arguments) -> None:
         pass
