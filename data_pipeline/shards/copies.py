@@ -159,6 +159,16 @@ def open_folder(
     return copy, manifest, LocalCopy(origin, copy, manifest, packing)
 
 
+def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
+    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched."""
+    found, manifest, copy = open_folder(folder, cache)
+    if copy is not None:
+        copy.check_room()
+        for entry in manifest.shards:
+            copy.bring(entry)
+    return found
+
+
 def copies_folder() -> Path:
     """Where copies lie unless a folder is named for them: ``data`` in the user's cache folder."""
     return cache_folder() / "data"

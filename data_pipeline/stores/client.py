@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from data_pipeline.stores.urls import ObjectPath
+from data_pipeline.stores.keys import ObjectKey
 from longctx.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 
 @contextlib.contextmanager
-def explained(path: ObjectPath) -> Iterator[None]:
+def explained(path: ObjectKey) -> Iterator[None]:
     """Turn what a store refuses into a DataError that names the object and what to look at.
 
     FileNotFoundError passes: whoever asked knows what its absence means.
@@ -47,14 +47,14 @@ def explained(path: ObjectPath) -> Iterator[None]:
         ) from None
 
 
-def open_object(path: ObjectPath) -> BinaryIO:
+def open_object(path: ObjectKey) -> BinaryIO:
     """An object's bytes, buffered and seekable; FileNotFoundError where there is none, DataError while it is read."""
     with explained(path):
         native = _client(path).open_input_file(_inner(path))
     return cast(BinaryIO, io.BufferedReader(_ObjectFile(path, native), buffer_size=_READ_BYTES))
 
 
-def size_of(path: ObjectPath) -> int | None:
+def size_of(path: ObjectKey) -> int | None:
     """Bytes of an object; None where there is none."""
     info = _info(path)
     if info.is_file:
@@ -62,37 +62,37 @@ def size_of(path: ObjectPath) -> int | None:
     return None
 
 
-def is_folder(path: ObjectPath) -> bool:
+def is_folder(path: ObjectKey) -> bool:
     """Whether objects lie below a path."""
     # Some stores say so of any prefix, and some of none: only what lies there tells.
     return bool(list_names(path)) or bool(list_objects(path))
 
 
-def list_objects(folder: ObjectPath) -> dict[str, int]:
+def list_objects(folder: ObjectKey) -> dict[str, int]:
     """Bytes of every object below a folder by its relative path; empty where there is no such folder."""
     return {name: size for name, size in _listed(folder, recursive=True) if size is not None}
 
 
-def list_names(folder: ObjectPath) -> list[str]:
+def list_names(folder: ObjectKey) -> list[str]:
     """What lies directly in a folder, by name."""
     return sorted(name for name, _ in _listed(folder, recursive=False))
 
 
-def upload(file: Path, to: ObjectPath) -> None:
+def upload(file: Path, to: ObjectKey) -> None:
     """Write a file's bytes into an object, which appears when all are there; DataError where the store refuses."""
     with file.open("rb") as source, _written(to) as sink:
         while block := source.read(_SENT_BYTES):
             sink.write(block)
 
 
-def write_object(to: ObjectPath, content: bytes) -> None:
+def write_object(to: ObjectKey, content: bytes) -> None:
     """Write an object; DataError where the store refuses."""
     with _written(to) as sink:
         sink.write(content)
 
 
 @contextlib.contextmanager
-def _written(to: ObjectPath) -> Iterator[Any]:
+def _written(to: ObjectKey) -> Iterator[Any]:
     """Yield a stream into an object."""
     try:
         with explained(to), _client(to).open_output_stream(_inner(to)) as sink:
@@ -101,7 +101,7 @@ def _written(to: ObjectPath) -> Iterator[Any]:
         raise DataError(f"{to} cannot be written: there is no bucket {to.bucket}. Make it, or name another.") from error
 
 
-def remove(path: ObjectPath) -> None:
+def remove(path: ObjectKey) -> None:
     """Remove an object, if it is there."""
     with explained(path), contextlib.suppress(FileNotFoundError):
         _client(path).delete_file(_inner(path))
@@ -110,7 +110,7 @@ def remove(path: ObjectPath) -> None:
 class _ObjectFile(io.RawIOBase):
     """An object under a buffer. A reading that fails is a DataError, and never looks like the damage of a file."""
 
-    def __init__(self, path: ObjectPath, native: Any) -> None:
+    def __init__(self, path: ObjectKey, native: Any) -> None:
         self._path, self._native = path, native
 
     def readable(self) -> bool:
@@ -158,17 +158,17 @@ class _ObjectFile(io.RawIOBase):
             raise DataError(f"{self._path} was removed while it was read.") from error
 
 
-def _inner(path: ObjectPath) -> str:
+def _inner(path: ObjectKey) -> str:
     """A path as Arrow takes it."""
     return f"{path.bucket}/{path.key}".rstrip("/")
 
 
-def _info(path: ObjectPath) -> pafs.FileInfo:
+def _info(path: ObjectKey) -> pafs.FileInfo:
     with explained(path):
         return _client(path).get_file_info(_inner(path))
 
 
-def _listed(folder: ObjectPath, *, recursive: bool) -> list[tuple[str, int | None]]:
+def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
     """Relative path and bytes of all below a folder; None for folders."""
     import pyarrow.fs as pafs
 
@@ -182,7 +182,7 @@ def _listed(folder: ObjectPath, *, recursive: bool) -> list[tuple[str, int | Non
     return [(name, size) for name, size in listed if name and not name.endswith("/")]
 
 
-def _client(path: ObjectPath) -> pafs.FileSystem:
+def _client(path: ObjectKey) -> pafs.FileSystem:
     return _connected(path.scheme, path.bucket, os.getpid())
 
 
@@ -251,7 +251,7 @@ def _without_secrets(message: str) -> str:
     return message.strip().splitlines()[0] if message.strip() else "the store gives no reason"
 
 
-def _advice(path: ObjectPath, message: str) -> str:
+def _advice(path: ObjectKey, message: str) -> str:
     """What to look at."""
     if "NETWORK_CONNECTION" in message or "connect" in message:
         return "Is the network up, and is AWS_ENDPOINT_URL right? deepspeed forwards variables of .deepspeed_env alone."

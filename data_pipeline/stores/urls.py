@@ -6,11 +6,12 @@ An ``ObjectPath`` does what the readers ask of a ``Path``, so that whoever lists
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
+from data_pipeline.stores.client import is_folder, open_object, size_of
+from data_pipeline.stores.keys import ObjectKey
 from longctx.errors import DataError
 
 SCHEMES = ("s3", "gs")
@@ -19,17 +20,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectPath:
+class ObjectPath(ObjectKey):
     """A folder or an object of a store. ``locate`` makes it of a URL."""
-
-    scheme: str
-    bucket: str
-    key: str
-    """Names with ``/`` between them, and none at the ends; empty for the whole bucket."""
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> ObjectPath:
         return ObjectPath(self.scheme, self.bucket, f"{self.key}/{name}".lstrip("/"))
@@ -46,8 +38,6 @@ class ObjectPath:
 
     def open(self, mode: str = "rb") -> BinaryIO:
         """The object's bytes, buffered and seekable; FileNotFoundError where there is none, else DataError."""
-        from data_pipeline.stores.client import open_object
-
         assert mode == "rb"
         return open_object(self)
 
@@ -58,14 +48,10 @@ class ObjectPath:
 
     def is_file(self) -> bool:
         """Whether there is such an object; DataError where the store does not say."""
-        from data_pipeline.stores.client import size_of
-
         return size_of(self) is not None
 
     def is_dir(self) -> bool:
         """Whether objects lie below it; DataError where the store does not say."""
-        from data_pipeline.stores.client import is_folder
-
         return is_folder(self)
 
     def exists(self) -> bool:

@@ -26,8 +26,8 @@ class Corpus:
     """Where the text comes from."""
 
     source: Annotated[str, arg(metavar="PATH")]
-    """Folder or file: text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz, .bz2, .xz, .zst; or
-    "stdlib", the Python source of the standard library."""
+    """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
+    .bz2, .xz, .zst; or "stdlib", the Python source of the standard library."""
     include: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
     exclude: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
-_ShardFolder = Annotated[Positional[Path], arg(metavar="DIR")]
+_ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
 def build(
@@ -106,7 +106,7 @@ def inspect(
     """Show what a shard folder holds, what packing costs, what a row looks like.
 
     Args:
-        folder: Shard folder.
+        folder: Shard folder, or its URL (s3://, gs://), of which shards are fetched into the cache.
         seq_len: Tokens of a row; with it, what packing at that length costs.
         row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
         block: Count --row from the beginning of this block instead, which takes less than a second.
@@ -115,14 +115,16 @@ def inspect(
     """
     from data_pipeline.inspect import describe, show_row
     from data_pipeline.prepare.build import VALIDATION_FOLDER
+    from data_pipeline.stores.urls import below, locate
 
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
         raise ConfigError("--block, --epoch and --seed say which row to show: they need --row. Try --row 0.")
     found = [describe(folder, seq_len=seq_len)]
-    if (folder / VALIDATION_FOLDER).is_dir():
-        found.append(describe(folder / VALIDATION_FOLDER, seq_len=seq_len))
+    held_out = below(folder, VALIDATION_FOLDER)
+    if locate(held_out).is_dir():
+        found.append(describe(held_out, seq_len=seq_len))
     shown = None
     if row is not None and seq_len is not None:
         shown = show_row(folder, seq_len=seq_len, row=row, block=block, epoch=epoch, seed=seed)
@@ -146,14 +148,16 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     The exit code is 1 when anything is damaged.
 
     Args:
-        folder: Shard folder.
+        folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew.
     """
     from data_pipeline.inspect import verify as find_problems
-    from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
+    from data_pipeline.shards.copies import has_folder
+    from data_pipeline.shards.manifest import Manifest
+    from data_pipeline.stores.urls import locate
 
-    if not (folder / MANIFEST_FILE).is_file():
+    if not has_folder(folder):
         # Raises the error that says what a shard folder is: this one is not damaged, it is none.
-        Manifest.load(folder)
+        Manifest.load(locate(folder))
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
     if json:
@@ -161,7 +165,7 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
-        manifest = Manifest.load(folder)
+        manifest = Manifest.load(locate(folder))
         say(f"{folder} is whole: {plural(len(manifest.shards), 'shard')}, {manifest.tokens:,} tokens.")
     if problems:
         return FAILED

@@ -57,7 +57,7 @@ def plan(
     check_run(run_config, world.ranks)
     # How many rows go through the model at once may follow from the ranks.
     run_config = settle_context(run_config, world.ranks)
-    shards = ShardSet.open(run_config.data.train, verify=False)
+    shards = ShardSet.open(run_config.data.train, verify=False, cache=run_config.data.cache)
     micro_batches = run_config.micro_batches(world.ranks)
     with progress(f"planning {run_config.data.train}"):
         found = survey(
@@ -89,7 +89,7 @@ def plan(
 
 
 def sample(
-    folder: Annotated[Positional[Path], arg(metavar="DIR")],
+    folder: Annotated[Positional[str], arg(metavar="DIR")],
     *,
     seq_len: int,
     rows: int = 4,

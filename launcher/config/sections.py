@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import tomli_w
 import torch
 
 from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.stores.urls import below
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
@@ -78,9 +78,12 @@ class DataSection:
     """What the run reads."""
 
     train: str = "runs/data"
-    """Shard folder to train on, as `data build` wrote it."""
+    """Shard folder to train on, as `data build` wrote it; a path, or a URL: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER."""
     validation: str = ""
     """Shard folder to validate on; empty: the "validation" folder inside data.train."""
+    cache: str = ""
+    """Folder of each host for copies of shards that are packed or in a store; empty: $LONGCTX_CACHE/data, else
+    ~/.cache/longctx/data. Its disk must have room for all of them."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
     balance: bool = True
@@ -386,7 +389,7 @@ class RunConfig:
     @property
     def validation_folder(self) -> str:
         """Shard folder to validate on."""
-        return self.data.validation or str(Path(self.data.train) / "validation")
+        return self.data.validation or below(self.data.train, "validation")
 
     def to_toml(self) -> str:
         """The resolved config as TOML."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
 from data_pipeline.rows.batches import Share
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.stores.urls import locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import RunConfig
@@ -30,6 +31,7 @@ from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
+from launcher.training.data_fetch import fetch_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
@@ -263,7 +265,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
-    has_folder = config.data.validation or Path(config.validation_folder).exists()
+    has_folder = config.data.validation or locate(config.validation_folder).exists()
     if not config.validation.rows or not has_folder:
         return loader, None
     even = config.parallel.tokens_per_rank > 0
@@ -275,14 +277,18 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
 def _open_shards(config: RunConfig, folder: str | Path) -> ShardSet:
     """A shard folder whose reads are checked, unless nothing shall be."""
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    return ShardSet.open(folder, verify=config.data.verify != "off")
+    return ShardSet.open(folder, verify=config.data.verify != "off", cache=config.data.cache)
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
-    """Read the files that data.verify asks for; the log says how much that was. Collective."""
+    """Read the files that data.verify asks for; the log says how much that was. Collective.
+
+    What is not here yet is fetched first.
+    """
     folders = [loader.shards]
     if validation is not None:
         folders.append(validation.shards)
+    fetch_data(folders)
     checked = check_data(folders, config.data.verify)
     log.info(
         "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",

@@ -1,7 +1,7 @@
 """A small S3 server on loopback: what Arrow's client asks of one, kept in memory, and failures on demand.
 
-moto is the field's own, and ``test_moto.py`` takes the same road through it where it is installed. It brings 22 packages
-(115 MB), and it cannot break a download in the middle.
+moto is the field's own, and ``test_moto.py`` takes the same road through it where it is installed. It brings 22
+packages (115 MB), and it cannot break a download in the middle.
 """
 
 from __future__ import annotations

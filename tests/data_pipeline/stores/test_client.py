@@ -97,7 +97,7 @@ def test_folders_are_listed(store: Store):
 def test_what_a_store_refuses_is_explained_without_secrets(store: Store):
     with pytest.raises(FileNotFoundError):
         place("s3://corpora/none").read_bytes()
-    with pytest.raises(DataError, match="s3://nowhere/x .*NO_SUCH_BUCKET"):
+    with pytest.raises(DataError, match=r"s3://nowhere/x .*NO_SUCH_BUCKET"):
         write_object(place("s3://nowhere/x"), b"x")
     store.fault = lambda method, path: "AccessDenied"
     for action in (place("s3://corpora/x").read_bytes, lambda: list_objects(place("s3://corpora/a"))):

@@ -89,8 +89,8 @@ def test_an_object_that_is_removed_or_replaced_meanwhile_is_named(store: Store, 
     source = open_source("s3://corpora/t")
     source.fingerprint()
     store.objects["corpora/t/b.txt"] = b"another"
-    with pytest.raises(DataError, match="s3://corpora/t/b.txt has changed since it was listed"):
+    with pytest.raises(DataError, match=r"s3://corpora/t/b.txt has changed since it was listed"):
         build_shards(source, tokenizer, tmp_path / "out")
     del store.objects["corpora/t/b.txt"]
-    with pytest.raises(DataError, match="s3://corpora/t/b.txt cannot be read"):
+    with pytest.raises(DataError, match=r"s3://corpora/t/b.txt cannot be read"):
         build_shards(source, tokenizer, tmp_path / "out")
