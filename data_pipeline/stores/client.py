@@ -95,7 +95,8 @@ def write_object(to: ObjectKey, content: bytes) -> None:
 def _written(to: ObjectKey) -> Iterator[Any]:
     """Yield a stream into an object."""
     try:
-        with explained(to), _client(to).open_output_stream(_inner(to)) as sink:
+        # Arrow would compress by the ending of a name: a .zst once more.
+        with explained(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
             yield sink
     except FileNotFoundError as error:
         raise DataError(f"{to} cannot be written: there is no bucket {to.bucket}. Make it, or name another.") from error

@@ -104,7 +104,9 @@ class Corpus:
         return Join(depth=depth, most_bytes=most_bytes, header=_unescaped(self.join_header))
 
 
-def say_left_out(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | None = None) -> None:
+def say_left_out(
+    counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | str | None = None
+) -> None:
     """Print what was left out: a line for each reason, with the first names, and where the whole list lies."""
     from data_pipeline.prepare.left_out import left_out_lines
 

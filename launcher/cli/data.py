@@ -38,7 +38,7 @@ def build(
     corpus: OmitArgPrefixes[Corpus],
     *,
     tokenizer: Annotated[Path, arg(metavar="TOKENIZER")],
-    output: Annotated[Path, arg(metavar="DIR")],
+    output: Annotated[str, arg(metavar="DIR")],
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
@@ -54,7 +54,7 @@ def build(
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
-        output: Folder to make.
+        output: Folder to make, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
         validation_fraction: Share of documents to hold out, 0 for none.
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.

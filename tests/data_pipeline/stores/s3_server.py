@@ -34,9 +34,9 @@ class Store:
 
     def under(self, prefix: str) -> dict[str, bytes]:
         """The objects below a folder, by relative path."""
-        return {
-            key.removeprefix(prefix + "/"): body for key, body in self.objects.items() if key.startswith(prefix + "/")
-        }
+        # Arrow leaves an empty object for a folder whose last object it removes.
+        found = {key: body for key, body in self.objects.items() if not key.endswith("/")}
+        return {key.removeprefix(prefix + "/"): body for key, body in found.items() if key.startswith(prefix + "/")}
 
 
 class S3Server:
@@ -62,6 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = 1 << 20
 
+    def handle_expect_100(self) -> bool:
+        """Tell the client to go on; it would wait a second for this."""
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
+
     def log_message(self, *arguments) -> None:
         pass
 
@@ -72,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         parts = urllib.parse.urlsplit(self.path)
-        path = urllib.parse.unquote(parts.path).strip("/")
+        path = urllib.parse.unquote(parts.path).lstrip("/")
         query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
         body = self._body()
         fault = self.store.fault(self.command, path)
@@ -82,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail({"AccessDenied": 403, "InternalError": 500}[fault], fault)
         elif path.partition("/")[0] not in self.store.buckets:
             self._fail(404, "NoSuchBucket")
-        elif "/" not in path:
+        elif "/" not in path.rstrip("/"):
+            path = path.rstrip("/")
             if self.command == "GET":
                 self._answer(200, _listing(self.store, path, query))
             else:

@@ -81,6 +81,13 @@ def test_bytes_come_back_whatever_the_size(store: Store, tmp_path: Path):
             assert file.read(10) == content[size // 2 :][:10]
 
 
+def test_no_name_changes_the_bytes(store: Store, tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"as it is")
+    for name in ("x.zst", "x.gz", "x.bz2", "x.arrow", "x"):
+        upload(tmp_path / "file", place(f"s3://corpora/{name}"))
+        assert store.objects[f"corpora/{name}"] == b"as it is" == place(f"s3://corpora/{name}").read_bytes()
+
+
 def test_folders_are_listed(store: Store):
     for name in ("a/x", "a/b/y", "ab/z"):
         write_object(place(f"s3://corpora/{name}"), name.encode())

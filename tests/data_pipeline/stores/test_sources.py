@@ -19,13 +19,14 @@ from tests.data_pipeline.stores.conftest import fill
 from tests.data_pipeline.stores.s3_server import Store
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_build_from_a_store_has_the_bytes_of_one_from_a_folder(
-    store: Store, mixed: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, mixed: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
     monkeypatch.setattr(deal, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(sources, "CUT_BYTES", PART_BYTES)
     fill(store, mixed, "corpora/mixed")
-    report = build_shards(open_source("s3://corpora/mixed"), tokenizer, tmp_path / "a", workers=2, **OPTIONS)
+    report = build_shards(open_source("s3://corpora/mixed"), tokenizer, tmp_path / "a", workers=workers, **OPTIONS)
     build_shards(open_source(mixed), tokenizer, tmp_path / "b", workers=1, **OPTIONS)
     assert report.parts > 10
     assert content(tmp_path / "a") == content(tmp_path / "b")
