@@ -20,6 +20,7 @@ import xxhash
 from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
+from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
 from data_pipeline.prepare.listing import list_files
 from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
@@ -53,6 +54,7 @@ class Source:
         selection: Selection,
         strict: bool,
         join: Join | None = None,
+        lengths: Lengths = ANY_LENGTH,
     ) -> None:
         self.spec = spec
         self.kind = kind
@@ -63,7 +65,7 @@ class Source:
         self._files = files
         self.not_listed = tuple(left_out)
         """What was left out before anything was read."""
-        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict)
+        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict, lengths=lengths)
         self._selection = selection
         self._join = join
         self._fingerprint: dict[str, Any] | None = None
@@ -170,6 +172,7 @@ class Source:
             read_as["as_text"] = list(self._selection.as_text)
         if self._join is not None:
             read_as["join"] = self._join.to_json()
+        read_as |= self.read_as.lengths.to_json()
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
@@ -185,6 +188,7 @@ def open_source(
     as_text: Sequence[str] = (),
     strict: bool = False,
     join: Join | None = None,
+    lengths: Lengths = ANY_LENGTH,
 ) -> Source:
     """The corpus that ``spec`` names, listed and checked but not yet read.
 
@@ -194,7 +198,8 @@ def open_source(
     Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
     plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
     folder's own path stands for all below it. What cannot be read is left out and listed; ``strict`` makes it an error.
-    A text file is one document, or with ``join`` those of a directory are one together.
+    A text file is one document, or with ``join`` those of a directory are one together. Documents of other ``lengths``
+    are left out and listed.
 
     Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
     text field is in none of the files that should have it and these are most of the source.
@@ -228,6 +233,7 @@ def open_source(
         selection=selection,
         strict=strict,
         join=join,
+        lengths=lengths,
     )
 
 

@@ -27,6 +27,7 @@ _SENT_BYTES = 16 << 20
 _ATTEMPTS = 5
 _CONNECT_SECONDS = 10
 _GIVE_UP_SECONDS = 60
+"""Without a byte of an answer: AWS's own three seconds are too few for a store, or a host, that is busy."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 
@@ -197,6 +198,7 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
             return pafs.S3FileSystem(
                 retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
                 connect_timeout=_CONNECT_SECONDS,
+                request_timeout=_GIVE_UP_SECONDS,
                 **_s3_options(bucket),
             )
         return pafs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=_GIVE_UP_SECONDS), **_gcs_options())

@@ -38,6 +38,10 @@ class Corpus:
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
     strict: bool = False
     """Stop at the first file or record that cannot be read, instead of leaving it out and listing it."""
+    min_bytes: int = 0
+    """Leave out documents with fewer bytes of text, and list them."""
+    max_bytes: int | None = None
+    """Leave out documents with more bytes of text, and list them."""
     join: Literal["file", "directory"] = "file"
     """What one document is: a text file, or the text files of a directory, in the order of their names."""
     join_depth: int | None = None
@@ -50,6 +54,7 @@ class Corpus:
 
     def open(self) -> Source:
         """The source to read; DataError where there is none."""
+        from data_pipeline.prepare.lengths import Lengths
         from data_pipeline.prepare.sources import open_source
 
         return open_source(
@@ -60,6 +65,7 @@ class Corpus:
             as_text=_flat(self.as_text),
             strict=self.strict,
             join=self._joining(),
+            lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
         )
 
     def arguments(self) -> list[str]:
@@ -75,10 +81,16 @@ class Corpus:
             arguments.append("--strict")
         if self.join != "file":
             arguments += ["--join", self.join]
-        joining = (("depth", self.join_depth), ("bytes", self.join_bytes), ("header", self.join_header or None))
-        for option, value in joining:
+        others = {
+            "min-bytes": self.min_bytes or None,
+            "max-bytes": self.max_bytes,
+            "join-depth": self.join_depth,
+            "join-bytes": self.join_bytes,
+            "join-header": self.join_header or None,
+        }
+        for option, value in others.items():
             if value is not None:
-                arguments += [f"--join-{option}", str(value)]
+                arguments += [f"--{option}", str(value)]
         return arguments
 
     def _joining(self) -> Join | None:
