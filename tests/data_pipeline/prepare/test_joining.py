@@ -118,7 +118,7 @@ def test_another_way_of_joining_is_another_source(tree: Path, tokenizer: Tokeniz
     [
         ({"header": "# file\n"}, r"lacks \{path\}"),
         ({"header": "# {path"}, "is no template"),
-        ({"header": "# {paht}"}, r"a field \{paht\}"),
+        ({"header": "# {file}"}, r"a field \{file\}"),
         ({"header": "# {}"}, r"a field \{\}"),
         ({"header": "{path!r}"}, "a field"),
         ({"header": "{path:>1000000000000}"}, "a field"),
