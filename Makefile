@@ -3,7 +3,7 @@
 # make test    set up, then the tests
 # make setup   the virtual environment alone; seconds when there is nothing to do
 # make bench   ratios against named limits and peers, all in one run
-# make faults  the slow proofs: parity over 20 steps, recall, whole-corpus round trip; PART=2/3 runs the second third
+# make faults  the slow proofs: whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
 # make lint    what CI runs after the tests
 
 SHELL := /bin/bash
@@ -48,7 +48,8 @@ demo-recall: setup
 	@bash launcher/demo_recall.sh $(RECALL_RUN)
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multigpu"
+	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest.
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multigpu"
 
 faults: setup
 	@$(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)

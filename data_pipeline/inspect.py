@@ -5,16 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.build import VALIDATION_FOLDER
+from data_pipeline.loader import open_order
+from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
-from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.corpus import Corpus
+from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
@@ -81,6 +85,48 @@ class RowView:
     tokens: int
     padding_tokens: int
     pieces: list[PieceView]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceView:
+    """One source of a mixture."""
+
+    name: str
+    folder: str
+    documents: int
+    tokens: int
+    epochs: int | None
+    """At most; None is no end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureView:
+    """A mixture in numbers."""
+
+    sources: list[SourceView]
+    stages: list[Stage]
+    shares: list[tuple[float, ...]]
+    """Those of the sources from the beginning on, and from each stage on."""
+
+
+def describe_mixture(path: str | Path) -> MixtureView:
+    """What a mixture's file names; manifests alone are read. ConfigError, DataError for what is wrong with it."""
+    mixture = Mixture.load(path)
+    folders = mixture.folders(Path(path).parent)
+    manifests = [Manifest.load(folder) for folder in folders]
+    sources = [
+        SourceView(
+            name=source.name,
+            folder=str(folder),
+            documents=manifest.documents,
+            tokens=manifest.tokens,
+            epochs=source.epochs,
+        )
+        for source, folder, manifest in zip(mixture.sources, folders, manifests, strict=True)
+    ]
+    tokens = [manifest.tokens for manifest in manifests]
+    shares = [mixture.shares(number, tokens) for number in range(-1, len(mixture.stages))]
+    return MixtureView(sources=sources, stages=list(mixture.stages), shares=shares)
 
 
 def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
@@ -161,29 +207,45 @@ def show_row(
     )
 
 
-def sample_rows(folder: str | Path, *, seq_len: int, rows: int, seed: int = 0) -> Iterator[str]:
-    """Yield the first ``rows`` rows of epoch 0 as text, a line above each row and each piece of a document.
+def sample_rows(
+    data: str | Path, *, seq_len: int, rows: int, first_row: int = 0, seed: int = 0, packing: Packing = BEST_FIT
+) -> Iterator[str]:
+    """Yield ``rows`` rows of a run as text, from its row ``first_row`` on, a line above each row and each document.
 
-    ConfigError for sizes below 1; DataError for a folder that cannot be read. An epoch with fewer rows ends earlier.
+    They end with the epoch. ``data`` is a shard folder or a mixture's file; rows before the first are planned, not
+    read. ConfigError for sizes below 1; DataError for a folder that cannot be read, or a mixture that is used up.
     """
     _check_seq_len(seq_len)
     if rows < 1:
         raise ConfigError(f"rows={rows} must be at least 1.")
-    shards = ShardSet.open(folder, verify=False)
-    tokenizer = shards.tokenizer()
-    planner, shown = BlockPlanner(shards, seq_len, seed=seed), 0
-    for block in range(planner.num_blocks):
-        plan = planner.plan(0, block)
-        for row in range(min(plan.num_rows, rows - shown)):
-            text = [f"════ row {shown} ({int(plan.row_tokens[row]):,} of {seq_len:,} tokens)"]
-            for document, start, stop in plan.row(row):
-                size = len(shards.document(document))
-                text.append(f"──── {shards.name(document)} (tokens {start:,} to {stop:,} of {size:,})")
-                text.append(tokenizer.decode(shards.slice(document, start, stop)))
-            yield "\n".join(text) + "\n"
-            shown += 1
-        if shown == rows:
+    if first_row < 0:
+        raise ConfigError(f"first_row={first_row} must be at least 0: rows of a run are numbered from 0.")
+    folders, order = open_order(
+        data, seq_len, seed=seed, packing=packing, open_folder=partial(ShardSet.open, verify=False)
+    )
+    corpus, tokenizer = Corpus(folders), folders[0].tokenizer()
+    at = order.start()
+    for first in range(0, first_row, _SKIPPED_AT_ONCE):
+        _, at = order.rows(at, min(_SKIPPED_AT_ONCE, first_row - first))
+    epoch = at.epoch
+    for number in range(first_row, first_row + rows):
+        if at.epoch != epoch:
             return
+        (row,), at = order.rows(at, 1)
+        tokens = sum(stop - start for _, start, stop in row)
+        text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens)"]
+        for document, start, stop in row:
+            size = len(corpus.document(document))
+            name = corpus.name(document)
+            if len(folders) > 1:
+                name = f"{folders[corpus.folder_of(document)].folder.name}: {name}"
+            text.append(f"──── {name} (tokens {start:,} to {stop:,} of {size:,})")
+            text.append(tokenizer.decode(corpus.slice(document, start, stop)))
+        yield "\n".join(text) + "\n"
+
+
+_SKIPPED_AT_ONCE = 1024
+"""Rows whose pieces are in memory while others are looked for."""
 
 
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
@@ -200,11 +262,15 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
 def verify(folder: str | Path) -> list[str]:
     """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
 
+    Of a mixture's file: with those of all its sources.
+
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
     names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
     Of a folder that is packed or in a store every shard is fetched anew, whatever the cache has.
     """
     place = locate(folder)
+    if isinstance(place, Path) and is_mixture(place):
+        return [problem for source in Mixture.load(place).folders(place.parent) for problem in verify(source)]
     problems = list(_problems(place))
     if (place / VALIDATION_FOLDER).is_dir():
         problems += _problems(place / VALIDATION_FOLDER)

@@ -9,27 +9,33 @@ those of epoch e directly.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from data_pipeline.mixture.file import Mixture, is_mixture
+from data_pipeline.mixture.forecast import Forecast
+from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
-from data_pipeline.rows.batches import Pieces, Place, build_batch, build_share, documents_of, lengths_of
-from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.rows.blocks import PackReport
+from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.rows.position import Position, read_position
+from data_pipeline.rows.order import FolderOrder, Order
+from data_pipeline.rows.pack import BEST_FIT, Packing
+from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
 from longctx.batch import Batch, PackedDocuments
 from longctx.errors import ConfigError, DataError
 
-STATE_FORMAT = "longctx-loader"
-
 Cost = Callable[[Sequence[int]], int]
 """The work that a row of documents of these lengths is, in any unit."""
+
+Open = Callable[[str | Path], ShardSet]
+"""Opens a shard folder; ``DataError`` where it cannot be read."""
 
 
 def build_loader(
@@ -42,30 +48,67 @@ def build_loader(
     data_degree: int = 1,
     seed: int = 0,
     shuffle: bool = True,
+    packing: Packing = BEST_FIT,
     cost: Cost | None = None,
     verify: bool = True,
+    open_folder: Open | None = None,
 ) -> Loader:
-    """An endless iterator of this data rank's micro-batches from a shard folder.
+    """An endless iterator of this data rank's micro-batches from a shard folder, or from a mixture's file.
 
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
     With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``).
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
+    ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
+    open_folder = open_folder or _opener(verify=verify)
+    order_of = {"seed": seed, "shuffle": shuffle, "packing": packing}
+    folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_of)
     return Loader(
-        _open(folder, verify=verify),
+        folders,
+        order,
         seq_len=seq_len,
         rows_per_step=rows_per_step,
         micro_batch_rows=micro_batch_rows,
         data_rank=data_rank,
         data_degree=data_degree,
-        seed=seed,
-        shuffle=shuffle,
         cost=cost,
     )
+
+
+def open_order(
+    data: str | Path | ShardSet,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing = BEST_FIT,
+    open_folder: Open = open_verified,
+) -> tuple[tuple[ShardSet, ...], Order]:
+    """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
+
+    ConfigError for a file that means nothing, DataError for a folder that cannot be read or is empty.
+    """
+    order = {"seed": seed, "shuffle": shuffle, "packing": packing}
+    if isinstance(data, ShardSet) or not is_mixture(data):
+        shards = _opened(data, open_folder)
+        return (shards,), FolderOrder(shards, seq_len, **order)
+    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
+
+
+def held_out_of(path: str | Path) -> Mixture:
+    """The mixture of what the sources of a mixture's file hold out; one without sources where none does."""
+    return Mixture.load(path).held_out(Path(path).parent)
+
+
+def _open_mixture(
+    mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
+) -> tuple[tuple[ShardSet, ...], MixedOrder]:
+    folders = tuple(_opened(folder, open_folder) for folder in mixture.folders(path.parent))
+    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
 def build_validation_loader(
@@ -78,8 +121,12 @@ def build_validation_loader(
     data_degree: int = 1,
     even: bool = False,
     verify: bool = True,
+    open_folder: Open | None = None,
+    held_out: bool = False,
 ) -> ValidationLoader:
     """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
+
+    Of a mixture's file, or with ``held_out`` of what its sources hold out, in the shares of its beginning.
 
     Every rank gets equally many micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most so many and as
     equal as they can be. Where rows do not divide, the last ones hold padding alone.
@@ -87,15 +134,18 @@ def build_validation_loader(
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
-    return ValidationLoader(
-        _open(folder, verify=verify),
-        seq_len=seq_len,
-        max_rows=max_rows,
-        micro_batch_rows=micro_batch_rows,
-        data_rank=data_rank,
-        data_degree=data_degree,
-        even=even,
-    )
+    sizes = {"micro_batch_rows": micro_batch_rows, "data_rank": data_rank, "data_degree": data_degree, "even": even}
+    open_folder = open_folder or _opener(verify=verify)
+    if isinstance(folder, ShardSet) or not is_mixture(folder):
+        folders = (_opened(folder, open_folder),)
+        rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows)
+    else:
+        mixture = Mixture.load(folder).to_validate()
+        if held_out:
+            mixture = held_out_of(folder)
+        folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
+        rows = order.first_rows(max_rows)
+    return ValidationLoader(folders, rows, seq_len=seq_len, **sizes)
 
 
 @dataclass(frozen=True)
@@ -114,31 +164,29 @@ class Loader:
 
     def __init__(
         self,
-        shards: ShardSet,
+        folders: Sequence[ShardSet],
+        order: Order,
         *,
         seq_len: int,
         rows_per_step: int,
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
-        seed: int,
-        shuffle: bool,
         cost: Cost | None = None,
-        deal: Deal | None = None,
     ) -> None:
-        """``deal`` is that of the corpus unless it is given."""
-        self.shards = shards
+        """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
+        self.folders = tuple(folders)
+        """What is read. One tokenizer made them all."""
+        self._documents = documents_in(folders)
+        self._order = order
         self.seq_len = seq_len
         self._cost = cost
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
         """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
         self._data_rank = data_rank
-        self._seed = seed
-        self._shuffle = shuffle
-        self._planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal)
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
-        self._position = Position()
+        self._position = order.start()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
         self._step_rows: list[tuple[int, Pieces]] = []
         self._step_end = self._position
@@ -150,7 +198,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank."""
-        batch = build_batch(self.shards, [row for _, row in self._next_rows()], self.seq_len)
+        batch = build_batch(self._documents, [row for _, row in self._next_rows()], self.seq_len)
         self._advance()
         return batch
 
@@ -160,9 +208,14 @@ class Loader:
         The same to the bit as ``next`` and a split behind it.
         """
         rows = self._next_rows()
-        share, documents = build_share(self.shards, [row for _, row in rows], self.seq_len, place)
+        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
         self._advance()
         return Taken(share, documents, tuple(number for number, _ in rows))
+
+    @property
+    def shards(self) -> ShardSet:
+        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        return self.folders[0]
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -191,55 +244,29 @@ class Loader:
         dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
         return [documents_of([row for _, row in placed[own.start : own.stop]], self.seq_len) for own in dealt]
 
+    def forecast(self, steps: int) -> Forecast | None:
+        """What the next steps will take of each source of a mixture; None of one folder."""
+        if isinstance(self._order, MixedOrder):
+            return self._order.forecast(self._position, steps * self._rows_per_step)
+        return None
+
     def pack_report(self) -> PackReport:
         """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
-        return self._planner.report(self._position.epoch)
+        return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
-        return {
-            "format": STATE_FORMAT,
-            "plan_version": PLAN_VERSION,
-            "manifest_hash": self.shards.manifest.hash,
-            "seed": self._seed,
-            "seq_len": self.seq_len,
-            "shuffle": self._shuffle,
-            "num_blocks": self._planner.num_blocks,
-            **asdict(self._position),
-        }
+        return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
-        position = read_position(state, self.state_dict(), self.shards.folder)
-        epoch, block, row = position.epoch, position.block, position.block_row
-        if block >= self._planner.num_blocks or row >= self._planner.plan(epoch, block).num_rows:
-            raise DataError(f"The loader state is damaged: block {block} of epoch {epoch} has no row {row}.")
-        self._position = position
+        self._position = self._order.read(state)
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
-    def _rows_of_step(self) -> list[Pieces]:
-        """The next ``rows_per_step`` global rows, across as many blocks and epochs as they take."""
-        rows: list[Pieces] = []
-        end = self._position
-        while len(rows) < self._rows_per_step:
-            plan = self._planner.plan(end.epoch, end.block)
-            stop = min(plan.num_rows, end.block_row + self._rows_per_step - len(rows))
-            rows += [plan.row(row) for row in range(end.block_row, stop)]
-            epoch, block = self._planner.next_block(end.epoch, end.block)
-            if stop > plan.num_rows // 2:
-                # Planned beside the steps to come, which then never wait for it.
-                self._planner.prepare(epoch, block)
-            end = end.moved(stop - end.block_row)
-            if stop == plan.num_rows:
-                end = end.at_block(epoch, block)
-        tokens = sum(stop - start for row in rows for _, start, stop in row)
-        self._step_end = end.counted(len(rows), tokens)
-        return rows
-
     def _placed_rows(self) -> list[tuple[int, Pieces]]:
         """The rows of the next step with their numbers, at the places that the micro-batches are dealt out by."""
-        rows = self._rows_of_step()
+        rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
         costs = [self._cost(lengths) for lengths in lengths_of(rows, self.seq_len)]
@@ -260,42 +287,69 @@ class Loader:
             self._micro_batch = 0
 
 
+class Rows(Protocol):
+    """Rows by their numbers."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, row: int, /) -> Pieces:
+        """The pieces of a row."""
+        ...
+
+
 class ValidationLoader:
     """A fixed number of rows in a fixed order, for one data rank. ``build_validation_loader`` makes it."""
 
     def __init__(
         self,
-        shards: ShardSet,
+        folders: Sequence[ShardSet],
+        rows: Rows,
         *,
         seq_len: int,
-        max_rows: int | None,
         micro_batch_rows: int,
         data_rank: int,
         data_degree: int,
         even: bool = False,
-        deal: Deal | None = None,
     ) -> None:
-        """``deal`` is that of the folder unless it is given."""
-        self.shards = shards
+        """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
+        self.folders = tuple(folders)
+        """What is read. One tokenizer made them all."""
+        self._documents = documents_in(folders)
+        self._rows = rows
         self.seq_len = seq_len
-        # No shuffle and no seed: losses of different runs are over the same rows.
-        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
-        # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
-        counts: list[int] = []
-        while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
-            counts.append(self._planner.plan(0, len(counts)).num_rows)
-        self._first_rows = list(accumulate(counts, initial=0))
-        self.num_rows = self._first_rows[-1]
-        """Rows with text, over all ranks."""
-        if max_rows is not None:
-            self.num_rows = min(max_rows, self.num_rows)
         # Rounded up: the last rows are never left out.
         unit = data_degree
         if not even:
             unit *= micro_batch_rows
-        rows = -(-self.num_rows // unit) * unit
-        self._micro_batches = MicroBatches.deal(rows, most_rows=micro_batch_rows, data_degree=data_degree)
+        count = -(-len(rows) // unit) * unit
+        self._micro_batches = MicroBatches.deal(count, most_rows=micro_batch_rows, data_degree=data_degree)
         self._data_rank = data_rank
+
+    @property
+    def shards(self) -> ShardSet:
+        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        return self.folders[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with text, over all ranks."""
+        return len(self._rows)
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown."""
+        means = [shards.manifest.bytes_per_token for shards in self.folders]
+        if len(means) == 1:
+            return means[0]
+        corpus, tokens = Corpus(self.folders), [0] * len(means)
+        for number in range(len(self._rows)):
+            for document, start, stop in self._rows[number]:
+                tokens[corpus.folder_of(document)] += stop - start
+        if None in means or not sum(tokens):
+            return None
+        return sum(mean * count for mean, count in zip(means, tokens, strict=True) if mean) / sum(tokens)
 
     def __len__(self) -> int:
         """Micro-batches on each rank, the same everywhere."""
@@ -304,36 +358,42 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            yield build_batch(self.shards, self._rows(number), self.seq_len)
+            yield build_batch(self._documents, self._rows_of(number), self.seq_len)
 
     def shares(self, place: Place) -> Iterator[Batch]:
         """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
         for number in range(len(self)):
-            yield build_share(self.shards, self._rows(number), self.seq_len, place)[0]
+            yield build_share(self._documents, self._rows_of(number), self.seq_len, place)[0]
 
-    def _rows(self, number: int) -> list[Pieces]:
+    def _rows_of(self, number: int) -> list[Pieces]:
         rows: list[Pieces] = []
         for row in self._micro_batches.rows(number, self._data_rank):
             # Every rank takes part in every collective, so a rank without rows gets rows of padding.
             pieces: Pieces = []
-            if row < self.num_rows:
-                pieces = self._row(row)
+            if row < len(self._rows):
+                pieces = self._rows[row]
             rows.append(pieces)
         return rows
 
-    def _row(self, row: int) -> Pieces:
-        block = bisect.bisect_right(self._first_rows, row) - 1
-        return self._planner.plan(0, block).row(row - self._first_rows[block])
+
+def documents_in(folders: Sequence[ShardSet]) -> Documents:
+    """The documents of all folders under one numbering; DataError for folders of different tokenizers."""
+    if len(folders) == 1:
+        return folders[0]
+    return Corpus(folders)
 
 
-def _open(folder: str | Path | ShardSet, *, verify: bool) -> ShardSet:
+def _opener(*, verify: bool) -> Open:
+    if verify:
+        return open_verified
+    return partial(ShardSet.open, verify=False)
+
+
+def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:
     """The shard folder; ``DataError`` if it has no documents."""
-    if isinstance(folder, ShardSet):
-        shards = folder
-    elif verify:
-        shards = open_verified(folder)
-    else:
-        shards = ShardSet.open(folder, verify=False)
+    shards = folder
+    if not isinstance(shards, ShardSet):
+        shards = open_folder(shards)
     if not shards.num_documents:
         raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
     return shards

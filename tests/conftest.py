@@ -11,6 +11,27 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+LONGEST = (
+    "tests/launcher/test_pretrain.py",
+    "tests/launcher/checkpoint/test_checkpoint.py",
+    "tests/launcher/training/test_degrees.py",
+    "tests/parallel/attention/test_attention.py",
+    "tests/parallel/zero/test_zero.py",
+    "tests/data_pipeline/prepare/parts/test_kills.py",
+    "tests/data_pipeline/prepare/parts/test_parts.py",
+    "tests/longctx/model/test_regions.py",
+    "tests/launcher/cli/test_evaluate.py",
+    "tests/launcher/training/test_non_finite.py",
+    "tests/launcher/measure/test_measure.py",
+    "tests/parallel/runtime/test_watch.py",
+    "tests/parallel/zero/test_nvme.py",
+    "tests/parallel/zero/test_zero_experts.py",
+    "tests/launcher/checkpoint/test_expert_checkpoint.py",
+    "tests/parallel/attention/test_decoding.py",
+    "tests/launcher/verification/test_verification.py",
+)
+"""Files that take longest, in `make test`: a worker that begins one of them last lets the others wait for it."""
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # a loaded machine is no reason to fail
 settings.register_profile("search", deadline=None, print_blob=True)
 
@@ -21,18 +42,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the part that was asked for. A test's part follows from its name, so it never changes."""
+    """Keep the tests of the part that was asked for, the longest files first.
+
+    A test's part follows from its name, so it never changes.
+    """
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("--part"))
     if match is None or int(match[1]) > int(match[2]):
         raise pytest.UsageError(f"--part={config.getoption('--part')} must be K/N with 1 <= K <= N, such as 2/3.")
     part, parts = int(match[1]), int(match[2])
     kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    place = {file: number for number, file in enumerate(LONGEST)}
+    items[:] = sorted(kept, key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
 def pytest_configure(config) -> None:
     """Before any test's own settings are read, and before any process is started."""
     # What runs remember of the shards they have read must not end up in the developer's own cache.
     os.environ["LONGCTX_CACHE"] = str(Path(tempfile.gettempdir()) / f"longctx-tests-{os.getuid()}")
-    settings.load_profile("search" if config.option.markexpr == "slow" else "repeatable")
+    settings.load_profile("search" if config.option.markexpr.startswith("slow") else "repeatable")

@@ -19,9 +19,9 @@ from data_pipeline.prepare.parts.pool import encode_parts, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
-from data_pipeline.prepare.publish import VALIDATION_FOLDER, check_free, outgoing_folder, send
+from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, hash_json
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import PACKED_FILE, Packing
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS

@@ -44,6 +44,7 @@ def _tree(sizes: dict[str, int]) -> _Folder:
 
 def _enter(walk: Walk, selection: Selection, path: ObjectPath, prefix: str, folder: _Folder) -> None:
     """Take what a folder holds, or say why it is left out."""
+    # Its descriptions are small objects, read here as from a folder.
     dataset = find_dataset(path, list(folder.sizes))
     for name, size in folder.sizes.items():
         if dataset is not None and name in dataset.not_data:

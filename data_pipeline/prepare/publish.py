@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, hash_json
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, Packing, pack_shard
 from data_pipeline.shards.stamps import cache_folder
 from data_pipeline.shards.sums import sums_file
@@ -26,7 +26,6 @@ from longctx.errors import DataError
 from longctx.files import hash_file, staged_folder, write_atomically
 from longctx.tokenizer.load import CARRIED_FILES
 
-VALIDATION_FOLDER = "validation"
 _SENT_FILE = ".sent.json"
 _SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums)")
 
@@ -91,10 +90,12 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
         names = _names_in_order(folder)
         for number, name in enumerate(names, start=1):
             size = (folder / name).stat().st_size
+            # Not again what an interrupted sending of these very bytes has brought.
             if sent.get(name) != size:
                 upload(folder / name, _object(to, name))
                 journal.note(name, size)
                 say(f"sent {name} to {to} ({number} of {len(names)})")
+        # What a store says it has is asked once more: a second writer shows here.
         there = list_objects(to)
         for name in names:
             if there.get(name) != (folder / name).stat().st_size:

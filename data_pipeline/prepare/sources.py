@@ -206,6 +206,7 @@ def open_source(
     """
     kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text)
+    # A store has no links to follow.
     if isinstance(root, ObjectPath):
         listing = list_source(root, selection)
     else:

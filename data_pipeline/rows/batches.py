@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 
 Pieces = list[tuple[int, int, int]]
@@ -18,6 +17,23 @@ Pieces = list[tuple[int, int, int]]
 
 Runs = Sequence[tuple[int, int, int]]
 """Tokens start, start + step, … (count of them), each as start, count, step; ascending and disjoint."""
+
+
+class Documents(Protocol):
+    """What is read: ``shards.reader.ShardSet``, or several of them (``shards.corpus.Corpus``)."""
+
+    @property
+    def padding(self) -> int:
+        """The token id that fills rows."""
+        ...
+
+    def check_files(self, documents: Iterable[int]) -> None:
+        """DataError where a file of these documents is no longer the one that was mapped."""
+        ...
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of a document; beyond its end there are none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ Place = Callable[[PackedDocuments], Share]
 """Who decides on the share, from the documents of the micro-batch."""
 
 
-def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
+def build_batch(shards: Documents, rows: list[Pieces], seq_len: int) -> Batch:
     """Rows of pieces as a ``Batch`` [len(rows), seq_len]; a row without pieces is all padding.
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
@@ -46,7 +62,7 @@ def build_batch(shards: ShardSet, rows: list[Pieces], seq_len: int) -> Batch:
     return _read(shards, layout, Share(documents, [(0, len(rows) * seq_len, 1)], None), (len(rows), seq_len))
 
 
-def build_share(shards: ShardSet, rows: list[Pieces], seq_len: int, place: Place) -> tuple[Batch, PackedDocuments]:
+def build_share(shards: Documents, rows: list[Pieces], seq_len: int, place: Place) -> tuple[Batch, PackedDocuments]:
     """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
 
     Reads this rank's tokens and one beyond each run of them, nothing else, where runs have a step of 1.
@@ -115,13 +131,13 @@ def _documents_read(layout: _Layout, share: Share) -> set[int]:
     return found
 
 
-def _read(shards: ShardSet, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0) -> Batch:
+def _read(shards: Documents, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0) -> Batch:
     """The tokens of a share, and what belongs to them."""
     num_tokens = shape[0] * shape[1]
     # Once for all that is read here, and right before it.
     shards.check_files(_documents_read(layout, share))
     # Everything starts as padding, and each piece overwrites its part.
-    tokens = np.full(num_tokens, shards.manifest.padding, dtype=np.int64)
+    tokens = np.full(num_tokens, shards.padding, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)
     positions = np.empty(num_tokens, dtype=np.int64)
     document_ids = np.full(num_tokens, PADDING_DOCUMENT, dtype=np.int64)

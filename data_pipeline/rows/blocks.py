@@ -1,9 +1,9 @@
 """An epoch in blocks: some 65,000 documents are planned at a time, so a start costs the same whatever the corpus.
 
 A permutation that is stored nowhere deals the documents of an epoch out to blocks, and each block is packed by itself
-(``plan_rows``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without those
-before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is an
-estimate.
+(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without
+those before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is
+an estimate.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_pipeline.rows.pack import RowPlan, plan_rows
+from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, RowPlan, plan_parts
+from data_pipeline.rows.upsample import Upsampling, copies_of
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
 
@@ -48,9 +49,9 @@ class PackReport:
     padding_share: float
     """Padding tokens divided by all tokens of the rows."""
     documents_cut: int
-    """Documents that do not stand in one row whole: exactly those longer than a row."""
+    """Documents that do not stand in one row whole: by best fit exactly those longer than a row."""
     truncated_tokens: int
-    """Tokens of documents that stand in no row: always 0, and counted rather than assumed."""
+    """Tokens of documents that stand in no row: 0 unless rests are left out, and counted rather than assumed."""
     planned_documents: int
     """Documents that were planned to count this."""
     exact: bool
@@ -62,9 +63,8 @@ class PackReport:
         rows = packed = tokens = cut = documents = 0
         for plan in plans:
             rows += plan.num_rows
-            packed += int((plan.stops - plan.starts).sum())
-            # Each cut document has one second piece.
-            cut += int((plan.starts == seq_len).sum())
+            packed += int(plan.pieces.lengths.sum())
+            cut += plan.num_cut
             tokens += plan.document_tokens
             documents += plan.num_documents
         padding = rows * seq_len - packed
@@ -73,8 +73,26 @@ class PackReport:
             share = padding / (rows * seq_len)
         return cls(rows, packed, padding, share, cut, tokens - packed, documents, exact=True)
 
+    @classmethod
+    def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
+        """One of several corpora."""
+        rows = sum(report.rows for report in reports)
+        padding = sum(report.padding_tokens for report in reports)
+        return cls(
+            rows=rows,
+            tokens=sum(report.tokens for report in reports),
+            padding_tokens=padding,
+            padding_share=padding / max(rows * seq_len, 1),
+            documents_cut=sum(report.documents_cut for report in reports),
+            truncated_tokens=sum(report.truncated_tokens for report in reports),
+            planned_documents=sum(report.planned_documents for report in reports),
+            exact=all(report.exact for report in reports),
+        )
+
     def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
         """An estimate for so many documents with so many tokens, of which these are a sample."""
+        lost = round(self.truncated_tokens * documents / self.planned_documents)
+        tokens -= lost
         rows = math.ceil(tokens / (seq_len * (1 - self.padding_share)))
         return replace(
             self,
@@ -82,6 +100,7 @@ class PackReport:
             tokens=tokens,
             padding_tokens=rows * seq_len - tokens,
             documents_cut=round(self.documents_cut * documents / self.planned_documents),
+            truncated_tokens=lost,
             exact=False,
         )
 
@@ -108,6 +127,18 @@ class Deal:
         return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The first rows of a block, or of what was left of it, that were taken at one row length."""
+
+    row_tokens: int
+    rows: int
+
+
+_Key = tuple[int, int, int, tuple[Stretch, ...]]
+"""What a plan is of: epoch, block, tokens of its rows, what was taken before."""
+
+
 class BlockPlanner:
     """The rows of a shard folder, block by block. It holds two blocks at a time. Threads may share it."""
 
@@ -115,7 +146,15 @@ class BlockPlanner:
     """Blocks in memory: the one that is read, and the next."""
 
     def __init__(
-        self, shards: ShardSet, seq_len: int, *, seed: int = 0, shuffle: bool = True, deal: Deal | None = None
+        self,
+        shards: ShardSet,
+        seq_len: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        deal: Deal | None = None,
+        upsample: tuple[Upsampling, ...] = (),
+        packing: Packing = BEST_FIT,
     ) -> None:
         """``deal`` is that of the corpus unless it is given."""
         if deal is None:
@@ -125,25 +164,32 @@ class BlockPlanner:
         self._seed = seed
         self._shuffle = shuffle
         self._run = deal.run_documents
+        self._upsample, self._packing = upsample, packing
         self.num_blocks = deal.num_blocks
-        self._plans: OrderedDict[tuple[int, int], Future[RowPlan]] = OrderedDict()
+        self._plans: OrderedDict[_Key, Future[RowPlan]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def plan(self, epoch: int, block: int) -> RowPlan:
-        """The rows of a block; waits where a thread is planning it. DataError for shards that cannot be read."""
-        future, is_new = self._claim(epoch, block)
+    def plan(
+        self, epoch: int, block: int, *, row_tokens: int | None = None, before: tuple[Stretch, ...] = ()
+    ) -> RowPlan:
+        """The rows of a block; waits where a thread is planning it. DataError for shards that cannot be read.
+
+        They have ``seq_len`` tokens unless it is another number, and are those of what is left of the block after the
+        stretches ``before``.
+        """
+        key = (epoch, block, row_tokens or self._seq_len, before)
+        future, is_new = self._claim(key)
         if is_new:
-            self._fulfil(future, epoch, block)
+            self._fulfil(future, key)
         return future.result()
 
-    def prepare(self, epoch: int, block: int) -> None:
+    def prepare(self, epoch: int, block: int, *, row_tokens: int | None = None) -> None:
         """Have a block planned by a thread of its own, unless it is there or under way."""
-        future, is_new = self._claim(epoch, block)
+        key = (epoch, block, row_tokens or self._seq_len, ())
+        future, is_new = self._claim(key)
         if is_new:
             # A daemon: a rank that ends by an error does not wait for the disk.
-            thread = threading.Thread(
-                target=self._fulfil, args=(future, epoch, block), name="longctx-plan", daemon=True
-            )
+            thread = threading.Thread(target=self._fulfil, args=(future, key), name="longctx-plan", daemon=True)
             thread.start()
 
     def next_block(self, epoch: int, block: int) -> tuple[int, int]:
@@ -159,7 +205,7 @@ class BlockPlanner:
         # As equal as can be: a last block of a few documents would be mostly padding.
         numbers = np.arange(block * runs // self.num_blocks, (block + 1) * runs // self.num_blocks)
         if self._shuffle:
-            # Their order within the block is that of ``plan_rows``.
+            # Their order within the block is that of ``plan_parts``.
             numbers = np.sort(Permutation(runs, self._seed, epoch, _DEAL).at(numbers))
         documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
         # The last run may be shorter.
@@ -169,39 +215,48 @@ class BlockPlanner:
         """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
         blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.num_documents, 1)))
         report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
-        if blocks < self.num_blocks:
-            report = report.scaled(self._shards.num_documents, self._shards.num_tokens, self._seq_len)
-        return report
+        if blocks == self.num_blocks:
+            return report
+        documents, tokens = self._shards.num_documents, self._shards.num_tokens
+        if self._upsample:
+            # What an epoch has of each document is known once it is drawn: blocks are taken to be alike.
+            documents, tokens = (round(n * self.num_blocks / blocks) for n in (report.planned_documents, report.tokens))
+        return report.scaled(documents, tokens, self._seq_len)
 
-    def _claim(self, epoch: int, block: int) -> tuple[Future[RowPlan], bool]:
+    def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
         """The block's place among those that are held, and whether the caller has to plan it."""
         with self._lock:
-            future = self._plans.get((epoch, block))
+            future = self._plans.get(key)
             is_new = future is None
             if future is None:
-                future = self._plans[epoch, block] = Future()
-            self._plans.move_to_end((epoch, block))
+                future = self._plans[key] = Future()
+            self._plans.move_to_end(key)
             if len(self._plans) > self._HELD:
                 self._plans.popitem(last=False)
         return future, is_new
 
-    def _fulfil(self, future: Future[RowPlan], epoch: int, block: int) -> None:
+    def _fulfil(self, future: Future[RowPlan], key: _Key) -> None:
         """Plan a block, or keep the error for whoever asks for it."""
         try:
-            documents = self.documents(epoch, block)
-            plan = plan_rows(
-                self._shards.lengths_of(documents),
-                self._seq_len,
-                documents=documents,
-                seed=self._seed,
-                epoch=epoch,
-                block=block,
-                shuffle=self._shuffle,
-            )
+            plan = self._planned(key)
         except BaseException as error:
             # Not kept: whoever asks again, tries again.
             with self._lock:
-                self._plans.pop((epoch, block), None)
+                self._plans.pop(key, None)
             future.set_exception(error)
         else:
             future.set_result(plan)
+
+    def _planned(self, key: _Key) -> RowPlan:
+        """The block's plan: of its documents, or of what a row length that ended within it has left."""
+        epoch, block, row_tokens, before = key
+        if before:
+            earlier, last = before[:-1], before[-1]
+            parts = self._planned((epoch, block, last.row_tokens, earlier)).parts_from(last.rows)
+        else:
+            documents = self.documents(epoch, block)
+            parts = Parts.whole(documents, self._shards.lengths_of(documents))
+            if self._upsample:
+                parts = copies_of(parts, self._upsample, seed=self._seed, epoch=epoch)
+        order = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
+        return plan_parts(parts, row_tokens, packing=self._packing, **order)

@@ -1,18 +1,21 @@
 """Packing: which pieces of which documents share a row, planned from lengths alone, before a token is read.
 
 Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online
-best fit. Nothing is dropped. The plan is a pure function of lengths, row length, seed, epoch and block.
+best fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830), unless ``Packing`` says
+otherwise. Nothing is dropped unless it does. The plan is a pure function of lengths, row length, seed, epoch and block.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 
 from data_pipeline.shuffle import shuffled
+from longctx.errors import ConfigError
 
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
@@ -22,22 +25,100 @@ OPEN_ROWS = 128
 _DOCUMENTS, _FIRST_ROWS = 1, 2
 
 
+_COPY_BIT = 48
+"""Above the number of any document: copies of one get hashes, and so places, of their own."""
+
+
 @dataclass(frozen=True)
-class RowPlan:
-    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``. All arrays int64.
+class Parts:
+    """What is packed: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``. Arrays int64."""
 
-    Piece ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``.
-    """
-
-    seq_len: int
     documents: np.ndarray
+    copies: np.ndarray
+    """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``rows.upsample``)."""
     starts: np.ndarray
     stops: np.ndarray
+
+    @classmethod
+    def whole(cls, documents: np.ndarray, lengths: np.ndarray) -> Parts:
+        """These documents, each once."""
+        zeros = np.zeros(len(documents), np.int64)
+        return cls(documents, zeros, zeros, lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each part."""
+        return self.stops - self.starts
+
+    def at(self, numbers: np.ndarray) -> Parts:
+        """Those of these numbers, in their order."""
+        return Parts(self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers])
+
+    def joined(self) -> Parts:
+        """The same tokens, pieces that follow each other in one copy of a document as one part; in ascending order."""
+        if not len(self.documents):
+            return self
+        parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
+        goes_on = (
+            (parts.documents[1:] == parts.documents[:-1])
+            & (parts.copies[1:] == parts.copies[:-1])
+            & (parts.starts[1:] == parts.stops[:-1])
+        )
+        # Where neither the part before goes on nor this one does.
+        firsts, lasts = parts.at(np.flatnonzero(np.append(True, ~goes_on))), np.flatnonzero(np.append(~goes_on, True))
+        return replace(firsts, stops=parts.stops[lasts])
+
+
+Kind = Literal["best_fit", "concatenate", "one_document"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows."""
+
+    kind: Kind = "best_fit"
+    """``concatenate``: laid end to end and cut wherever a row ends, which is what others are measured against.
+    ``one_document``: each row has one piece, and padding."""
+    min_rest_tokens: int = 1
+    """The last piece of a document that was cut is left out where it has fewer tokens: 1 leaves out none, the length of
+    a row all."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"data.packing={self.kind!r} must be one of {', '.join(get_args(Kind))}.")
+        if self.min_rest_tokens < 1:
+            raise ConfigError(
+                f"data.min_rest_tokens={self.min_rest_tokens} must be at least 1, which keeps every rest."
+            )
+        if self.kind == "concatenate" and self.min_rest_tokens > 1:
+            raise ConfigError(
+                f"data.min_rest_tokens={self.min_rest_tokens} needs documents with rests: data.packing=concatenate "
+                "cuts wherever a row ends. Leave it out, or pack by best_fit."
+            )
+
+    def __str__(self) -> str:
+        """As a loader's state has it."""
+        if self.min_rest_tokens == 1:
+            return self.kind
+        return f"{self.kind}, rests of at least {self.min_rest_tokens}"
+
+
+BEST_FIT = Packing()
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``."""
+
+    seq_len: int
+    pieces: Parts
     row_offsets: np.ndarray
     num_documents: int
     """Documents that were planned."""
     document_tokens: int
-    """Their tokens, all of which stand in rows."""
+    """Their tokens, all of which stand in rows unless rests are left out."""
+    num_cut: int
+    """Documents of which no row has all."""
 
     @property
     def num_rows(self) -> int:
@@ -47,14 +128,18 @@ class RowPlan:
     @property
     def row_tokens(self) -> np.ndarray:
         """Tokens of each row, without padding."""
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stops - self.starts)])
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.pieces.lengths)])
         return np.diff(ends[self.row_offsets])
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Pieces of a row in order, each as document, start, stop."""
         part = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
-        documents, starts, stops = self.documents[part], self.starts[part], self.stops[part]
+        documents, starts, stops = self.pieces.documents[part], self.pieces.starts[part], self.pieces.stops[part]
         return list(zip(documents.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
+    def parts_from(self, row: int) -> Parts:
+        """What stands in this row and those behind it, whole again where it was cut for them."""
+        return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
 def plan_rows(
@@ -68,38 +153,76 @@ def plan_rows(
     shuffle: bool = True,
     open_rows: int = OPEN_ROWS,
 ) -> RowPlan:
-    """Pack documents of ``lengths`` (all at least 1) into rows of at most ``seq_len`` tokens.
+    """Pack documents of ``lengths`` (all at least 1), each once, into rows of at most ``seq_len`` tokens.
 
-    ``documents`` are their numbers, ascending; 0, 1, 2 … unless given. With ``shuffle``, a hash of (seed, epoch) orders
-    the documents before they are packed, and then the rows. Without it, both keep the order of the documents.
+    ``documents`` are their numbers, ascending; 0, 1, 2 … unless given.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert min(seq_len, open_rows, int(lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
-    numbers = np.arange(len(lengths))
-    if documents is not None:
-        numbers = documents
+    if documents is None:
+        documents = np.arange(len(lengths))
+    parts = Parts.whole(documents, lengths)
+    return plan_parts(parts, seq_len, seed=seed, epoch=epoch, block=block, shuffle=shuffle, open_rows=open_rows)
+
+
+def plan_parts(
+    parts: Parts,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    block: int = 0,
+    shuffle: bool = True,
+    packing: Packing = BEST_FIT,
+    open_rows: int = OPEN_ROWS,
+) -> RowPlan:
+    """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
+
+    With ``shuffle``, a hash of (seed, epoch) orders the parts before they are packed, and then the rows. Without it,
+    both keep the order of the parts.
+    """
+    assert min(seq_len, open_rows, int(parts.lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
     if shuffle:
         # Packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
-        order = shuffled(numbers, seed, epoch, _DOCUMENTS)
-        numbers, lengths = numbers[order], lengths[order]
-    owners, starts, stops = _cut(lengths, seq_len)
-    rows = _rows_of(stops - starts, seq_len, open_rows)
+        parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
+    owners, starts, stops, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Rows are numbered as they were opened, which says something of their pieces' lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
-    # Stable: the pieces of a row stay in the order in which they were packed.
-    by_row = np.argsort(rows, kind="stable")
+    pieces = Parts(
+        parts.documents[owners], parts.copies[owners], parts.starts[owners] + starts, parts.starts[owners] + stops
+    )
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(
         seq_len=seq_len,
-        documents=numbers[owners[by_row]],
-        starts=starts[by_row],
-        stops=stops[by_row],
+        # Stable: the pieces of a row stay in the order in which they were packed.
+        pieces=pieces.at(np.argsort(rows, kind="stable")),
         row_offsets=offsets,
-        num_documents=len(lengths),
-        document_tokens=int(lengths.sum()),
+        num_documents=len(parts.documents),
+        document_tokens=int(parts.lengths.sum()),
+        num_cut=len(np.unique(owners[stops - starts < parts.lengths[owners]])),
     )
+
+
+def _pieces(
+    lengths: np.ndarray, seq_len: int, packing: Packing, open_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Documents in their order as pieces: index of the document, start, stop, and row, numbered as rows are opened."""
+    if packing.kind == "concatenate":
+        ends = np.cumsum(lengths)
+        # A piece ends where its document or a row does.
+        stops = np.union1d(ends, np.arange(seq_len, int(ends[-1:].sum()), seq_len))
+        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
+        owners = np.searchsorted(ends, starts, side="right")
+        before = (ends - lengths)[owners]
+        return owners, starts - before, stops - before, starts // seq_len
+    owners, starts, stops = _cut(lengths, seq_len)
+    if packing.min_rest_tokens > 1:
+        kept = (starts == 0) | (stops - starts >= min(packing.min_rest_tokens, seq_len))
+        owners, starts, stops = owners[kept], starts[kept], stops[kept]
+    if packing.kind == "one_document":
+        return owners, starts, stops, np.arange(len(owners))
+    return owners, starts, stops, _rows_of(stops - starts, seq_len, open_rows)
 
 
 def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

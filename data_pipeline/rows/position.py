@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.blocks import PLAN_VERSION
+from data_pipeline.rows.pack import BEST_FIT
+from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 
-_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "num_blocks")
+STATE_FORMAT = "longctx-loader"
+
+_OF_STREAM = ("epoch", "epoch_row", "block", "block_row")
+
+_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "packing", "num_blocks")
 """Row numbers mean the same rows only where all of these are equal."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands between two steps."""
+    """Where a loader of one shard folder stands between two steps."""
 
     rows_consumed: int = 0
     """Of all steps and ranks."""
     tokens_consumed: int = 0
     """Without padding."""
-    epoch: int = 0
-    epoch_row: int = 0
-    """The next row's number in its epoch."""
-    block: int = 0
-    block_row: int = 0
-    """The next row's number in its block. Epoch, block and this one say where it is."""
+    stream: StreamPosition = BEGINNING
 
-    def moved(self, rows: int) -> Position:
-        """So many rows further, in this block."""
-        return replace(self, epoch_row=self.epoch_row + rows, block_row=self.block_row + rows)
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row."""
+        return self.stream.epoch
 
-    def at_block(self, epoch: int, block: int) -> Position:
-        """At the beginning of a block that follows this one."""
-        epoch_row = self.epoch_row
-        if epoch != self.epoch:
-            epoch_row = 0
-        return replace(self, epoch=epoch, block=block, epoch_row=epoch_row, block_row=0)
-
-    def counted(self, rows: int, tokens: int) -> Position:
-        """With the rows and tokens of one more step."""
-        consumed = self.rows_consumed + rows
-        return replace(self, rows_consumed=consumed, tokens_consumed=self.tokens_consumed + tokens)
+    @property
+    def counters(self) -> dict[str, int]:
+        """The numbers that make it up, by name."""
+        own = {"rows_consumed": self.rows_consumed, "tokens_consumed": self.tokens_consumed}
+        return own | {name: getattr(self.stream, name) for name in _OF_STREAM}
 
 
 def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
@@ -52,6 +48,9 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     """
     if isinstance(state, dict) and state.get("plan_version") == 1:
         state = _in_blocks(state, own["num_blocks"], folder)
+    if isinstance(state, dict):
+        # Releases that packed in one way alone did not name it.
+        state = {"packing": str(BEST_FIT)} | state
     # A missing field would be a silent default, and a field too many belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
@@ -59,18 +58,24 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
         if state[name] != own[name]:
             raise DataError(
                 f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({folder}).\n"
-                "Resume with the same shard folder, seed, seq_len and shuffle, or start without the state."
+                "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start without the state."
             )
-    counters = {field.name: state[field.name] for field in fields(Position)}
-    # type(), not isinstance(): in Python True is an int.
-    if not all(type(value) is int and value >= 0 for value in counters.values()):
-        raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
-    position = Position(**counters)
-    row, block, epoch_row = position.block_row, position.block, position.epoch_row
+    counters = {name: state[name] for name in Position().counters}
+    check_counters(counters)
+    stream = StreamPosition(**{name: counters[name] for name in _OF_STREAM}, row_tokens=own["seq_len"])
+    position = Position(counters["rows_consumed"], counters["tokens_consumed"], stream)
+    row, block, epoch_row = stream.block_row, stream.block, stream.epoch_row
     # The rows of earlier blocks are not counted again: that would be to plan them all.
     if epoch_row < row or (block == 0 and epoch_row != row):
         raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")
     return position
+
+
+def check_counters(counters: dict[str, Any]) -> None:
+    """DataError unless all are whole numbers of at least 0."""
+    # type(), not isinstance(): in Python True is an int.
+    if not all(type(value) is int and value >= 0 for value in counters.values()):
+        raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
 
 
 def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 
 from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import lengths_of
-from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.rows.blocks import PackReport
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.rows.order import Order
 
 STEPS = 64
 """Steps whose work is looked at."""
@@ -39,29 +39,23 @@ class Survey:
 
 
 def survey(
-    shards: ShardSet,
+    order: Order,
     seq_len: int,
     micro_batches: MicroBatches,
     cost: Callable[[Sequence[int]], int],
     *,
-    seed: int = 0,
     documents: int,
     steps: int = STEPS,
 ) -> Survey:
-    """Plan the first rows of epoch 0, reading no tokens: blocks with at least so many ``documents`` for the packing.
+    """Plan the first rows of a run, reading no tokens: blocks with at least so many ``documents`` for the packing.
 
     ``cost`` is the work of a row of documents of these lengths. Of a short epoch there are fewer ``steps``, at least
     one where a step has rows enough.
     """
-    planner = BlockPlanner(shards, seq_len, seed=seed)
-    packing = planner.report(documents=documents)
+    packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
-    rows = []
-    for block in range(planner.num_blocks):
-        plan = planner.plan(0, block)
-        rows += [plan.row(row) for row in range(min(plan.num_rows, steps * rows_per_step - len(rows)))]
-        if len(rows) == steps * rows_per_step:
-            break
+    # Rows of a second epoch would say nothing new.
+    rows, _ = order.rows(order.start(), min(steps * rows_per_step, packing.rows))
     tokens: dict[str, int] = {}
     for row in rows:
         for _, start, stop in row:

@@ -143,6 +143,7 @@ def open_folder(
     if isinstance(origin, Path):
         if not (origin / PACKED_FILE).is_file():
             return origin, Manifest.load(origin), None
+        # Two ways to name one folder share a copy.
         origin = origin.resolve()
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
@@ -230,6 +231,7 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
             yield unpacked.decompress(piece)
         except (zstandard.ZstdError, EOFError) as error:
             raise damaged from error
+    # Also bytes behind the last frame, which change nothing of what was unpacked.
     if digest.hexdigest() != packed.xxh3_128:
         raise damaged
 

@@ -22,6 +22,8 @@ from longctx.files import write_synced
 FORMAT = "longctx-shards"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
+VALIDATION_FOLDER = "validation"
+"""Within a shard folder, that of the documents it holds out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ class Packing:
             packing = cls(shards=shards, **body)
         except TypeError as error:
             raise DataError(f"{path} lacks a field or has one too many ({error}). {_ADVICE}") from error
+        # Each is whole by itself where a copy has mixed two folders.
         if packing.manifest != manifest.hash:
             raise DataError(f"{path} belongs to another manifest than the one beside it. {_ADVICE}")
         # Anybody can seal such a file: a name that leads elsewhere would read the files of others.

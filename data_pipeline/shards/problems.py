@@ -43,6 +43,7 @@ def shard_problems(
         yield from damage
         if not damage:
             yield from _wrong_content(folder, manifest, entry, padding, lengths)
+        # So that one shard at a time takes room.
         if copy is not None:
             copy.drop(entry)
     # Each entry may fit its file while the totals do not: an entry is missing, or there twice.

@@ -185,6 +185,7 @@ def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None
 
 
 def _client(path: ObjectKey) -> pafs.FileSystem:
+    # A bucket's client, because buckets have regions of their own.
     return _connected(path.scheme, path.bucket, os.getpid())
 
 

@@ -103,10 +103,10 @@ def inspect(
     seed: int = 0,
     json: Json = False,
 ) -> None:
-    """Show what a shard folder holds, what packing costs, what a row looks like.
+    """Show what a shard folder holds, what packing costs, what a row looks like; of a mixture its sources and shares.
 
     Args:
-        folder: Shard folder, or its URL (s3://, gs://), of which shards are fetched into the cache.
+        folder: Shard folder, or its URL (s3://, gs://), of which shards come into the cache; or a mixture's file.
         seq_len: Tokens of a row; with it, what packing at that length costs.
         row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
         block: Count --row from the beginning of this block instead, which takes less than a second.
@@ -114,9 +114,14 @@ def inspect(
         seed: run.seed of the run that reads it.
     """
     from data_pipeline.inspect import describe, show_row
-    from data_pipeline.prepare.build import VALIDATION_FOLDER
+    from data_pipeline.mixture.file import is_mixture
+    from data_pipeline.shards.manifest import VALIDATION_FOLDER
     from data_pipeline.stores.urls import below, locate
 
+    if is_mixture(folder):
+        # Rows of a mixture are a run's: `data sample` shows them.
+        _inspect_mixture(Path(folder), json=json)
+        return
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
@@ -141,23 +146,49 @@ def inspect(
         say(f"\n{_row_text(shown)}")
 
 
+def _inspect_mixture(path: Path, *, json: bool) -> None:
+    """Print the sources of a mixture, and their shares from each stage on."""
+    from data_pipeline.inspect import describe_mixture
+
+    found = describe_mixture(path)
+    if json:
+        say_json(dataclasses.asdict(found))
+        return
+    head = ["source", "folder", "documents", "tokens", "epochs at most", "from the beginning"]
+    head += [f"from {stage.from_tokens:,} tokens" for stage in found.stages]
+    rows = []
+    for number, source in enumerate(found.sources):
+        row = [source.name, source.folder, f"{source.documents:,}", f"{source.tokens:,}", str(source.epochs or "–")]
+        rows.append([*row, *(f"{shares[number]:.1%}" for shares in found.shares)])
+    say(table(head, rows))
+    for stage in found.stages:
+        if stage.row_tokens is not None:
+            say(f"From {stage.from_tokens:,} tokens on: rows of {stage.row_tokens:,} tokens.")
+    say(f"\nRows as text: longctx data sample {path} --seq-len N")
+
+
 def verify(folder: _ShardFolder, *, json: Json = False) -> int:
-    """Read every byte of a shard folder and name what is damaged.
+    """Read every byte of a shard folder, or of a mixture's, and name what is damaged.
 
     Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
     The exit code is 1 when anything is damaged.
 
     Args:
-        folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew.
+        folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew; or a mixture's file.
     """
     from data_pipeline.inspect import verify as find_problems
+    from data_pipeline.mixture.file import Mixture, is_mixture
     from data_pipeline.shards.copies import has_folder
     from data_pipeline.shards.manifest import Manifest
-    from data_pipeline.stores.urls import locate
+    from data_pipeline.stores.urls import Location, locate
 
-    if not has_folder(folder):
-        # Raises the error that says what a shard folder is: this one is not damaged, it is none.
-        Manifest.load(locate(folder))
+    folders: list[Location] = [locate(folder)]
+    if is_mixture(folder):
+        folders = [*Mixture.load(folder).folders(Path(folder).parent)]
+    for place in folders:
+        if not has_folder(place):
+            # Raises the error that says what a shard folder is: this one is not damaged, it is none.
+            Manifest.load(place)
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
     if json:
@@ -165,8 +196,9 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
-        manifest = Manifest.load(locate(folder))
-        say(f"{folder} is whole: {plural(len(manifest.shards), 'shard')}, {manifest.tokens:,} tokens.")
+        manifests = [Manifest.load(place) for place in folders]
+        shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
+        say(f"{folder} is whole: {plural(shards, 'shard')}, {tokens:,} tokens.")
     if problems:
         return FAILED
     return DONE

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -15,7 +15,10 @@ from launcher.cli.console import Json, progress, say, say_json, table
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
+Kind = Literal["best_fit", "concatenate", "one_document"]
+
 if TYPE_CHECKING:
+    from data_pipeline.mixture.forecast import Forecast
     from data_pipeline.rows.survey import Survey
 
 
@@ -41,6 +44,8 @@ def plan(
     if ranks < 0:
         raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
     from data_pipeline.inspect import PLANNED_DOCUMENTS
+    from data_pipeline.loader import open_order
+    from data_pipeline.mixture.order import MixedOrder
     from data_pipeline.rows.survey import survey
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
@@ -57,17 +62,13 @@ def plan(
     check_run(run_config, world.ranks)
     # How many rows go through the model at once may follow from the ranks.
     run_config = settle_context(run_config, world.ranks)
-    shards = ShardSet.open(run_config.data.train, verify=False, cache=run_config.data.cache)
-    micro_batches = run_config.micro_batches(world.ranks)
-    with progress(f"planning {run_config.data.train}"):
-        found = survey(
-            shards,
-            run_config.data.seq_len,
-            micro_batches,
-            partial(training_flops, run_config.model.config()),
-            seed=run_config.run.seed,
-            documents=PLANNED_DOCUMENTS,
-        )
+    data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
+    open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
+    order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
+    _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
+    cost = partial(training_flops, run_config.model.config())
+    with progress(f"planning {data.train}"):
+        found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS)
     # Before the table, which names it.
     if output is not None:
         from launcher.report.packing import packing_picture
@@ -84,6 +85,9 @@ def plan(
     )
     say(table(["", ""], _lines(found, run_config.train.steps)))
     say("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
+    if isinstance(order, MixedOrder):
+        rows = run_config.train.steps * run_config.rows_per_step
+        say("\n" + table(["source", "tokens of the run", "passes"], _sources(order.forecast(order.start(), rows))))
     if output is not None:
         say(f"\nPicture: {output}")
 
@@ -93,27 +97,39 @@ def sample(
     *,
     seq_len: int,
     rows: int = 4,
+    first_row: int = 0,
     seed: int = 0,
+    packing: Kind = "best_fit",
+    min_rest_tokens: int = 1,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
-    """Write the first rows of an epoch as text, whole, as a run reads them.
+    """Write rows of a run as text, whole, as it reads them.
+
+    Of a mixture they are those of a run that has had the file as it is now from its beginning.
 
     Args:
-        folder: Shard folder.
+        folder: Shard folder, or its URL (s3://, gs://); or a mixture's file.
         seq_len: Tokens of a row.
         rows: How many.
+        first_row: The first of them, from 0; those before are planned, about a second for a million documents.
         seed: run.seed of the run that reads it.
+        packing: Its data.packing.
+        min_rest_tokens: Its data.min_rest_tokens.
         output: File to write; standard output unless given.
     """
     from data_pipeline.inspect import sample_rows
+    from data_pipeline.rows.pack import Packing
 
+    sampled = sample_rows(
+        folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed, packing=Packing(packing, min_rest_tokens)
+    )
     if output is None:
-        for row in sample_rows(folder, seq_len=seq_len, rows=rows, seed=seed):
+        for row in sampled:
             say(row)
         return
     from longctx.files import write_atomically
 
-    text = "\n".join(sample_rows(folder, seq_len=seq_len, rows=rows, seed=seed))
+    text = "\n".join(sampled)
     write_atomically(output, text.encode())
     say(f"Written to {output}: {len(text):,} characters.")
 
@@ -136,6 +152,14 @@ def _lines(found: Survey, steps: int) -> list[list[str]]:
             mean, most = statistics.fmean(factors), max(factors)
             lines.append([f"busiest rank, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
     return lines
+
+
+def _sources(found: Forecast) -> list[list[str]]:
+    """How much a run takes of each source of a mixture."""
+    rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in found.sources]
+    if found.missing_tokens >= 1:
+        rows.append(["(used up: missing)", f"{found.missing_tokens:,.0f}", ""])
+    return rows
 
 
 def _lengths(found: Survey) -> list[list[str]]:

@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.stores.urls import below
+from data_pipeline.rows.pack import Packing
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
@@ -78,14 +78,20 @@ class DataSection:
     """What the run reads."""
 
     train: str = "runs/data"
-    """Shard folder to train on, as `data build` wrote it; a path, or a URL: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER."""
+    """Shard folder to train on, as `data build` wrote it, or its URL (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER); or the
+    .toml file of a mixture of several."""
     validation: str = ""
-    """Shard folder to validate on; empty: the "validation" folder inside data.train."""
+    """Shard folder or mixture to validate on; empty: the "validation" folders inside those of data.train."""
     cache: str = ""
     """Folder of each host for copies of shards that are packed or in a store; empty: $LONGCTX_CACHE/data, else
     ~/.cache/longctx/data. Its disk must have room for all of them."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
+    packing: Literal["best_fit", "concatenate", "one_document"] = "best_fit"
+    """How documents become rows: best_fit cuts none that fits in one; concatenate lays them end to end and cuts
+    wherever a row ends; one_document gives each row one piece and padding. Validation packs by best_fit."""
+    min_rest_tokens: int = 1
+    """The last piece of a document longer than a row is left out where it has fewer tokens; 1 leaves out none."""
     balance: bool = True
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
@@ -382,14 +388,14 @@ class RunConfig:
             data_degree=world_size // self.parallel.context,
         )
 
+    @property
+    def packing(self) -> Packing:
+        """How documents become rows; ConfigError for what does not go together."""
+        return Packing(self.data.packing, self.data.min_rest_tokens)
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
         return len(self.micro_batches(world_size))
-
-    @property
-    def validation_folder(self) -> str:
-        """Shard folder to validate on."""
-        return self.data.validation or below(self.data.train, "validation")
 
     def to_toml(self) -> str:
         """The resolved config as TOML."""

@@ -55,6 +55,8 @@ def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     # Of a large model layers have curves in the steps whose counts are written: a point a layer and step is too much.
     if record.get("expert_load"):
         pairs += _of_layers(record)
+    for name, tokens in (record.get("source_tokens") or {}).items():
+        pairs.append((f"source_tokens/{name}", float(tokens)))
     for spot in record.get("loss_by_position") or []:
         pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
     return pairs

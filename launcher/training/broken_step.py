@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.rows.pack import BEST_FIT
 from launcher.config.sections import RunConfig
 from launcher.training.setup import Run
 from launcher.wording import first_names
@@ -116,10 +117,37 @@ def broken_step(
 
 def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Where a step's rows are in the data, and the command that shows them."""
-    data, seed, epoch, block = config.data, config.run.seed, order["epoch"], order["block"]
+    data = config.data
+    if "sources" in order:
+        places = ", ".join(
+            f"{name} from row {source['block_row']} of block {source['block']} of epoch {source['epoch']} on"
+            for name, source in order["sources"].items()
+        )
+        # The command is right where the file is what it was from the beginning; the places are right in any case.
+        where = f"from row {order['rows_consumed']} of the run on ({places}; {_sample_command(config, order)})"
+        return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
     # Counted from its block: to find it in the epoch is to plan all blocks before it.
-    for name, value in (("block", block), ("epoch", epoch), ("seed", seed)):
-        if value:
-            command += f" --{name} {value}"
-    return f"{config.rows_per_step} rows of {data.train} from row {order['epoch_row']} of epoch {epoch} on ({command})"
+    for name in ("block", "epoch"):
+        if order[name]:
+            command += f" --{name} {order[name]}"
+    if config.run.seed:
+        command += f" --seed {config.run.seed}"
+    if str(config.packing) != str(BEST_FIT):
+        # `data inspect` packs in the usual way; `data sample` is told how.
+        command = _sample_command(config, order)
+    where = f"from row {order['epoch_row']} of epoch {order['epoch']} on ({command})"
+    return f"{config.rows_per_step} rows of {data.train} {where}"
+
+
+def _sample_command(config: RunConfig, order: dict[str, Any]) -> str:
+    """What shows the rows from the step's first one on, counted from the run's."""
+    data = config.data
+    command = f"longctx data sample {data.train} --seq-len {data.seq_len} --first-row {order['rows_consumed']}"
+    if config.run.seed:
+        command += f" --seed {config.run.seed}"
+    if data.packing != BEST_FIT.kind:
+        command += f" --packing {data.packing}"
+    if data.min_rest_tokens != BEST_FIT.min_rest_tokens:
+        command += f" --min-rest-tokens {data.min_rest_tokens}"
+    return command

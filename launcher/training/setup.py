@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
+from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.batches import Share
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.stores.urls import locate
+from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
-from launcher.config.sections import RunConfig
+from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
 from launcher.metrics.tensorboard import check_tensorboard
@@ -213,6 +215,7 @@ def _say_start(
         free_bytes=free_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
         packing=loader.pack_report(),
+        forecast=loader.forecast(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
     )
     for line in summary(start):
@@ -250,12 +253,14 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
+    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
+    open_folder = partial(ShardSet.open, verify=config.data.verify != "off", cache=config.data.cache)
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
-    shards = _open_shards(config, config.data.train)
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
-    loader = build_loader(shards, rows_per_step=config.rows_per_step, seed=config.run.seed, cost=cost, **common)
+    order = {"seed": config.run.seed, "packing": config.packing, "cost": cost, "open_folder": open_folder}
+    loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, **order, **common)
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
         advice = f"Try --model.vocab_size {vocab_size}."
@@ -265,19 +270,25 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\n{advice}"
         )
-    has_folder = config.data.validation or locate(config.validation_folder).exists()
-    if not config.validation.rows or not has_folder:
+    validation, held_out = _validation_data(config.data)
+    if not config.validation.rows or validation is None:
         return loader, None
-    even = config.parallel.tokens_per_rank > 0
-    return loader, build_validation_loader(
-        _open_shards(config, config.validation_folder), max_rows=config.validation.rows, even=even, **common
-    )
+    options = {"even": config.parallel.tokens_per_rank > 0, "open_folder": open_folder, "held_out": held_out}
+    return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
 
 
-def _open_shards(config: RunConfig, folder: str | Path) -> ShardSet:
-    """A shard folder whose reads are checked, unless nothing shall be."""
-    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    return ShardSet.open(folder, verify=config.data.verify != "off", cache=config.data.cache)
+def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
+    """The folder or mixture to validate on, None where there is none; and whether it is what the mixture holds out."""
+    if data.validation:
+        return data.validation, False
+    if is_mixture(data.train):
+        if held_out_of(data.train).sources:
+            return data.train, True
+        return None, False
+    folder = below(data.train, VALIDATION_FOLDER)
+    if locate(folder).exists():
+        return folder, False
+    return None, False
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
@@ -285,9 +296,9 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
 
     What is not here yet is fetched first.
     """
-    folders = [loader.shards]
+    folders = list(loader.folders)
     if validation is not None:
-        folders.append(validation.shards)
+        folders += validation.folders
     fetch_data(folders)
     checked = check_data(folders, config.data.verify)
     log.info(
@@ -355,7 +366,7 @@ def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunC
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
-        packed=leaves_remainders(loader.shards, config.data.seq_len) or config.train.micro_batch_rows > 1,
+        packed=leaves_remainders(loader.folders, config.data.seq_len) or config.train.micro_batch_rows > 1,
         layers=model.layers,
         window=model.window,
         side_by_side=parallel.tokens_per_rank > 0,
@@ -368,13 +379,18 @@ _LOOKED_AT = 1 << 16
 """Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
 
 
-def leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
     """Whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
 
-    A function of the data alone, so a run that resumes gets the same answer. A corpus whose first documents fill whole
+    A function of the data alone, so a run that resumes gets the same answer. A folder whose first documents fill whole
     rows is taken to be cut for this length all through: to look at every document would take a start as long as there
     are documents. Were that wrong, the layout would be slower, no more.
     """
+    # Of a mixture, one source is enough: its rows are laid out as all others are.
+    return any(_leaves_remainders(shards, seq_len) for shards in folders)
+
+
+def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     if shards.num_tokens % seq_len:
         return True
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
@@ -83,6 +84,7 @@ class TrainStep:
             "lr": lr,
             "grad_norm": grad_norm,
             **_speed(run, counts, totals, seconds=time.perf_counter() - started, waited=waited),
+            **source_record(data.after),
             **degree_record(data.degrees),
             **expert_record(totals, run.expert_layers, counts.tokens),
         }
@@ -114,6 +116,14 @@ def _model_flops(run: Run, data: StepData) -> float:
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
     flops = sum(training_flops(run.model, lengths) for lengths in data.lengths)
     return flops / run.mesh.context
+
+
+def source_record(order: Mapping[str, Any]) -> Record:
+    """Tokens that the run has taken of each source of a mixture, by the loader's state; no field of one folder."""
+    # Of one folder, ``tokens`` says it.
+    if "sources" not in order:
+        return {}
+    return {"source_tokens": {name: source["tokens"] for name, source in order["sources"].items()}}
 
 
 def degree_record(degrees: Sequence[Degrees]) -> Record:

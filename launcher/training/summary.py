@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_pipeline.mixture.forecast import Forecast
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.model import describe_change, model_changes
 from launcher.config.sections import RunConfig
@@ -36,6 +37,8 @@ class Start:
     free_disk_bytes: int
     packing: PackReport
     """Rows of an epoch and their padding: counted, or estimated from its first block."""
+    forecast: Forecast | None = None
+    """What the run takes of each source of a mixture; None of one folder."""
     degrees: list[Degrees] = field(default_factory=list)
     """How the micro-batches of the first step lie on their ranks; none where the degree is fixed."""
 
@@ -188,12 +191,25 @@ def _steps(start: Start) -> str:
 def _data(start: Start) -> str:
     """Tokens in all, and how often the data is seen."""
     packing, rows = start.packing, start.num_steps * start.config.rows_per_step
+    if start.forecast is not None:
+        return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.forecast)}."
     about = sample = ""
     if not packing.exact:
         about, sample = "about ", f", judging by its first {plural(packing.planned_documents, 'document')}"
+    left_out = ""
+    if packing.truncated_tokens:
+        left_out = f", {about}{_short(packing.truncated_tokens)} tokens of rests left out"
     return (
         f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {about}{rows / packing.rows:.2f} passes over "
-        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding{sample}."
+        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding"
+        f"{left_out}{sample}."
+    )
+
+
+def _sources(forecast: Forecast) -> str:
+    """How much of each source a run will have taken, and how often that is all of it."""
+    return ", ".join(
+        f"{source.name} {_short(round(source.tokens))} ({source.epochs:.2f} passes)" for source in forecast.sources
     )
 
 
@@ -223,6 +239,7 @@ def warnings(start: Start) -> list[str]:
         _beyond_positions(start),
         _all_warm_up(start),
         _repeated_rows(start),
+        _used_up(start),
         _full_disk(start),
         _changed(start),
     ]
@@ -276,6 +293,16 @@ def _repeated_rows(start: Start) -> str:
     return (
         f"A step takes {plural(rows, 'row')} and the data has {about}{start.packing.rows:,}: rows repeat within a "
         "step. Lower train.tokens_per_step, or build more data."
+    )
+
+
+def _used_up(start: Start) -> str:
+    if start.forecast is None or start.forecast.missing_tokens < 1:
+        return ""
+    return (
+        f"The mixture is used up about {_short(round(start.forecast.missing_tokens))} tokens before the run's end: "
+        "every source has a number of epochs. The run will stop there with an error; raise epochs, or take fewer "
+        "train.steps."
     )
 
 

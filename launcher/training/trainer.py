@@ -127,7 +127,7 @@ class Trainer:
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,
-            bytes_per_token=run.validation.shards.manifest.bytes_per_token,
+            bytes_per_token=run.validation.bytes_per_token,
         )
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from data_pipeline.loader import Loader, ValidationLoader, build_loader
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal
-from data_pipeline.rows.pack import plan_rows
+from data_pipeline.rows.first_rows import FirstRows
+from data_pipeline.rows.order import FolderOrder
+from data_pipeline.rows.pack import Packing, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.feed import StepFeed
 from longctx.batch import IGNORED_TARGET
@@ -37,15 +39,13 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 def loaders(shards: ShardSet, *, degree: int = 1, micro: int = 1, rows_per_step: int = 24, num_blocks: int = 5):
     return [
         Loader(
-            shards,
+            (shards,),
+            FolderOrder(shards, SEQ_LEN, seed=4, deal=Deal(num_blocks, 2)),
             seq_len=SEQ_LEN,
             rows_per_step=rows_per_step,
             micro_batch_rows=micro,
             data_rank=rank,
             data_degree=degree,
-            seed=4,
-            shuffle=True,
-            deal=Deal(num_blocks, 2),
         )
         for rank in range(degree)
     ]
@@ -129,6 +129,29 @@ def test_the_state_is_small_and_says_where_it_is(shards: ShardSet):
                 epoch_row += 1
 
 
+@pytest.mark.parametrize("packing", [Packing("concatenate"), Packing("one_document"), Packing(min_rest_tokens=SEQ_LEN)])
+def test_every_packing_goes_on_where_it_stopped_and_refuses_the_state_of_another(shards: ShardSet, packing: Packing):
+    first, again = (build_loader(shards, seq_len=SEQ_LEN, rows_per_step=4, packing=packing) for _ in range(2))
+    plain = build_loader(shards, seq_len=SEQ_LEN, rows_per_step=4)
+    batches = [next(first).tokens for _ in range(12)]
+    assert not all(torch.equal(next(plain).tokens, batch) for batch in batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    again.load_state_dict(state)
+    assert torch.equal(next(again).tokens, next(first).tokens)
+    with pytest.raises(DataError, match="packing="):
+        plain.load_state_dict(state)
+
+
+def test_a_state_of_a_release_that_packed_in_one_way_is_best_fit(shards: ShardSet):
+    first, again = (loaders(shards)[0] for _ in range(2))
+    for _ in range(24):
+        next(first)
+    state = first.state_dict()
+    assert state.pop("packing") == "best_fit"
+    again.load_state_dict(state)
+    assert torch.equal(next(again).tokens, next(first).tokens)
+
+
 def test_a_start_in_the_middle_of_an_epoch_plans_one_block(shards: ShardSet, monkeypatch: pytest.MonkeyPatch):
     (loader,) = loaders(shards, rows_per_step=1)
     while loader.state_dict()["block"] < 3:
@@ -138,9 +161,9 @@ def test_a_start_in_the_middle_of_an_epoch_plans_one_block(shards: ShardSet, mon
 
     def counted(*arguments, **options):
         planned.append(options["block"])
-        return plan_rows(*arguments, **options)
+        return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_rows", counted)
+    monkeypatch.setattr(blocks, "plan_parts", counted)
     (resumed,) = loaders(shards, rows_per_step=1)
     resumed.load_state_dict(state)
     assert torch.equal(next(resumed).tokens, ahead.tokens)
@@ -154,9 +177,9 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
 
     def noted(*arguments, **options):
         threads[options["block"]] = threading.current_thread().name
-        return plan_rows(*arguments, **options)
+        return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_rows", noted)
+    monkeypatch.setattr(blocks, "plan_parts", noted)
     (loader,) = loaders(shards, rows_per_step=1)
     while loader.state_dict()["block"] < 2:
         next(loader)
@@ -227,7 +250,8 @@ class TestStates:
 class TestValidation:
     def validation(self, shards: ShardSet, max_rows: int | None, **ranks: int) -> ValidationLoader:
         options = {"micro_batch_rows": 2, "data_rank": 0, "data_degree": 1, **ranks}
-        return ValidationLoader(shards, seq_len=SEQ_LEN, max_rows=max_rows, deal=Deal(5), **options)
+        rows = FirstRows(shards, SEQ_LEN, max_rows=max_rows, deal=Deal(5))
+        return ValidationLoader((shards,), rows, seq_len=SEQ_LEN, **options)
 
     def test_rows_follow_the_blocks(self, shards: ShardSet):
         planner = BlockPlanner(shards, SEQ_LEN, shuffle=False, deal=Deal(5))
@@ -253,9 +277,9 @@ class TestValidation:
 
         def counted(*arguments, **options):
             planned.append(options["block"])
-            return plan_rows(*arguments, **options)
+            return plan_parts(*arguments, **options)
 
-        monkeypatch.setattr(blocks, "plan_rows", counted)
+        monkeypatch.setattr(blocks, "plan_parts", counted)
         loader = self.validation(shards, 10)
         assert (loader.num_rows, planned) == (10, [0])
         assert len(list(itertools.chain(loader, loader))) == 10

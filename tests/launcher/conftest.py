@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from tests.launcher.runs import Ended, flags, pretrain
+from tests.launcher.runs import Ended, flags, path_without_ssh, pretrain
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,11 @@ def build_tiny_shards(place: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run of ``runs.STEPS`` steps over two ranks by the deepspeed command. Read-only: go on in a copy."""
-    output = tmp_path_factory.mktemp("finished") / "run"
-    ended = pretrain(flags(shards, output))
+    """A run of ``runs.STEPS`` steps over two ranks by the deepspeed command. Read-only: go on in a copy.
+
+    Where ssh and pdsh fail, and leave a trace beside the run.
+    """
+    folder = tmp_path_factory.mktemp("finished")
+    ended = pretrain(flags(shards, folder / "run"), environment={"PATH": path_without_ssh(folder)})
     assert ended.code == 0, ended.text
     return ended

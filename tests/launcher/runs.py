@@ -213,6 +213,16 @@ def _alive(family: list[psutil.Process], mark: str) -> list[str]:
     return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def path_without_ssh(folder: Path) -> str:
+    """A PATH on which every ssh and pdsh fails, as where no server answers, and says so in ``folder / "asked"``."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name in ("ssh", "pdsh"):
+        (programs / name).write_text(f'#!/bin/sh\necho "$0 $@" >> {folder}/asked\nexit 255\n')
+        (programs / name).chmod(0o755)
+    return f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
 def free_port() -> int:
     """A port that nothing listens on now, and that the system gives to nobody before the ranks use it.
 

@@ -67,6 +67,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     assert sorted(p.name for p in (folder / CHECKPOINTS).iterdir()) == [f"step_{n:06d}" for n in steps]
     assert all(CheckpointReader(p).verify() == [] for p in list_checkpoints(folder))
     assert not finished.orphans
+    assert not (folder.parent / "asked").exists(), "a start on one machine needs no ssh"
 
 
 def test_every_step_has_its_row(finished):
@@ -132,7 +133,9 @@ def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_impo
 # A rank dies.
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards, finished, tmp_path):
+    """Quickly without the command: ``checkpoint/test_checkpoint.py`` and ``test_accidents.py``."""
     folder = tmp_path / "run"
     launch = Launch(flags(shards, folder))
     launch.wait_until(lambda: len(launch.ranks()) == 2)
@@ -183,7 +186,9 @@ def test_an_unknown_flag_is_said_once(shards, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
+    """That it is found in the command is read in ``cluster/test_hostfile.py``."""
     ended = pretrain(flags(shards, tmp_path / "run", {"parallel.context": 1}), hostfile=tmp_path / "missing")
     ended.check_one_screen(1, "missing does not exist", "--run.hostfile none")
     assert not (tmp_path / "run").exists()

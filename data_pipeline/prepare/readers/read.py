@@ -60,6 +60,7 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
 
 def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
     """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
+    # Joined once at the end: a document of many files would be copied with each.
     texts: list[str] = []
     passed = 0
     for file in joined.files:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal, PackReport
-from data_pipeline.rows.pack import RowPlan, plan_rows
+from data_pipeline.rows.pack import RowPlan, plan_parts, plan_rows
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class TestOrder:
             digest = xxhash.xxh3_64()
             for epoch in (0, 1, 7):
                 plan = plan_rows(lengths, seq_len, epoch=epoch, **options)
-                for part in (plan.documents, plan.starts, plan.stops, plan.row_offsets):
+                for part in (plan.pieces.documents, plan.pieces.starts, plan.pieces.stops, plan.row_offsets):
                     digest.update(part.astype(np.int64).tobytes())
             digests.append(digest.hexdigest())
         assert digests == ["b3e3678c9f54b5e0", "1e2fda06699f1fd0", "373ad09d3afe87df", "f304ab695c9715a5"]
@@ -108,7 +108,7 @@ class TestOrder:
         digest = xxhash.xxh3_64()
         for epoch, block in ((0, 0), (0, 3), (2, 1)):
             plan = planned.plan(epoch, block)
-            for part in (plan.documents, plan.starts, plan.stops, plan.row_offsets):
+            for part in (plan.pieces.documents, plan.pieces.starts, plan.pieces.stops, plan.row_offsets):
                 digest.update(part.astype(np.int64).tobytes())
         assert digest.hexdigest() == "8fd50ee398a58615"
 
@@ -154,9 +154,9 @@ class TestMemory:
 
         def counted(*arguments, block: int, **options) -> RowPlan:
             planned.append(block)
-            return plan_rows(*arguments, block=block, **options)
+            return plan_parts(*arguments, block=block, **options)
 
-        monkeypatch.setattr(blocks, "plan_rows", counted)
+        monkeypatch.setattr(blocks, "plan_parts", counted)
         held = planner(shards, 5)
         for block in (3, 4, 3, 4, 3):
             held.plan(0, block)
@@ -179,9 +179,9 @@ class TestMemory:
             begun.set()
             assert go_on.wait(20)
             planned.append(options["block"])
-            return plan_rows(*arguments, **options)
+            return plan_parts(*arguments, **options)
 
-        monkeypatch.setattr(blocks, "plan_rows", slow)
+        monkeypatch.setattr(blocks, "plan_parts", slow)
         shared = planner(shards, 5)
         shared.prepare(0, 1)
         assert begun.wait(20)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.pack import RowPlan, plan_rows
+from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts, plan_rows
+from longctx.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SEQ_LENS = st.integers(1, 40)
@@ -79,3 +81,53 @@ def test_the_fullest_row_closes_when_too_many_are_open():
 def test_padding_stays_below_one_percent_on_many_short_documents():
     lengths = np.exp(np.random.default_rng(0).normal(6, 1.2, 20_000)).astype(int) + 1
     assert PackReport.of([plan_rows(lengths, 4096)], 4096).padding_share < 0.002
+
+
+class TestPacking:
+    """Other ways than best fit."""
+
+    @given(lengths=LENGTHS, seq_len=st.integers(1, 40), seed=st.integers(0, 99), shuffle=st.booleans())
+    def test_concatenation_has_every_token_once_and_full_rows(self, lengths, seq_len: int, seed: int, shuffle: bool):
+        parts = Parts.whole(np.arange(len(lengths)), np.array(lengths, np.int64))
+        plan = plan_parts(parts, seq_len, packing=Packing("concatenate"), seed=seed, shuffle=shuffle)
+        tokens = sorted((d, t) for row in rows(plan) for d, start, stop in row for t in range(start, stop))
+        assert tokens == [(d, t) for d, length in enumerate(lengths) for t in range(length)]
+        assert plan.num_rows == -(-sum(lengths) // seq_len)
+        assert sorted(plan.row_tokens.tolist(), reverse=True)[:-1] == [seq_len] * max(plan.num_rows - 1, 0)
+        cut = {d for row in rows(plan) for d, start, stop in row if stop - start < lengths[d]}
+        assert plan.num_cut == len(cut)
+
+    def test_concatenation_cuts_where_a_row_ends(self):
+        parts = Parts.whole(np.arange(3), np.array([6, 7, 12]))
+        plan = plan_parts(parts, 10, packing=Packing("concatenate"), shuffle=False)
+        assert rows(plan) == [[(0, 0, 6), (1, 0, 4)], [(1, 4, 7), (2, 0, 7)], [(2, 7, 12)]]
+
+    @given(
+        lengths=LENGTHS,
+        seq_len=st.integers(1, 40),
+        least=st.integers(1, 50),
+        kind=st.sampled_from(["best_fit", "one_document"]),
+    )
+    def test_short_rests_alone_are_left_out(self, lengths, seq_len: int, least: int, kind):
+        parts = Parts.whole(np.arange(len(lengths)), np.array(lengths, np.int64))
+        plan = plan_parts(parts, seq_len, packing=Packing(kind, least))
+        wanted = []
+        for document, length in enumerate(lengths):
+            full, rest = divmod(length, seq_len)
+            if full and rest < min(least, seq_len):
+                length = full * seq_len
+            wanted += [(document, token) for token in range(length)]
+        assert sorted((d, t) for row in rows(plan) for d, start, stop in row for t in range(start, stop)) == wanted
+        report = PackReport.of([plan], seq_len)
+        assert report.truncated_tokens == sum(lengths) - len(wanted)
+        assert report.documents_cut == sum(length > seq_len for length in lengths)
+        if kind == "one_document":
+            assert all(len(row) == 1 for row in rows(plan))
+
+    def test_what_does_not_go_together_is_refused(self):
+        with pytest.raises(ConfigError, match=r"min_rest_tokens=0 must be at least 1, which keeps every rest"):
+            Packing(min_rest_tokens=0)
+        with pytest.raises(ConfigError, match="cuts wherever a row ends"):
+            Packing("concatenate", 5)
+        with pytest.raises(ConfigError, match="must be one of best_fit, concatenate, one_document"):
+            Packing("first_fit")  # type: ignore[arg-type]

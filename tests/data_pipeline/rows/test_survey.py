@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from data_pipeline.loader import build_loader
 from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.survey import survey
 from data_pipeline.shards.reader import ShardSet
 from tests.data_pipeline.lengths import write_lengths
@@ -28,7 +27,7 @@ def shards(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
 @pytest.mark.parametrize("options", [{}, {"cost": cost}])
 def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options):
     dealt = MicroBatches.deal(ROWS, most_rows=2, data_degree=RANKS)
-    found = survey(shards, SEQ_LEN, dealt, cost, documents=1 << 20)
+    found = survey(FolderOrder(shards, SEQ_LEN), SEQ_LEN, dealt, cost, documents=1 << 20)
     factors = found.work.balanced if options else found.work.in_order
     assert len(factors) == found.packing.rows // ROWS
     loaders = [
@@ -52,7 +51,9 @@ def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options):
 
 
 def test_tokens_by_length_are_all_tokens_of_the_rows(shards: ShardSet):
-    found = survey(shards, SEQ_LEN, MicroBatches.deal(1, most_rows=1), cost, documents=1 << 20, steps=10**6)
+    found = survey(
+        FolderOrder(shards, SEQ_LEN), SEQ_LEN, MicroBatches.deal(1, most_rows=1), cost, documents=1 << 20, steps=10**6
+    )
     assert sum(found.piece_tokens.values()) == shards.num_tokens
     exponents = [int(key.removeprefix("2^")) for key in found.piece_tokens]
     assert exponents == sorted(exponents)
@@ -63,7 +64,9 @@ def test_tokens_by_length_are_all_tokens_of_the_rows(shards: ShardSet):
     assert set(found.work.in_order) == {1.0}
 
 
-def test_an_epoch_shorter_than_a_step_has_no_work_to_compare(shards: Path):
-    found = survey(shards, SEQ_LEN, MicroBatches.deal(10**5, most_rows=1, data_degree=2), cost, documents=1)  # type: ignore[arg-type]
+def test_an_epoch_shorter_than_a_step_has_no_work_to_compare(shards: ShardSet):
+    found = survey(
+        FolderOrder(shards, SEQ_LEN), SEQ_LEN, MicroBatches.deal(10**5, most_rows=1, data_degree=2), cost, documents=1
+    )
     assert found.work.in_order == found.work.balanced == []
     assert 0 < found.steps_of_epoch < 1

@@ -39,15 +39,15 @@ Written = tuple[str, str, int, int]
 
 PLAIN: Written = ("moe", "float32", 1, 2)
 PAIRS: list[tuple[Written, tuple[int, int]]] = [
-    (PLAIN, (1, 2)),
     (PLAIN, (3, 1)),
     (("moe", "float32", 3, 2), (2, 4)),
     (("dense", "float32", 2, 2), (0, 2)),
-    (("moe", "bfloat16", 2, 2), (3, 2)),
     (("moe", "bfloat16 in float32", 2, 2), (3, 2)),
 ]
 """What wrote, and the stage and ranks that read."""
 MORE_PAIRS: list[tuple[Written, tuple[int, int]]] = [
+    (PLAIN, (1, 2)),
+    (("moe", "bfloat16", 2, 2), (3, 2)),
     (("moe", "float32", 3, 2), (3, 2)),
     (("dense", "float32", 0, 1), (1, 2)),
     (("moe", "bfloat16", 2, 2), (2, 2)),

@@ -33,11 +33,10 @@ Ranks = tuple[int, int, int]
 QUICK: list[tuple[Ranks, Ranks]] = [
     ((2, 2, 1), (4, 4, 3)),
     ((2, 2, 1), (1, 1, 2)),
-    ((2, 2, 3), (4, 4, 0)),
     ((1, 1, 2), (2, 2, 3)),
 ]
 WRITERS: list[Ranks] = [(2, 2, 1), (2, 2, 3), (1, 1, 2), (4, 2, 2), (4, 4, 3)]
-READERS: list[Ranks] = [(1, 1, 3), (2, 2, 0), (2, 2, 2), (4, 2, 1), (4, 2, 3), (4, 4, 1), (4, 4, 2)]
+READERS: list[Ranks] = [(4, 4, 0), (1, 1, 3), (2, 2, 0), (2, 2, 2), (4, 2, 1), (4, 2, 3), (4, 4, 1), (4, 4, 2)]
 
 
 def spread(expert: int, stage: int, seed: int = 0) -> Spread:
@@ -109,16 +108,15 @@ def test_every_degree_and_stage_goes_on_from_every_other(written, target):
     run_distributed(read_each, world, [(written(source), expert, stage) for source in WRITERS], timeout=500)
 
 
-def test_the_state_does_not_show_who_wrote_it(written):
+@pytest.mark.parametrize("ranks", [(2, 2, 1), pytest.param((2, 2, 3), marks=pytest.mark.slow)], ids=str)
+def test_the_state_does_not_show_who_wrote_it(written, ranks):
     """Whatever the degree and stage, the same training leaves the same tensors, but for rounding."""
-    one = CheckpointReader(newest(written((1, 1, 2))))
-    for ranks in ((2, 2, 1), (2, 2, 3)):
-        reader = CheckpointReader(newest(written(ranks)))
-        assert reader.verify() == []
-        assert {n: reader.shape(n) for n in reader.names()} == {n: one.shape(n) for n in one.names()}
-        for name in reader.names():
-            got, want = reader.read(name), one.read(name)
-            assert (got - want).norm() <= 1e-5 * want.norm(), f"{name} of {ranks}"
+    one, reader = (CheckpointReader(newest(written(writer))) for writer in ((1, 1, 2), ranks))
+    assert reader.verify() == []
+    assert {n: reader.shape(n) for n in reader.names()} == {n: one.shape(n) for n in one.names()}
+    for name in reader.names():
+        got, want = reader.read(name), one.read(name)
+        assert (got - want).norm() <= 1e-5 * want.norm(), f"{name} of {ranks}"
 
 
 def write_for_export(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -85,3 +86,45 @@ def test_a_sample_ends_with_the_epoch(capsys, shards: Path):
     code, out, err = call(capsys, "data", "sample", shards, "--seq-len", 4096, "--rows", 10**6)
     assert code == 0, err
     assert 1 < out.count("════ row") < 10**6
+
+
+@pytest.fixture
+def mixture(shards: Path, tmp_path: Path) -> Path:
+    """The tiny corpus twice, under two names."""
+    tables = [
+        f'[[sources]]\nname = "{name}"\npath = "{shards}"\nweight = {weight}\n' for name, weight in (("a", 1), ("b", 3))
+    ]
+    path = tmp_path / "mixture.toml"
+    path.write_text("".join(tables) + "[[stages]]\nfrom_tokens = 1024\nrow_tokens = 64\nweights = { a = 3 }\n")
+    return path
+
+
+def test_a_mixture_is_shown_planned_sampled_and_verified(capsys, mixture: Path, shards: Path):
+    code, out, err = call(capsys, "data", "inspect", mixture)
+    assert code == 0, err
+    assert [line.split()[-2:] for line in out.splitlines()[1:3]] == [["25.0%", "50.0%"], ["75.0%", "50.0%"]]
+    assert "rows of 64 tokens" in out
+    code, out, err = call(capsys, "data", "inspect", mixture, "--json")
+    assert json.loads(out)["shares"] == [[0.25, 0.75], [0.5, 0.5]]
+    code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", mixture, "--ranks", 2)
+    assert code == 0, err
+    assert "tokens of the run" in out
+    code, out, err = call(capsys, "data", "sample", mixture, "--seq-len", 256, "--rows", 3, "--first-row", 3)
+    assert code == 0, err
+    assert "════ row 3 " in out
+    assert out.count("════ row") == 3
+    code, out, err = call(capsys, "data", "verify", mixture)
+    assert code == 0, err
+    assert "mixture.toml is whole: " in out
+
+
+def test_a_damaged_source_of_a_mixture_is_named(capsys, mixture: Path, shards: Path, tmp_path: Path):
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    mixture.write_text(mixture.read_text().replace(f'name = "b"\npath = "{shards}"', f'name = "b"\npath = "{copy}"'))
+    shard = next(copy.glob("*.arrow"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = call(capsys, "data", "verify", mixture)
+    assert code == 1
+    assert str(shard) in out

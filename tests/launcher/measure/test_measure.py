@@ -54,7 +54,7 @@ def measure_on_ranks(folder: str) -> None:
     assert len(set(said)) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_measure_together_and_have_one_profile(ranks, tmp_path):
     run_distributed(measure_on_ranks, ranks, str(tmp_path))
 

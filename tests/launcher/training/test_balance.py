@@ -18,7 +18,7 @@ from tests.launcher.training.test_degrees import check_equal
 from tests.launcher.workers import train_each
 
 SAME: dict[str, Any] = {
-    "train.steps": 3,
+    "train.steps": 2,
     "train.tokens_per_step": 256 * 12,
     "train.lr": 1e-3,
     "parallel.context": 1,
@@ -40,7 +40,7 @@ def uneven(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_and_norms_are_those_of_one_process(ranks, uneven, tmp_path):
     alone = tmp_path / "alone"
     run_distributed(train_each, 1, uneven, {alone: SAME})

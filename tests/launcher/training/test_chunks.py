@@ -69,9 +69,9 @@ def test_the_rank_with_least_memory_decides_for_all(tmp_path):
 
 def train_with_little_memory(shards: Path, folder: Path) -> None:
     """Whole rows by number, then "auto" where whole rows have no room."""
-    train_each(shards, {folder / "whole": {}})
+    train_each(shards, {folder / "whole": {"train.steps": 4}})
     launcher.training.chunks.fits = lambda config, *_, **__: config.chunk_tokens > 0
-    train_each(shards, {folder / "auto": {"train.chunk_tokens": "auto"}})
+    train_each(shards, {folder / "auto": {"train.steps": 4, "train.chunk_tokens": "auto"}})
 
 
 def test_a_run_with_little_memory_takes_chunks_and_says_so(shards, tmp_path):

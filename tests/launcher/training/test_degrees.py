@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 ROWS = 7
 """Of a step: no number of rows at once divides it."""
 SAME: dict[str, Any] = {
-    "train.steps": 4,
+    "train.steps": 3,
     "train.tokens_per_step": 256 * ROWS,
     "train.lr": 1e-3,
     "parallel.layout": "auto",
@@ -68,8 +68,9 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        (2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}),
-        (3, {"shared": shared(300), "long": shared(86, zero__stage=2)}),
+        pytest.param(2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}, marks=pytest.mark.slow),
+        pytest.param(3, {"shared": shared(300)}, marks=pytest.mark.slow),
+        (3, {"long": shared(86, zero__stage=2)}),
         (4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}),
     ],
 )
@@ -117,7 +118,7 @@ def test_the_run_says_what_it_comes_to(shards, tmp_path):
 
 def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_losses(shards, tmp_path):
     unbroken, killed, other = (tmp_path / name for name in ("unbroken", "killed", "other"))
-    changed = shared(300, checkpoint__every_steps=2)
+    changed = shared(300, checkpoint__every_steps=2, train__steps=4)
     run(train_each, 3, shards, {unbroken: changed})
     with pytest.raises(AssertionError, match="rank 0 of 3"):
         run(train_until_killed_in_a_step, 3, shards, killed, changed, 1, 4)
@@ -134,6 +135,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_lo
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_by_the_command_that_users_give(shards, tmp_path, alone):
     ended = pretrain(flags(shards, tmp_path / "run", shared(500)))
     assert ended.code == 0, ended.text
@@ -143,7 +145,7 @@ def test_by_the_command_that_users_give(shards, tmp_path, alone):
     assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
-@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("chunks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout_and_capacity_of_whole_layers_and_by_chunks(chunks, shards, tmp_path):
     """What depends on a token's index in the step, and on how many of them a rank has."""
     model = {"model.residual_dropout": 0.1, "model.router_jitter": 0.1, "model.capacity_factor": 1.0}
@@ -155,15 +157,21 @@ def test_dropout_and_capacity_of_whole_layers_and_by_chunks(chunks, shards, tmp_
     check_equal(tmp_path / "shared", tmp_path / "alone")
 
 
-def test_routing_is_recorded_and_followed_without_the_padding(shards, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "ways"),
+    [
+        (2, {"fixed": {**SAME, "parallel.context": 2}, "shared": shared(600)}),
+        pytest.param(3, {"three": shared(400)}, marks=pytest.mark.slow),
+    ],
+    ids=["2", "3"],
+)
+def test_routing_is_recorded_and_followed_without_the_padding(ranks, ways, shards, tmp_path):
     recorded, files = tmp_path / "recorded", tmp_path / "routing"
     run(train_each, 3, shards, {recorded: shared(300, train__record_routing=files)})
-    assert len(list(files.iterdir())) == 4
-    ways = {tmp_path / "fixed": {**SAME, "parallel.context": 2}, tmp_path / "shared": shared(600)}
-    run(train_each, 2, shards, {path: way | {"train.replay_routing": files} for path, way in ways.items()})
-    again = {tmp_path / "three": shared(400, train__replay_routing=files)}
-    run(train_each, 3, shards, again)
-    for folder in (*ways, *again):
+    assert len(list(files.iterdir())) == 3
+    runs = {tmp_path / name: way | {"train.replay_routing": files} for name, way in ways.items()}
+    run(train_each, ranks, shards, runs)
+    for folder in runs:
         check_equal(folder, recorded)
         loads = [[json.dumps(r.get("experts")) for r in rows(f) if r["kind"] == "train"] for f in (folder, recorded)]
         assert loads[0] == loads[1]

@@ -60,15 +60,15 @@ def test_auto_is_settled_and_stays_the_same_when_the_run_goes_on(shards, tmp_pat
 def test_rows_are_packed_where_a_document_is_no_multiple_of_them(lengths, seq_len, expected, shards, tmp_path):
     tokenizer = ShardSet.open(shards, verify=False).tokenizer()
     written = write_lengths(tmp_path / "data", tokenizer, lengths)
-    assert leaves_remainders(written, seq_len) is expected
+    assert leaves_remainders([written], seq_len) is expected
 
 
 def test_rows_are_judged_by_the_first_documents(shards, tmp_path, monkeypatch):
     tokenizer = ShardSet.open(shards, verify=False).tokenizer()
     written = write_lengths(tmp_path / "data", tokenizer, [8] * 50 + [12, 12])
-    assert leaves_remainders(written, 8)
+    assert leaves_remainders([written], 8)
     monkeypatch.setattr("launcher.training.setup._LOOKED_AT", 50)
-    assert not leaves_remainders(written, 8)
+    assert not leaves_remainders([written], 8)
 
 
 def test_a_lone_process_says_that_layouts_are_the_same(shards, tmp_path):

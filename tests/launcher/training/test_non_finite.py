@@ -141,7 +141,7 @@ def trained(folder: Path) -> list[Record]:
     return [row for row in rows(folder) if row["kind"] == "train"]
 
 
-@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize("kind", ["loss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("router", "gradient"))])
 def test_the_run_ends_and_goes_on_from_its_newest_checkpoint(shards, tmp_path, kind):
     folder = tmp_path / "run"
     run(end_with, 2, kind, shards, folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +35,16 @@ def corpus(shards: Path, tmp_path_factory) -> ShardSet:
     return write_lengths(folder, load_tokenizer(shards), list(LENGTHS), shard_tokens=300)
 
 
-def config_of(row_tokens: int, **keys: Any) -> RunConfig:
-    named = {**TINY_MODEL, "data.seq_len": row_tokens, **{name.replace("__", "."): v for name, v in keys.items()}}
+@cache
+def loaded(**keys: Any) -> RunConfig:
+    named = {**TINY_MODEL, **{name.replace("__", "."): value for name, value in keys.items()}}
     return load_run_config([word for key, value in named.items() for word in (f"--{key}", str(value))])
+
+
+def config_of(row_tokens: int, **keys: Any) -> RunConfig:
+    # Reading a command line takes longer than all that an example does.
+    config = loaded(**keys)
+    return replace(config, data=replace(config.data, seq_len=row_tokens))
 
 
 def mesh_of(config: RunConfig, rank: int) -> Any:

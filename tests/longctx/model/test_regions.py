@@ -109,7 +109,8 @@ def distance(got: dict, wanted: dict) -> float:
     ("name", "keep", "store"),
     [
         ("dropout, sandwich", "all", "device"),
-        ("experts", "attention", "host"),
+        # Quickly by chunks, below.
+        pytest.param("experts", "attention", "host", marks=pytest.mark.slow),
         pytest.param("dropout, sandwich", "all", "host", marks=pytest.mark.slow),
     ],
 )

@@ -39,10 +39,10 @@ def ways(world_size: int) -> list[dict]:
     return found
 
 
-def shares(way: dict, *choices) -> list[tuple]:
-    """Every combination where rows go straight to who needs them, a dozen (the same on every rank) in other ways."""
+def shares(way: dict, *choices, all_p2p: bool) -> list[tuple]:
+    """A dozen combinations (the same on every rank); or every one, where rows go straight to who needs them."""
     every = list(itertools.product(*choices))
-    return every if way == {"transport": "p2p"} else random.Random(str(way)).sample(every, 12)
+    return every if all_p2p and way == {"transport": "p2p"} else random.Random(str(way)).sample(every, 12)
 
 
 def build_mesh(case: Case) -> Mesh:
@@ -50,15 +50,18 @@ def build_mesh(case: Case) -> Mesh:
     return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_way_layout_packing_and_mask_equals_one_process(world_size):
-    run_distributed(check_every_way, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "all_p2p"),
+    [(1, False), (3, True), (4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 4))],
+)
+def test_every_way_layout_packing_and_mask_equals_one_process(world_size, all_p2p):
+    run_distributed(check_every_way, world_size, all_p2p)
 
 
-def check_every_way():
+def check_every_way(all_p2p):
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
-        for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS):
+        for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS, all_p2p=all_p2p):
             check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
 
 
@@ -86,17 +89,19 @@ ODD_TOKENS = 70
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [5, pytest.param(7, marks=pytest.mark.slow)])
-def test_five_and_seven_ranks(world_size):
-    run_distributed(check_odd, world_size, timeout=150)
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(5, 6), *(pytest.param(n, 18, marks=pytest.mark.slow) for n in (5, 7))]
+)
+def test_five_and_seven_ranks(world_size, cases):
+    run_distributed(check_odd, world_size, cases, timeout=150)
 
 
-def check_odd():
+def check_odd(cases):
     """Numbers of ranks that no power of two divides: rows lie side by side on any (``parallel.tokens_per_rank``)."""
     for way in ({"transport": "p2p"}, {"transport": "all_gather"}):
         mesh = build_mesh(Case(**way))
         every = list(itertools.product(KINDS, DOCUMENTS, MASKS))
-        for layout, documents, mask in random.Random(str(way)).sample(every, 18):
+        for layout, documents, mask in random.Random(str(way)).sample(every, cases):
             case = Case(layout=layout, documents=documents, mask=mask, tokens=ODD_TOKENS, **way)
             check_case(case, mesh, EXACT)
 
@@ -110,32 +115,47 @@ RULES = {
     "values narrower": {"value_dim": 4},
     "values wider": {"value_dim": 12},
 }
+RULES_ON = (("blockwise", 2), ("reference", 3), ("blockwise", 4))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "world_size"),
-    [("blockwise", 2), ("reference", 3), pytest.param("blockwise", 4, marks=pytest.mark.slow)],
+    ("kernel", "world_size", "all_p2p"),
+    [
+        ("blockwise", 2, False),
+        ("reference", 3, False),
+        *(pytest.param(kernel, n, True, marks=pytest.mark.slow) for kernel, n in RULES_ON),
+    ],
 )
-def test_score_rules_and_sinks_equal_one_process(kernel, world_size):
-    run_distributed(check_rules, world_size, kernel)
+def test_score_rules_and_sinks_equal_one_process(kernel, world_size, all_p2p):
+    run_distributed(check_rules, world_size, kernel, all_p2p)
 
 
-def check_rules(kernel):
+def check_rules(kernel, all_p2p):
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
-        for layout, rule, mask in shares(way, KINDS, RULES, ("causal", "near")):
+        for layout, rule, mask in shares(way, KINDS, RULES, ("causal", "near"), all_p2p=all_p2p):
             check_case(Case(layout=layout, mask=mask, kernel=kernel, **way, **RULES[rule]), mesh, EXACT)
 
 
-def test_float32_is_no_worse_on_many_ranks():
-    run_distributed(check_float32, 4)
+each_layout = pytest.mark.parametrize("layouts", [1, pytest.param(len(KINDS), marks=pytest.mark.slow)])
+"""How many layouts each way is tried in. With one, every layout has its turn in some way."""
 
 
-def check_float32():
+def ways_in(layouts: int) -> list[tuple[dict, tuple[str, ...]]]:
+    """Ways of four ranks, and the layouts to try each in."""
+    return [(way, tuple((KINDS * 2)[n % len(KINDS) :][:layouts])) for n, way in enumerate(ways(4))]
+
+
+@each_layout
+def test_float32_is_no_worse_on_many_ranks(layouts):
+    run_distributed(check_float32, 4, layouts)
+
+
+def check_float32(layouts):
     """One process's fp32 SDPA is 4e-7 off."""
-    for way in ways(4):
+    for way, kinds in ways_in(layouts):
         mesh = build_mesh(Case(**way))
-        for layout, mask in itertools.product(KINDS, ("causal", "sinks")):
+        for layout, mask in itertools.product(kinds, ("causal", "sinks")):
             case = Case(layout=layout, mask=mask, tokens=192, kernel="cpu_flash", dtype=torch.float32, **way)
             check_case(case, mesh, 5e-7)
 
@@ -150,19 +170,20 @@ the sum of many is rounded once more: √2 where the first was all, less where s
 """
 
 
+@each_layout
 @both_ways
-def test_bfloat16_is_no_worse_on_many_ranks(products):
-    run_distributed(check_bfloat16, 4, products)
+def test_bfloat16_is_no_worse_on_many_ranks(products, layouts):
+    run_distributed(check_bfloat16, 4, products, layouts)
 
 
-def check_bfloat16(products):
+def check_bfloat16(products, layouts):
     for mask in ("causal", "sinks"):
         one = Case(mask=mask, tokens=192, kernel="cpu_flash", dtype=torch.bfloat16, products=products)
         alone = errors_of(one, Mesh.build())
         assert max(alone.values()) <= ATTENTION[products], alone
-        for way in ways(4):
+        for way, kinds in ways_in(layouts):
             mesh = build_mesh(Case(**way))
-            for layout in KINDS:
+            for layout in kinds:
                 many = errors_of(replace(one, layout=layout, **way), mesh)
                 worse = {name: many[name] / alone[name] for name in alone}
                 assert max(worse.values()) <= NO_WORSE[products], f"{worse} times one process's in {layout}, {way}"

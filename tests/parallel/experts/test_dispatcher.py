@@ -96,7 +96,7 @@ def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_
     return got
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_experts_across_ranks_equal_one_process(ranks):
     run_distributed(check_all, ranks)
 

@@ -50,7 +50,7 @@ WAYS = {
 """Layout, ranks that share a sequence, ranks that share the experts."""
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_routes_as_in_one_process(world_size):
     run_distributed(check_ways, world_size)
 

@@ -152,11 +152,11 @@ def check_patience():
     control_group()
     dist.barrier()
     # Shorter than what rank 0 is going to take: a collective of the world would give up.
-    distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), dist.group.WORLD)
 
     def slow_on_rank_0() -> int:
         if rank == 0:
-            time.sleep(1.0)
+            time.sleep(0.6)
         return rank
 
     waits: list[Callable[[], object]] = [

@@ -116,7 +116,7 @@ class Walk:
         return self.kernel.backward(*args, scores=SCORES)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_the_ring_merges_and_adds_in_the_order_of_its_hops(world_size):
     """Bit for bit: float32 sums tell their order."""
     run_distributed(check_ring_order, world_size)

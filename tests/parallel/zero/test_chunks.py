@@ -30,7 +30,15 @@ def check(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...], w
         compare(got, wanted, dtype, f"{kind}, ZeRO {stage}, {dtype}, {way}")
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("dense", 0), ("experts", 2), ("sandwich", 3), ("capacity", 3)])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("dense", 0),
+        ("capacity", 2),
+        ("sandwich", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("experts", 2), ("capacity", 3))),
+    ],
+)
 @pytest.mark.timeout(300)
 def test_chunks_give_one_process_gradients(kind, stage):
     ways = [("attention", "host", 11, 2), ("inputs", "device", 7, 1)]

@@ -55,7 +55,7 @@ def check_initial_weights(cases: list[Case]) -> None:
         assert not any(b.is_meta or b.any() for b in run.engine.model.decoder.buffers())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(200)
 def test_they_are_those_of_one_process(world):
     """A quick part of all: every stage, with and without experts across ranks."""

@@ -118,8 +118,10 @@ def check_oracle(kind: str, zero: ZeroOptions) -> None:
     check_parity(kind, 2, BOUNDS[kind], FEW, (3,), zero=zero)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_they_train_like_one_process(tmp_path):
+    """As those in memory do, by ``test_offload.py``, whose bits the test above has."""
     run_distributed(check_oracle, 2, "dense", weights_at(str(tmp_path)), timeout=150)
 
 

@@ -33,7 +33,6 @@ from tests.parallel.experts.expert_cases import (
     gather_whole,
     train_by_definition,
 )
-from tests.rounding import both_ways
 
 BOUND = 1e-5
 """Relative, in the Frobenius norm. AdamW makes lr · eps · d / (|g| + eps)² of the rounding d of a gradient g:
@@ -174,8 +173,13 @@ QUICK = [
 
 
 @pytest.mark.timeout(120)
-def test_two_ranks_train_like_one_process(expected):
-    run_distributed(check_parity, 2, expected("sequence", FEW), "sequence", QUICK, timeout=100)
+@pytest.mark.parametrize(
+    ("spread", "kinds"),
+    [(0, ("fixed", "live")), (1, ("fixed",)), pytest.param(1, ("live",), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_two_ranks_train_like_one_process(expected, spread, kinds):
+    run_distributed(check_parity, 2, expected("sequence", FEW), "sequence", [QUICK[spread]], kinds, timeout=100)
 
 
 @pytest.mark.slow
@@ -217,9 +221,17 @@ def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) ->
             assert torch.allclose(buffer, wanted.states[FEW - 1][name, "master"], atol=1e-7)
 
 
-@both_ways
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((2,), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("products", "stages"),
+    [
+        ("native", (3,)),
+        ("float32", (1,)),
+        pytest.param("native", (1, 2), marks=pytest.mark.slow),
+        pytest.param("float32", (2, 3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bfloat16_stays_close_to_float32(expected, products, stages):
     """Stage 2 keeps its gradients as stage 1 does."""
     run_distributed(check_bfloat16, 2, expected("sequence", FEW), products, stages, timeout=100)

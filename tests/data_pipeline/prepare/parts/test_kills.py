@@ -118,7 +118,7 @@ def finish(start: Start, output: Path, undisturbed: dict[str, bytes]) -> None:
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, PARTS - 1])
+@pytest.mark.parametrize("count", [0, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, PARTS - 1))])
 def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp_path: Path, count: int):
     process = start()
     wait_for_parts(process, tmp_path / "out", count)
@@ -139,6 +139,7 @@ def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp
     wait_for_ends(workers, 0)
 
 
+@pytest.mark.slow
 def test_builds_that_are_killed_again_and_again_come_to_an_end(
     start: Start, undisturbed: dict[str, bytes], tmp_path: Path
 ):
@@ -226,7 +227,7 @@ def test_a_build_waits_for_the_last_worker_of_a_killed_one(start: Start, undistu
     first.wait()
     second = start()
     with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(timeout=8)
+        second.wait(timeout=4)
     workers[0].resume()
     _, err = second.communicate(timeout=100)
     assert second.returncode == 0, err

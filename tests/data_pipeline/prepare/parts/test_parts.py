@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.inspect import verify
-from data_pipeline.prepare.build import VALIDATION_FOLDER, build_shards
+from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.encode import encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left_out
 from data_pipeline.prepare.parts import pool, staging
@@ -16,6 +16,7 @@ from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.parts.work import _SPLIT_SALT
 from data_pipeline.prepare.sources import open_source
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import ShardWriter
 from data_pipeline.shuffle import falls_below

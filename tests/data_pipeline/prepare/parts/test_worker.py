@@ -63,7 +63,10 @@ def test_a_parent_that_is_gone_is_no_failing_disk(source: Source, tokenizer: Tok
         worker._receive(own)
 
 
-@pytest.mark.parametrize("kind", ["json", "Hugging Face folder", "SentencePiece of others"])
+# The folder has such a tokenizer.json in it.
+@pytest.mark.parametrize(
+    "kind", [pytest.param("json", marks=pytest.mark.slow), "Hugging Face folder", "SentencePiece of others"]
+)
 def test_workers_have_the_same_tokenizer(mixed: Path, small_parts: None, tmp_path: Path, kind: str):
     if kind == "SentencePiece of others":
         path = train_tokenizer(tmp_path / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True)

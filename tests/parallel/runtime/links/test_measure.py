@@ -36,7 +36,7 @@ def check_all_pairs(world: int):
     assert len(measure_links(device=CPU, limits=QUICK)) == len(found)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_every_pair_is_measured_and_told_to_all(world):
     run_distributed(check_all_pairs, world, world)
 

@@ -1,0 +1,94 @@
+"""Which source the next row of a mixture is of: the one that is furthest behind its share of the tokens.
+
+Integer arithmetic on counters of the whole run, so that every rank of every machine chooses the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from data_pipeline.mixture.file import Mixture
+from data_pipeline.mixture.position import MixedPosition, SourcePosition
+from data_pipeline.rows.batches import Pieces
+from data_pipeline.rows.stream import Stream
+from data_pipeline.shards.corpus import Corpus
+from longctx.errors import DataError
+
+_WHOLE = 1 << 32
+"""Shares are whole numbers of this: powers may differ in their last bit between machines, these do not."""
+
+
+class Chooser:
+    """Takes one row after the other from the streams of a mixture's sources."""
+
+    def __init__(self, mixture: Mixture, corpus: Corpus, streams: Sequence[Stream], seq_len: int, path: Path) -> None:
+        """``path`` is for messages."""
+        self._mixture, self._corpus, self._streams, self._path = mixture, corpus, streams, path
+        self._seq_len = seq_len
+        tokens = [shards.num_tokens for shards in corpus.folders]
+        self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
+
+    def shares(self, row: int) -> tuple[int, ...]:
+        """Those by which this row of the run is chosen."""
+        return self._shares[self._stage(row) + 1]
+
+    def has_row(self, at: MixedPosition) -> bool:
+        """Whether some source with a share has epochs left."""
+        shares = self.shares(at.rows_consumed)
+        return any(shares[n] and not self._is_used_up(n, source) for n, source in enumerate(at.sources))
+
+    def row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
+        """The next row: as many of the stage's as go into one of the run's, laid end to end."""
+        shares, sources = self.shares(at.rows_consumed), list(at.sources)
+        if shares != at.shares:
+            # Counted anew: what older shares left is no debt.
+            sources = [replace(source, counted=0) for source in sources]
+        row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
+        row: Pieces = []
+        # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
+        for _ in range(self._seq_len // row_tokens):
+            chosen = self._furthest_behind(shares, sources, row_tokens)
+            if chosen is None:
+                # The last row may be shorter.
+                break
+            source = sources[chosen]
+            (pieces,), stream = self._streams[chosen].take(source.stream, 1, row_tokens)
+            taken = sum(stop - start for _, start, stop in pieces)
+            sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
+            first = self._corpus.first_document[chosen]
+            row += [(first + document, start, stop) for document, start, stop in pieces]
+        if not row:
+            raise DataError(self._used_up(at))
+        return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
+
+    def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
+        """The source that the next row is of; None where all have given their epochs."""
+        live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
+        whole = sum(shares[n] for n in live)
+        tokens = sum(sources[n].counted for n in live) + row_tokens
+        # Of those that are equally far behind, the first.
+        return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
+
+    def _stage(self, row: int) -> int:
+        return self._mixture.stage_at(row * self._seq_len)
+
+    def _is_used_up(self, number: int, source: SourcePosition) -> bool:
+        epochs = self._mixture.sources[number].epochs
+        return epochs is not None and source.stream.epoch >= epochs
+
+    def _used_up(self, at: MixedPosition) -> str:
+        given = ", ".join(
+            f"{source.name} {position.stream.epoch}"
+            for source, position in zip(self._mixture.sources, at.sources, strict=True)
+        )
+        return (
+            f"{self._path} is used up after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with a "
+            f"weight has given its epochs ({given}).\nRaise epochs there, or take fewer train.steps."
+        )
+
+
+def _whole(shares: Sequence[float]) -> tuple[int, ...]:
+    """Shares as whole numbers; what has one at all, has at least 1."""
+    return tuple(max(1, round(share * _WHOLE)) if share else 0 for share in shares)

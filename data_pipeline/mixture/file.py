@@ -1,0 +1,271 @@
+"""``Mixture``: several shard folders in one run, each with its share of the tokens. Read from a TOML file.
+
+    [[sources]]
+    name = "web"
+    path = "data/web"          # a shard folder; beside this file, unless it is absolute
+    weight = 66
+
+    [[sources]]
+    name = "books"
+    path = "data/books"
+    weight = 34
+    epochs = 2                                               # at most
+    upsample = [{ min_tokens = 32768, factor = 4.0 }]
+
+    [[stages]]                                               # from here on: shorter rows, other weights
+    from_tokens = 10_000_000_000
+    row_tokens = 65536
+    weights = { web = 40, books = 60 }
+
+Weights are shares of tokens and need not add up to anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
+from longctx.errors import ConfigError
+
+MIXTURE_SUFFIX = ".toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One shard folder of a mixture."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    path: str
+    weight: float | None = None
+    """Its share of the tokens, beside those of the others; None: as many as it has."""
+    epochs: int | None = None
+    """Epochs at most; after them the others go on without it. None: no end."""
+    upsample: tuple[Upsampling, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What holds from a number of tokens on."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    from_tokens: int = 0
+    """Tokens of the run, padding included; the stage begins with the first row behind them."""
+    row_tokens: int | None = None
+    """Documents are cut and packed at this length, several such rows to one of the run's; None: the run's."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By name, in place of the sources' own; a source that is not named keeps its own."""
+    temperature: float | None = None
+    """In place of the mixture's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sources, and how their shares and the row length change."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    sources: tuple[Source, ...]
+    stages: tuple[Stage, ...] = ()
+    temperature: float = 1.0
+    """Shares are weights to the power of 1/temperature: above 1 they are more even, 1 leaves them alone."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Mixture:
+        """Read a file; ConfigError names what is wrong in it."""
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text, as TOML is.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}.") from error
+        problem = next(_unknown_keys(values), None)
+        if problem is not None:
+            raise ConfigError(f"{path}: {problem}\n{_KEYS}")
+        try:
+            # Strict JSON takes tables for dataclasses and whole numbers for floats, and nothing else for another.
+            mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{path}: {where}={first['input']!r}: {first['msg']}.\n{_KEYS}") from error
+        mixture.check(path)
+        return mixture
+
+    def check(self, path: Path) -> None:
+        """ConfigError for the first value that means nothing."""
+        problem = next(_problems(self), None)
+        if problem is not None:
+            raise ConfigError(f"{path}: {problem}")
+
+    def folders(self, beside: Path) -> list[Path]:
+        """The sources' shard folders. ``beside`` is the folder that relative paths count from."""
+        return [beside / source.path for source in self.sources]
+
+    def held_out(self, beside: Path) -> Mixture:
+        """The folders of held-out documents within the sources' own, once each, in the shares of the beginning.
+
+        ``beside`` is the folder that relative paths count from. There may be none.
+        """
+        sources = [
+            Source(name=source.name, path=f"{source.path}/{VALIDATION_FOLDER}", weight=source.weight, epochs=1)
+            for source in self.sources
+            if source.weight != 0 and (beside / source.path / VALIDATION_FOLDER).is_dir()
+        ]
+        return Mixture(sources=tuple(sources), temperature=self.temperature)
+
+    def to_validate(self) -> Mixture:
+        """The same folders once each, in the shares of the beginning and in rows of the run's length."""
+        sources = [
+            Source(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
+        ]
+        return Mixture(sources=tuple(sources), temperature=self.temperature)
+
+    def shares(self, number: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """The sources' shares in stage ``number`` (-1: before the first), which add up to 1.
+
+        ``tokens`` are those that each source has.
+        """
+        own, temperature = {}, self.temperature
+        if number >= 0:
+            own = self.stages[number].weights
+            temperature = self.stages[number].temperature or temperature
+        # Those that have no weight have as much as their tokens: a mixture of such is read as one folder would be.
+        powers = []
+        for source, count in zip(self.sources, tokens, strict=True):
+            weight = own.get(source.name, source.weight)
+            if weight is None:
+                weight = float(count)
+            powers.append(weight ** (1 / temperature) if weight else 0.0)
+        total = sum(powers)
+        return tuple(power / total for power in powers)
+
+    def stage_at(self, tokens: int) -> int:
+        """The number of the stage that holds behind so many tokens; -1 before the first."""
+        return sum(stage.from_tokens <= tokens for stage in self.stages) - 1
+
+    def row_tokens(self, number: int, seq_len: int) -> int:
+        """The length of packed rows in a stage, of a run whose rows have ``seq_len`` tokens."""
+        if number < 0:
+            return seq_len
+        return self.stages[number].row_tokens or seq_len
+
+    def check_lengths(self, seq_len: int, where: str | Path) -> None:
+        """ConfigError for a stage whose rows do not fill one of ``seq_len`` tokens."""
+        for number, stage in enumerate(self.stages):
+            wanted = stage.row_tokens
+            if wanted is not None and seq_len % wanted:
+                nearest = min(
+                    (seq_len // n for n in range(1, seq_len + 1) if not seq_len % n), key=lambda n: abs(n - wanted)
+                )
+                raise ConfigError(
+                    f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a "
+                    f"stage are laid end to end in one of the run's. Try {nearest}."
+                )
+
+
+_KEYS = (
+    "A mixture has sources (name, path, weight, epochs, upsample = [{min_tokens, factor}]), stages (from_tokens, "
+    "row_tokens, weights, temperature) and temperature."
+)
+
+
+def _unknown_keys(values: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys that a mixture does not have, each with the nearest that it has."""
+    yield from _unknown(values, Mixture, "")
+    for name, kind in (("sources", Source), ("stages", Stage)):
+        for number, table in enumerate(_tables(values.get(name))):
+            yield from _unknown(table, kind, f"{name}.{number}.")
+            for rule, upsampling in enumerate(_tables(table.get("upsample"))):
+                yield from _unknown(upsampling, Upsampling, f"{name}.{number}.upsample.{rule}.")
+
+
+def _unknown(table: dict[str, Any], kind: type, where: str) -> Iterator[str]:
+    known = [field.name for field in fields(kind)]
+    for key in table:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            yield f"{where}{key} is no key. Did you mean {nearest[0]}?"
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list; what is none of these is refused by its type."""
+    if not isinstance(value, list):
+        return []
+    return [table for table in value if isinstance(table, dict)]
+
+
+def is_mixture(path: str | Path) -> bool:
+    """Whether a path names a mixture's file rather than a shard folder."""
+    return str(path).endswith(MIXTURE_SUFFIX)
+
+
+def _problems(mixture: Mixture) -> Iterator[str]:
+    """Yield what is wrong, a sentence each with what to do."""
+    if not mixture.sources:
+        yield "there is no [[sources]]. Name at least one shard folder."
+    names = [source.name for source in mixture.sources]
+    for number, source in enumerate(mixture.sources):
+        if not source.name or names.index(source.name) != number:
+            yield f"sources.{number}.name={source.name!r} is empty or taken. Give each source a name of its own."
+        yield from _source_problems(f"sources.{number} ({source.name})", source)
+    if not _is_positive(mixture.temperature):
+        yield f"temperature={mixture.temperature} must be above 0; 1 leaves weights as they are."
+    last = -1
+    for number, stage in enumerate(mixture.stages):
+        if stage.from_tokens <= last:
+            yield f"stages.{number}.from_tokens={stage.from_tokens} must be at least {last + 1}: stages ascend."
+        last = stage.from_tokens
+        yield from _stage_problems(f"stages.{number}", stage, names)
+    for weights in ({}, *(stage.weights for stage in mixture.stages)):
+        if not any(weights.get(source.name, source.weight) != 0 for source in mixture.sources):
+            yield "every weight is 0. Give at least one source a share."
+
+
+def _source_problems(where: str, source: Source) -> Iterator[str]:
+    if source.weight is not None and not _is_weight(source.weight):
+        yield f"{where}: weight={source.weight} must be a number of at least 0."
+    if source.epochs is not None and source.epochs < 1:
+        yield f"{where}: epochs={source.epochs} must be at least 1; weight = 0 leaves a source out."
+    for rule in source.upsample:
+        if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
+            yield (
+                f"{where}: upsample = [{{ min_tokens = {rule.min_tokens}, factor = {rule.factor} }}] needs min_tokens "
+                f"of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
+            )
+
+
+def _stage_problems(where: str, stage: Stage, names: Sequence[str]) -> Iterator[str]:
+    if stage.row_tokens is not None and stage.row_tokens < 1:
+        yield f"{where}.row_tokens={stage.row_tokens} must be at least 1."
+    if stage.temperature is not None and not _is_positive(stage.temperature):
+        yield f"{where}.temperature={stage.temperature} must be above 0; 1 leaves weights as they are."
+    for name, weight in stage.weights.items():
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
+            yield f"{where}.weights names {name!r}, which is no source. Did you mean {nearest[0]}?"
+        if not _is_weight(weight):
+            yield f"{where}.weights.{name}={weight} must be a number of at least 0."
+
+
+def _is_weight(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf

@@ -1,0 +1,86 @@
+"""Where a loader stands in a mixture, and the state of each source: read strictly, as that of one folder is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from data_pipeline.rows.blocks import Stretch
+from data_pipeline.rows.position import check_counters
+from data_pipeline.rows.stream import BEGINNING, StreamPosition
+from longctx.errors import DataError
+
+_COUNTERS = ("tokens", "counted", "epoch", "epoch_row", "block", "block_row", "row_tokens")
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """Where a mixture stands in one source."""
+
+    stream: StreamPosition = BEGINNING
+    tokens: int = 0
+    """Taken in all, without padding."""
+    counted: int = 0
+    """Those that were taken since the shares are what they are."""
+
+
+@dataclass(frozen=True)
+class MixedPosition:
+    """Where a loader of a mixture stands between two steps."""
+
+    sources: tuple[SourcePosition, ...]
+    rows_consumed: int = 0
+    shares: tuple[int, ...] = ()
+    """Those by which the last row was chosen; none before the first."""
+
+    @property
+    def tokens_consumed(self) -> int:
+        """Of all steps, without padding."""
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def epoch(self) -> int:
+        """That of the source which is least far."""
+        return min(source.stream.epoch for source in self.sources)
+
+
+def source_state(position: SourcePosition, identity: dict[str, Any], share: int | None) -> dict[str, Any]:
+    """One source's part of a state. ``identity``: what must be the same for it to mean the same rows."""
+    return {
+        **identity,
+        "share": share,
+        "tokens": position.tokens,
+        "counted": position.counted,
+        **asdict(replace(position.stream, before=())),
+        "before": [[stretch.row_tokens, stretch.rows] for stretch in position.stream.before],
+    }
+
+
+def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
+    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
+    known = source_state(SourcePosition(), identity, None)
+    if not isinstance(entry, dict) or set(entry) != set(known):
+        raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
+    for name, value in identity.items():
+        if entry[name] != value:
+            raise DataError(
+                f"The loader state of {where} has {name}={entry[name]!r}, the file {value!r}: its rows would be "
+                "others.\nPut back what it was, or give the source another name: it then begins anew."
+            )
+    counters = {name: entry[name] for name in _COUNTERS}
+    if entry["share"] is not None:
+        counters["share"] = entry["share"]
+    check_counters(counters)
+    stream = StreamPosition(
+        **{name: counters[name] for name in _COUNTERS[2:]}, before=_stretches(entry["before"], where)
+    )
+    return SourcePosition(stream, entry["tokens"], entry["counted"]), entry["share"]
+
+
+def _stretches(values: Any, where: str) -> tuple[Stretch, ...]:
+    pairs = isinstance(values, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in values)
+    if not pairs or not all(type(value) is int and value >= 1 for pair in values for value in pair):
+        raise DataError(
+            f"The loader state of {where} is damaged: before={values!r} must be pairs of a length and rows."
+        )
+    return tuple(Stretch(row_tokens, rows) for row_tokens, rows in values)

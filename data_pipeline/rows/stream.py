@@ -1,0 +1,92 @@
+"""The rows of one shard folder, one after the other, for ever: blocks in their order, epoch behind epoch.
+
+The row length may change at any row. What is left of the block under way is then packed anew, and no token of it is
+lost or repeated: the position remembers how many rows were taken at which length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from data_pipeline.rows.batches import Pieces
+from data_pipeline.rows.blocks import BlockPlanner, Stretch
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """The next row of a stream: a function of what was taken before, whoever took it."""
+
+    epoch: int = 0
+    epoch_row: int = 0
+    """The row's number in its epoch."""
+    block: int = 0
+    block_row: int = 0
+    """The row's number in its block, or in what ``before`` has left of that. Epoch, block and this one say where it is.
+    """
+    row_tokens: int = 0
+    """The length of rows in this block; 0 before the first one."""
+    before: tuple[Stretch, ...] = ()
+    """What was taken of this block at other lengths."""
+
+    def moved(self, rows: int) -> StreamPosition:
+        """So many rows further, in this block."""
+        return replace(self, epoch_row=self.epoch_row + rows, block_row=self.block_row + rows)
+
+    def at_block(self, epoch: int, block: int) -> StreamPosition:
+        """At the beginning of a block that follows this one."""
+        epoch_row = self.epoch_row
+        if epoch != self.epoch:
+            epoch_row = 0
+        return StreamPosition(epoch, epoch_row, block, 0, self.row_tokens)
+
+    def at_length(self, row_tokens: int) -> StreamPosition:
+        """The same place, for rows of another length."""
+        if row_tokens == self.row_tokens:
+            return self
+        before = self.before
+        if self.block_row:
+            before = (*before, Stretch(self.row_tokens, self.block_row))
+        return replace(self, block_row=0, row_tokens=row_tokens, before=before)
+
+
+BEGINNING = StreamPosition()
+"""The first row of all."""
+
+
+class Stream:
+    """Takes rows from a planner. It holds no position: whoever asks has one."""
+
+    def __init__(self, planner: BlockPlanner) -> None:
+        self.planner = planner
+
+    def take(self, at: StreamPosition, count: int, row_tokens: int) -> tuple[list[Pieces], StreamPosition]:
+        """The next ``count`` rows of at most ``row_tokens`` tokens, and the position behind them."""
+        rows: list[Pieces] = []
+        # What is left of the block is packed anew where its rows had another length so far.
+        at = at.at_length(row_tokens)
+        while len(rows) < count:
+            plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
+            stop = min(plan.num_rows, at.block_row + count - len(rows))
+            rows += [plan.row(row) for row in range(at.block_row, stop)]
+            epoch, block = self.planner.next_block(at.epoch, at.block)
+            if stop > plan.num_rows // 2:
+                # Planned beside the steps to come, which then never wait for it.
+                self.planner.prepare(epoch, block, row_tokens=row_tokens)
+            at = at.moved(stop - at.block_row)
+            if stop == plan.num_rows:
+                at = at.at_block(epoch, block)
+        return rows, at
+
+    def has_row(self, at: StreamPosition) -> bool:
+        """Whether there is a row at this position: of one that was read from a file nobody knows."""
+        if at.block >= self.planner.num_blocks:
+            return False
+        row_tokens = at.row_tokens or None
+        taken: tuple[Stretch, ...] = ()
+        for stretch in (*at.before, Stretch(at.row_tokens, at.block_row + 1)):
+            # Of a stretch that took all there was, nothing would be left to pack.
+            row_tokens = stretch.row_tokens or None
+            if self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=taken).num_rows < stretch.rows:
+                return False
+            taken = (*taken, stretch)
+        return True

@@ -1,0 +1,61 @@
+"""``Corpus``: the shard folders of a run as one numbering of documents."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from data_pipeline.shards.reader import ShardSet
+from longctx.errors import DataError
+
+
+class Corpus:
+    """Documents of several folders, those of one behind those of the one before.
+
+    DataError for folders that were built with different tokenizers.
+    """
+
+    def __init__(self, folders: Sequence[ShardSet]) -> None:
+        self.folders = tuple(folders)
+        self.first_document = list(accumulate((shards.num_documents for shards in folders), initial=0))
+        """The number of each folder's first document; one more entry for their end."""
+        first = self.folders[0]
+        for shards in self.folders[1:]:
+            if shards.manifest.tokenizer != first.manifest.tokenizer:
+                raise DataError(
+                    f"{first.folder} and {shards.folder} were built with different tokenizers: ids would mean other "
+                    f"text.\nBuild one of them again: longctx data build --tokenizer {first.folder} …"
+                )
+        self.padding = first.manifest.padding
+
+    def folder_of(self, document: int) -> int:
+        """The number of the folder that has a document."""
+        return bisect.bisect_right(self.first_document, document) - 1
+
+    def check_files(self, documents: Iterable[int]) -> None:
+        """``ShardSet.check_files`` for documents of any folder."""
+        # Each folder is asked once, however its documents are strewn over the rows.
+        own: dict[int, set[int]] = {}
+        for document in documents:
+            number = self.folder_of(document)
+            own.setdefault(number, set()).add(document - self.first_document[number])
+        for number, found in own.items():
+            self.folders[number].check_files(found)
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        """``ShardSet.slice`` of a document of any folder."""
+        number = self.folder_of(index)
+        return self.folders[number].slice(index - self.first_document[number], start, stop)
+
+    def document(self, document: int) -> np.ndarray:
+        """``ShardSet.document`` of a document of any folder."""
+        number = self.folder_of(document)
+        return self.folders[number].document(document - self.first_document[number])
+
+    def name(self, document: int) -> str:
+        """The name of a document in its source."""
+        number = self.folder_of(document)
+        return self.folders[number].name(document - self.first_document[number])
