@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
@@ -14,12 +17,15 @@ from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.pack import BEST_FIT, Packing
+from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest
+from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
+from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
-from longctx.files import hash_file
+from longctx.files import explained_writes
 from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.load import has_tokenizer
 
@@ -264,28 +270,48 @@ def verify(folder: str | Path) -> list[str]:
 
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
     names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
+    Of a folder that is packed or in a store every shard is fetched anew, whatever the cache has.
     """
-    folder = Path(folder)
-    if is_mixture(folder):
-        return [problem for source in Mixture.load(folder).folders(folder.parent) for problem in verify(source)]
-    held_out = folder / VALIDATION_FOLDER
-    problems = list(_problems(folder))
-    if held_out.is_dir():
-        problems += _problems(held_out)
+    place = locate(folder)
+    if isinstance(place, Path) and is_mixture(place):
+        return [problem for source in Mixture.load(place).folders(place.parent) for problem in verify(source)]
+    problems = list(_problems(place))
+    if (place / VALIDATION_FOLDER).is_dir():
+        problems += _problems(place / VALIDATION_FOLDER)
     return problems
 
 
-def _problems(folder: Path) -> Iterator[str]:
+def _problems(place: Location) -> Iterator[str]:
     """Yield what is wrong with one shard folder."""
-    try:
-        manifest = Manifest.load(folder)
-    except DataError as error:
-        yield str(error)
+    if isinstance(place, Path) and not (place / PACKED_FILE).is_file():
+        try:
+            manifest = Manifest.load(place)
+        except DataError as error:
+            yield str(error)
+            return
+        yield from _content_problems(place, place, manifest, None)
         return
+    home = copies_folder()
+    with explained_writes(home):
+        home.mkdir(parents=True, exist_ok=True)
+    # On the disk of the cache, which has room for shards.
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=home) as temporary:
+        try:
+            folder, manifest, copy = open_folder(place, temporary)
+        except DataError as error:
+            yield str(error)
+            return
+        for problem in _content_problems(place, folder, manifest, copy):
+            # Whoever reads it knows the folder, and not where we have looked at it.
+            yield problem.replace(str(folder), str(place))
+
+
+def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None) -> Iterator[str]:
+    """Yield what is wrong with a folder beside its manifest; ``folder`` is where its shards can be mapped."""
     if manifest.left_out:
-        yield from _list_problems(folder / LEFT_OUT_FILE, manifest.left_out)
+        yield from _list_problems(place / LEFT_OUT_FILE, manifest.left_out)
     if manifest.duplicates.get("list"):
-        yield from _list_problems(folder / DUPLICATES_FILE, manifest.duplicates["list"])
+        yield from _list_problems(place / DUPLICATES_FILE, manifest.duplicates["list"])
     tokenizer = None
     problem = f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
     if has_tokenizer(folder):
@@ -296,7 +322,7 @@ def _problems(folder: Path) -> Iterator[str]:
     padding = None
     if tokenizer is not None:
         padding = _padding_alone(tokenizer)
-    yield from shard_problems(folder, manifest, padding=padding)
+    yield from shard_problems(folder, manifest, padding=padding, copy=copy)
     if tokenizer is None:
         yield problem
 
@@ -309,11 +335,17 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
     return padding
 
 
-def _list_problems(path: Path, hash: str) -> Iterator[str]:
+def _list_problems(path: Location, hash: str) -> Iterator[str]:
     """Yield what is wrong with a list beside the shards: of what the source left out, or of duplicates."""
-    if not path.exists():
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    except FileNotFoundError:
         yield f"{path} is missing."
-    elif hash_file(path) != hash:
+        return
+    if digest.hexdigest() != hash:
         yield f"{path} was changed after it was written."
 
 

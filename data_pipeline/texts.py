@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.shards.manifest import MANIFEST_FILE
+from data_pipeline.shards.copies import has_folder
 from data_pipeline.shards.verify import open_verified
 
 
@@ -15,7 +15,7 @@ def read_texts(folder: str | Path) -> Iterator[str]:
 
     A run's held-out documents are its ``data.validation`` folder.
     """
-    if (Path(folder) / MANIFEST_FILE).is_file():
+    if has_folder(folder):
         # Its own tokenizer: the model under test may have another one, which did not write these ids.
         shards = open_verified(folder)
         tokenizer = shards.tokenizer()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,29 @@ from data_pipeline.prepare.parts.pool import encode_parts, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
+from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
-from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.packing import PACKED_FILE, Packing
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
+from data_pipeline.stores.client import list_objects
+from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
 from longctx.files import explained_writes
 from longctx.tokenizer.contract import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_DIRECTORIES = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
     """What one shard folder holds."""
 
-    folder: Path
+    folder: Path | str
+    """A path, or the URL of a folder in a store."""
     documents: int
     tokens: int
     text_bytes: int
@@ -53,7 +61,8 @@ class SplitReport:
 class BuildReport:
     """What ``build_shards`` did or found."""
 
-    output: Path
+    output: Path | str
+    """A path, or the URL of a folder in a store."""
     up_to_date: bool
     """True if the folder was already there, built from the same things, and nothing had to be done."""
     training: SplitReport
@@ -67,7 +76,7 @@ class BuildReport:
     """Where the first few of them differ; empty for a folder that was there already."""
     left_out: dict[str, list[str]]
     """The first names of each reason."""
-    left_out_file: Path | None
+    left_out_file: Path | str | None
     """The whole list; None if nothing was left out, or by a release that wrote no list."""
     duplicates: DuplicateReport | None
     """What was found of duplicates; None if nobody looked for them."""
@@ -76,12 +85,14 @@ class BuildReport:
     """Parts that the source was dealt out into; 0 where nothing was done."""
     parts_found: int = 0
     """How many of them an earlier build had finished."""
+    cut_directories: dict[str, int] = field(default_factory=dict)
+    """Directories that were too large to be joined into one document, and how many documents each became."""
 
 
 def build_shards(
     source: Source,
     tokenizer: Tokenizer,
-    output: str | Path,
+    output: str | Path | ObjectPath,
     *,
     validation_fraction: float = 0.05,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -103,42 +114,42 @@ def build_shards(
     ``workers`` processes (all cores unless given) encode the source part by part. The folder appears when it is
     complete, or not at all, and its bytes depend neither on ``workers`` nor on kills: a build that was killed goes on
     from its finished parts when it is started again. ``progress`` is told documents and bytes of text so far, and
-    ``say`` what a user should know beside it.
+    ``say`` what a user should know beside it. The folder of a store is built in the cache folder and then sent, its
+    manifest last.
 
     ``duplicates`` has the source read once more, before: equal or similar texts are removed and listed, or kept on one
     side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
     """
-    output = Path(output)
+    output = locate(output)
     if workers is None:
         workers = usable_cores()
     _check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
+    _say_cut(source, say)
     rule = duplicates or DuplicateRule()
     options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens, **rule.options()}
     sources = [source.fingerprint()]
-    # An empty folder that the user has made is free to fill.
-    with explained_writes(output):
-        occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
-    if occupied and not overwrite:
+    if isinstance(output, ObjectPath):
+        settings = {"exact": exact, "workers": workers, "duplicates": duplicates, "comparing": comparing}
+        settings |= {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
+        settings |= {"progress": progress, "say": say}
+        recipe = {"sources": sources, "tokenizer": tokenizer, "options": options}
+        return _build_for_store(source, tokenizer, output, overwrite=overwrite, recipe=recipe, settings=settings)
+    if _is_occupied(output, overwrite=overwrite):
         _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
         remove_leftovers(output)
-        return _report(output, up_to_date=True, exact=exact, started=started)
-    # --overwrite replaces shards, never a folder that holds something else.
-    if occupied and not (output / MANIFEST_FILE).is_file():
-        raise DataError(
-            f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
-        )
+        return _report(output, source, up_to_date=True, exact=exact, started=started)
+    job = Job(
+        read_as=source.read_as,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+        exact=exact,
+        duplicates=rule,
+    )
     parts = deal_parts(source.pieces(), part_bytes(shard_tokens))
     made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     recipe = made_from | {"parts": hash_parts(parts)}
     with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
-        job = Job(
-            read_as=source.read_as,
-            validation_fraction=validation_fraction,
-            shard_tokens=shard_tokens,
-            exact=exact,
-            duplicates=rule,
-        )
         build = _Build(
             source=source,
             tokenizer=tokenizer,
@@ -149,14 +160,51 @@ def build_shards(
             progress=progress,
         )
         build.compare(comparing, say)
-        build.find_finished(say)
-        found = len(build.records)
+        found = build.find_finished(say)
         build.encode_rest()
         differences = build.put_together(sources, options, exact=exact)
         staging.publish()
     return _report(
-        output, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
+        output, source, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
     )
+
+
+def _is_occupied(output: Path, *, overwrite: bool) -> bool:
+    """Whether a folder is there that is not to be replaced; DataError for one that may not be."""
+    # An empty folder that the user has made is free to fill.
+    with explained_writes(output):
+        occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
+    # --overwrite replaces shards, never a folder that holds something else.
+    if occupied and overwrite and not (output / MANIFEST_FILE).is_file():
+        raise DataError(
+            f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
+        )
+    return occupied and not overwrite
+
+
+def _build_for_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    output: ObjectPath,
+    *,
+    overwrite: bool,
+    recipe: dict[str, Any],
+    settings: dict[str, Any],
+) -> BuildReport:
+    """Build in the cache folder and send it to a store, unless that has it already."""
+    started = time.monotonic()
+    if (output / MANIFEST_FILE).is_file() and not overwrite:
+        _check_same_recipe(output, **recipe)
+        return _report(output, source, up_to_date=True, exact=settings["exact"], started=started)
+    check_free(output, overwrite=overwrite)
+    # One folder for each recipe: that of another build is of no use, and no hindrance.
+    name = hash_json([recipe["sources"], tokenizer.fingerprint, recipe["options"]])
+    local = outgoing_folder(output) / name
+    report = build_shards(source, tokenizer, local, **settings)
+    send(local, output, overwrite=overwrite, say=settings["say"])
+    sent = _report(output, source, up_to_date=False, differences=report.differences, started=started)
+    shutil.rmtree(outgoing_folder(output), ignore_errors=True)
+    return replace(sent, parts=report.parts, parts_found=report.parts_found)
 
 
 @dataclass(kw_only=True)
@@ -196,13 +244,14 @@ class _Build:
         )
         self.source.bytes_read = 0
 
-    def find_finished(self, say: Callable[[str], None]) -> None:
-        """Take the parts that an earlier build has finished, once every byte of them is checked."""
+    def find_finished(self, say: Callable[[str], None]) -> int:
+        """Take the parts that an earlier build has finished, once every byte of them is checked; how many."""
         self.records, damaged = self.staging.finished(len(self.parts))
         if self.records:
             say(f"going on: {len(self.records)} of {len(self.parts)} parts are there")
         for path in damaged:
             logger.warning("%s is damaged: its part is encoded again", path)
+        return len(self.records)
 
     def encode_rest(self) -> None:
         """Encode the parts that are not finished."""
@@ -294,13 +343,12 @@ def _check_splits(records: list[PartRecord], source: Source, options: dict[str, 
 
 
 def _check_same_recipe(
-    output: Path, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
+    output: Location, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
     """Raise ``DataError`` unless ``output`` is what this build would make; say what differs."""
     if not (output / MANIFEST_FILE).is_file():
         raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
-    # Whole: who builds again may do so because something is damaged. What is stamped is not read again.
-    manifest = open_verified(output, whole=True).manifest
+    manifest = _checked_manifest(output)
     wanted = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     found = {"source": manifest.sources, "tokenizer": manifest.tokenizer, "options": manifest.options}
     differing = [name for name in wanted if wanted[name] != found[name]]
@@ -311,11 +359,45 @@ def _check_same_recipe(
         )
     if (output / VALIDATION_FOLDER).exists():
         # Raises for a damaged split, which is not up to date either.
-        open_verified(output / VALIDATION_FOLDER, whole=True)
+        _checked_manifest(output / VALIDATION_FOLDER)
+
+
+def _checked_manifest(folder: Location) -> Manifest:
+    """The manifest of a folder of which nothing is damaged; in a store, of which nothing is missing or cut short."""
+    if isinstance(folder, Path):
+        # Whole: who builds again may do so because something is damaged. What is stamped is not read again.
+        return open_verified(folder, whole=True).manifest
+    manifest = Manifest.load(folder)
+    there = list_objects(folder)
+    sizes = {entry.file: entry.bytes for entry in manifest.shards}
+    if PACKED_FILE in there:
+        sizes = {entry.file: entry.bytes for entry in Packing.load(folder, manifest).shards}
+    for name, size in sizes.items():
+        # To read terabytes back would take as long as to send them.
+        if there.get(name) != size:
+            found = there.get(name, "no")
+            raise DataError(
+                f"{folder / name} has {found} bytes and should have {size}. Build the folder again with --overwrite."
+            )
+    return manifest
+
+
+def _say_cut(source: Source, say: Callable[[str], None]) -> None:
+    """Say which directories are too large for one document."""
+    cut = source.cut_directories()
+    if cut:
+        shown = ", ".join(list(cut)[:_SHOWN_DIRECTORIES])
+        if len(cut) > _SHOWN_DIRECTORIES:
+            shown += ", …"
+        say(
+            f"{len(cut)} directories have more bytes than one document may have (--join-bytes): "
+            f"they are cut between files into {sum(cut.values())} documents: {shown}"
+        )
 
 
 def _report(
-    output: Path,
+    output: Location,
+    source: Source,
     *,
     up_to_date: bool,
     started: float,
@@ -342,9 +424,9 @@ def _report(
         logger.warning("%s: no document fell into the validation split; it holds training data only", output)
     left_out, left_out_file = LeftOut(), None
     if training.left_out:
-        left_out, left_out_file = read_left_out(output), output / LEFT_OUT_FILE
+        left_out, left_out_file = read_left_out(output), _named(output / LEFT_OUT_FILE)
     return BuildReport(
-        output=output,
+        output=_named(output),
         up_to_date=up_to_date,
         training=_split_report(output, training),
         validation=validation,
@@ -357,13 +439,21 @@ def _report(
         seconds=time.monotonic() - started,
         parts=parts,
         parts_found=parts_found,
+        cut_directories=source.cut_directories(),
     )
 
 
-def _split_report(folder: Path, manifest: Manifest) -> SplitReport:
+def _named(place: Location) -> Path | str:
+    """A place as a report names it."""
+    if isinstance(place, Path):
+        return place
+    return str(place)
+
+
+def _split_report(folder: Location, manifest: Manifest) -> SplitReport:
     """The counts of one split."""
     return SplitReport(
-        folder=folder,
+        folder=_named(folder),
         documents=manifest.documents,
         tokens=manifest.tokens,
         text_bytes=manifest.text_bytes,

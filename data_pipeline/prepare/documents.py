@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from data_pipeline.stores.urls import Location
 
 
 class DamageError(Exception):
@@ -48,7 +49,7 @@ class Format:
 class File:
     """A file to read."""
 
-    path: Path
+    path: Location
     name: str
     """Path relative to the source, with ``/`` on every system; bytes that are not UTF-8 are spelt ``\\xNN``."""
     size: int
@@ -57,10 +58,22 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """Text files that become one document, in their order."""
+
+    name: str
+    """The document's name."""
+    files: tuple[File, ...]
+    header: str = ""
+    """Template of a line above each file (``joining.Join``); empty: files follow each other directly."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """A file, or a run of whole records of a large one: what is read in one go."""
+    """A file, a run of whole records of a large one, or files that are joined: what is read in one go."""
 
     file: File
+    """The first one, where files are joined."""
     start: int = 0
     """Where it begins: a byte of JSON Lines, a row group of Parquet; 0 in all other files."""
     stop: int | None = None
@@ -69,6 +82,8 @@ class Piece:
     """Records of the file before it."""
     size: int = 0
     """About how many of the file's bytes on disk it is."""
+    joined: Joined | None = None
+    """The files, where it is several."""
 
 
 def whole(file: File) -> Piece:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from data_pipeline.stores.urls import Location
 
 _STATE = "state.json"
 _DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
@@ -22,7 +23,7 @@ class Dataset:
     """Data files that are listed and not there."""
 
 
-def find_dataset(folder: Path, names: Sequence[str]) -> Dataset | None:
+def find_dataset(folder: Location, names: Sequence[str]) -> Dataset | None:
     """The data set in a folder that holds files of these ``names``; None if it holds none."""
     described = [name for name in _DESCRIPTIONS if name in names]
     tables = [name for name in names if name.endswith(".arrow")]
@@ -38,7 +39,7 @@ def find_dataset(folder: Path, names: Sequence[str]) -> Dataset | None:
     return Dataset(not_data, sorted(data_files - set(names)))
 
 
-def _data_files(folder: Path, described: Sequence[str]) -> set[str] | None:
+def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
     """The data files that ``state.json`` lists; None where it lists none."""
     if _STATE not in described:
         return None
@@ -51,12 +52,12 @@ def _data_files(folder: Path, described: Sequence[str]) -> set[str] | None:
     }
 
 
-def _lists_splits(folder: Path, described: Sequence[str]) -> bool:
+def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
     """Whether the folder is one of several splits, which lie in folders of their own."""
     return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file, empty if there is none."""
     try:
         value = json.loads(path.read_bytes())

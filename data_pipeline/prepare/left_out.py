@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from data_pipeline.prepare.documents import Skip
+from data_pipeline.stores.urls import Location
 
 LEFT_OUT_FILE = "left_out.jsonl"
 _EXAMPLES = 3
@@ -97,7 +98,7 @@ class LeftOutFile:
         self._file.write(content)
 
 
-def read_left_out(folder: Path) -> LeftOut:
+def read_left_out(folder: Location) -> LeftOut:
     """What the file in a shard folder lists; nothing where it has none."""
     path = folder / LEFT_OUT_FILE
     if not path.exists():

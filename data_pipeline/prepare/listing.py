@@ -12,6 +12,7 @@ from data_pipeline.prepare.documents import File, Skip
 from data_pipeline.prepare.hf_dataset import find_dataset
 from data_pipeline.prepare.readers.formats import find_format
 from data_pipeline.prepare.selection import Selection
+from data_pipeline.stores.urls import Location
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -28,7 +29,7 @@ class Listing:
 
     def in_order(self) -> Listing:
         """The same by relative path: file systems list in any order, and documents must not depend on it."""
-        files = sorted(self.files, key=lambda file: (file.name, os.fsencode(file.path)))
+        files = sorted(self.files, key=lambda file: (file.name, os.fsencode(str(file.path))))
         return Listing(files, sorted(self.left_out, key=lambda skip: (skip.name, skip.reason)))
 
 
@@ -39,18 +40,18 @@ def list_files(root: Path, selection: Selection, *, python_only: bool) -> Listin
     links by their relative path, so cycles end and nothing is read twice. ``python_only`` takes ``.py`` files alone,
     and follows no link to a folder.
     """
-    walk = _Walk(selection, python_only=python_only)
+    walk = Walk(selection, python_only=python_only)
     if root.is_dir():
         walk.enter(root, "", is_linked=False)
         walk.follow_links()
     elif root.is_file():
-        walk.add_file(root, _shown(root.name))
+        walk.add_file(root, _shown(root.name), root.stat().st_size)
     else:
         walk.leave_out(_shown(root.name), "not a regular file")
     return walk.found.in_order()
 
 
-class _Walk:
+class Walk:
     """One listing as it grows."""
 
     def __init__(self, selection: Selection, *, python_only: bool) -> None:
@@ -82,7 +83,7 @@ class _Walk:
             name, folder = heapq.heappop(self._links)
             self.enter(folder, name, is_linked=True)
 
-    def add_file(self, path: Path, name: str) -> None:
+    def add_file(self, path: Location, name: str, size: int) -> None:
         """Take a file, unless the patterns leave it out."""
         if self._selection.excludes(name):
             self.leave_out(name, "excluded")
@@ -90,7 +91,7 @@ class _Walk:
             self.leave_out(name, "not included")
         else:
             format = find_format(name, as_text=self._python_only or self._selection.reads_as_text(name))
-            self.found.files.append(File(path, name, path.stat().st_size, format))
+            self.found.files.append(File(path, name, size, format))
 
     def _list(self, folder: Path, prefix: str) -> list[tuple[Path, str]]:
         """Sort the entries of one folder; its real folders are returned."""
@@ -137,7 +138,7 @@ class _Walk:
         if entry.name.startswith(".") and not self._python_only:
             self.leave_out(name, "hidden")
         elif _holds(entry.is_file):
-            self.add_file(path, name)
+            self.add_file(path, name, path.stat().st_size)
         elif self._selection.excludes(name):
             self.leave_out(name, "excluded")
         elif entry.is_symlink() and not path.exists():

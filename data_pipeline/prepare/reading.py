@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from data_pipeline.prepare.documents import Document, Piece, Skip
 from data_pipeline.prepare.left_out import LeftOut
+from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
 from data_pipeline.prepare.readers.read import read
 from longctx.errors import DataError
 
@@ -23,6 +24,8 @@ class ReadAs:
     text_field: str
     strict: bool
     """Whether a fault ends the reading."""
+    lengths: Lengths = ANY_LENGTH
+    """Which documents are used."""
 
 
 class Reading:
@@ -43,7 +46,11 @@ class Reading:
             for item, bytes_read in read(piece, self._read_as.text_field):
                 self.bytes_read = passed + bytes_read
                 if isinstance(item, Document):
-                    yield item
+                    problem = self._read_as.lengths.problem(item)
+                    if problem is None:
+                        yield item
+                    else:
+                        self.note(problem)
                     continue
                 if item.is_fault and self._read_as.strict:
                     raise DataError(fault(self._read_as.spec, item))

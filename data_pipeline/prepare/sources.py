@@ -11,21 +11,26 @@ import logging
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
+from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
+from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
 from data_pipeline.prepare.listing import list_files
+from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import check
 from data_pipeline.prepare.readers.records import no_field_reason
 from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.selection import Selection
+from data_pipeline.stores.client import list_names
+from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +53,8 @@ class Source:
         text_field: str,
         selection: Selection,
         strict: bool,
+        join: Join | None = None,
+        lengths: Lengths = ANY_LENGTH,
     ) -> None:
         self.spec = spec
         self.kind = kind
@@ -58,8 +65,9 @@ class Source:
         self._files = files
         self.not_listed = tuple(left_out)
         """What was left out before anything was read."""
-        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict)
+        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict, lengths=lengths)
         self._selection = selection
+        self._join = join
         self._fingerprint: dict[str, Any] | None = None
         self._pieces: list[Piece] = []
 
@@ -77,7 +85,7 @@ class Source:
         reading = Reading(self.read_as, on_left_out)
         for skip in self.not_listed:
             reading.note(skip)
-        for document in reading.documents(map(whole, self._files)):
+        for document in reading.documents(self._joined(map(whole, self._files))):
             num_documents += 1
             self.bytes_read = reading.bytes_read
             yield document
@@ -90,10 +98,16 @@ class Source:
     def pieces(self) -> list[Piece]:
         """The files in their order, large ones cut into pieces of whole records where their format allows it.
 
-        A function of the files alone. They are read once for it, as for ``fingerprint``.
+        A function of the files alone, joined or not. They are read once for it, as for ``fingerprint``.
         """
         self.fingerprint()
         return list(self._pieces)
+
+    def cut_directories(self) -> dict[str, int]:
+        """Directories that are too large to be joined into one document, and how many documents each becomes."""
+        if self._join is None:
+            return {}
+        return cut_directories(self._joined(map(whole, self._files)), self._join)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -115,14 +129,10 @@ class Source:
 
         Good for what may be made again when it is wrong; ``fingerprint`` is what shard folders are held to.
         """
-        digest = xxhash.xxh3_128()
-        for file in self._files:
-            try:
-                status = file.path.stat()
-            except OSError as error:
-                raise DataError(_unreadable(file, error)) from error
-            digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, file.format.ending]).encode())
-        return {"kind": self.kind, **self._read_as(), "listing_xxh3_128": digest.hexdigest()}
+        listing = _listing_hash(self._files)
+        if listing is None:
+            return self.fingerprint()
+        return {"kind": self.kind, **self._read_as(), "listing_xxh3_128": listing}
 
     def fingerprint(self, progress: Callable[[int], object] | None = None) -> dict[str, Any]:
         """What the corpus is, JSON-able and the same on every machine that has the same files.
@@ -142,7 +152,7 @@ class Source:
                 done += file.size
                 if progress is not None:
                     progress(done)
-            self._pieces = pieces
+            self._pieces = list(self._joined(pieces))
             self._fingerprint = {
                 "kind": self.kind,
                 **self._read_as(),
@@ -152,6 +162,12 @@ class Source:
                 "files_xxh3_128": digest.hexdigest(),
             }
         return dict(self._fingerprint)
+
+    def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """The pieces as documents are made of them."""
+        if self._join is None:
+            return pieces
+        return join_pieces(pieces, self._join)
 
     def _read_as(self) -> dict[str, Any]:
         """How the files are read: the same bytes are other documents under another field or format."""
@@ -164,10 +180,27 @@ class Source:
             read_as["include"] = list(self._selection.include)
         if self._selection.as_text:
             read_as["as_text"] = list(self._selection.as_text)
+        if self._join is not None:
+            read_as["join"] = self._join.to_json()
+        read_as |= self.read_as.lengths.to_json()
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
         return read_as
+
+
+def _listing_hash(files: Sequence[File]) -> str | None:
+    """xxh3_128 of files' names, sizes and times; None where some lie in a store, whose times say nothing."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        if not isinstance(file.path, Path):
+            return None
+        try:
+            status = file.path.stat()
+        except OSError as error:
+            raise DataError(_unreadable(file, error)) from error
+        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, file.format.ending]).encode())
+    return digest.hexdigest()
 
 
 def open_source(
@@ -178,21 +211,30 @@ def open_source(
     exclude: Sequence[str] = (),
     as_text: Sequence[str] = (),
     strict: bool = False,
+    join: Join | None = None,
+    lengths: Lengths = ANY_LENGTH,
 ) -> Source:
     """The corpus that ``spec`` names, listed and checked but not yet read.
 
-    ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path: a folder
+    ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
+    of an object store (``s3://``, ``gs://``): a folder
     (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
     Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
     plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
     folder's own path stands for all below it. What cannot be read is left out and listed; ``strict`` makes it an error.
+    A text file is one document, or with ``join`` those of a directory are one together. Documents of other ``lengths``
+    are left out and listed.
 
     Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
     text field is in none of the files that should have it and these are most of the source.
     """
-    kind, root = _locate(str(spec))
+    kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text)
-    listing = list_files(root, selection, python_only=kind == "stdlib")
+    # A store has no links to follow.
+    if isinstance(root, ObjectPath):
+        listing = list_source(root, selection)
+    else:
+        listing = list_files(root, selection, python_only=kind == "stdlib")
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
@@ -215,6 +257,8 @@ def open_source(
         text_field=text_field,
         selection=selection,
         strict=strict,
+        join=join,
+        lengths=lengths,
     )
 
 
@@ -254,11 +298,18 @@ def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[
 # ----------------------------------------------------------------------------------------------------- where it lies
 
 
-def _locate(spec: str) -> tuple[str, Path]:
-    """Kind and path of what a user named; ``DataError`` if there is nothing."""
+def _locate(spec: str | Path) -> tuple[str, Location]:
+    """Kind and place of what a user named; ``DataError`` if there is nothing."""
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
-    path = Path(spec)
+    path = locate(spec)
+    if isinstance(path, ObjectPath):
+        # Of the two a store knows objects alone.
+        if path.is_file():
+            return "file", path
+        if not path.is_dir():
+            raise DataError(f"source={spec} does not exist. {_held(path.parent)}")
+        return "folder", path
     if not path.exists():
         raise DataError(f"source={spec} does not exist.\n{_nearest(path)}")
     if path.is_dir():
@@ -275,6 +326,12 @@ def _nearest(path: Path) -> str:
         names = []
     held = ", ".join(names) or "nothing"
     return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
+
+
+def _held(folder: ObjectPath) -> str:
+    """What a folder of a store holds, for a message."""
+    names = list_names(folder)[:8]
+    return f"{folder} holds {', '.join(names) or 'nothing'}. Name a folder or an object with text."
 
 
 # ---------------------------------------------------------------------------------------------------------- messages

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 from longctx.files import write_synced
 
@@ -111,16 +112,19 @@ class Manifest:
         # Once: a loader names it in its state, before and after every step.
         return self.to_json()["hash"]
 
+    def content(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        return json.dumps(self.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
+
     def save(self, folder: Path) -> None:
         """Write ``manifest.json``."""
-        content = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
-        write_synced(folder / MANIFEST_FILE, content.encode() + b"\n")
+        write_synced(folder / MANIFEST_FILE, self.content())
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: Location) -> Manifest:
         """Read and check ``manifest.json``; ``DataError`` if it is missing, damaged, edited or of another version."""
         path = folder / MANIFEST_FILE
-        body = _read_object(path)
+        body = read_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")
         if body.get("version") != VERSION:
@@ -233,7 +237,7 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
     return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file; ``DataError`` says what stands there instead."""
     try:
         # Decoded here: JSON's own guess takes other encodings too.

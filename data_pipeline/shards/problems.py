@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.shards.copies import LocalCopy
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, length_histogram
 from data_pipeline.shards.mapped import MappedShard, check_size
 from data_pipeline.shards.sums import ADVICE, damaged_blocks, damaged_ranges, read_sums, sum_blocks, sums_file
@@ -19,22 +20,32 @@ _SHOWN = 8
 """Damaged parts of a file that are named one by one."""
 
 
-def shard_problems(folder: Path, manifest: Manifest, *, padding: int | None) -> Iterator[str]:
+def shard_problems(
+    folder: Path, manifest: Manifest, *, padding: int | None, copy: LocalCopy | None = None
+) -> Iterator[str]:
     """Yield what is wrong with the shards, a sentence each. Reads every byte, one file after the other.
 
-    ``padding`` is an id that no document may hold; None where documents may hold them all.
+    ``padding`` is an id that no document may hold; None where documents may hold them all. Where ``folder`` is a
+    ``copy``, each shard is fetched for this, and removed again: one alone takes room.
     """
-    yield from _unlisted(folder, manifest)
+    if copy is None:
+        yield from _unlisted(folder, manifest)
+    else:
+        for name in copy.unlisted():
+            yield f"{copy.origin / name} is not listed in the manifest."
     documents = tokens = 0
     lengths: list[np.ndarray] = []
     for entry in manifest.shards:
         documents += entry.documents
         tokens += entry.tokens
         # A damaged file does not hide another.
-        damage = list(_damage(folder, entry))
+        damage = list(_damage(folder, entry, copy))
         yield from damage
         if not damage:
             yield from _wrong_content(folder, manifest, entry, padding, lengths)
+        # So that one shard at a time takes room.
+        if copy is not None:
+            copy.drop(entry)
     # Each entry may fit its file while the totals do not: an entry is missing, or there twice.
     if (documents, tokens) != (manifest.documents, manifest.tokens):
         yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
@@ -53,10 +64,12 @@ def _unlisted(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{path} is not listed in the manifest."
 
 
-def _damage(folder: Path, entry: ShardEntry) -> Iterator[str]:
+def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
     """Yield where a file, or the sums of its blocks, are not what was written."""
     path = folder / entry.file
     try:
+        if copy is not None:
+            copy.bring(entry)
         check_size(folder, entry)
         whole, sums = sum_blocks(path)
     except DataError as error:

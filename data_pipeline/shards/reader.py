@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.shards.copies import LocalCopy, open_folder
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
 from data_pipeline.shards.stamps import FileState, opened_state
 from data_pipeline.shards.sums import ADVICE
+from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,32 +37,35 @@ class ShardSet:
     that was mapped; a single document does not: call ``check_files`` before a batch of them.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int = MAX_MAPPED) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.padding = manifest.padding
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
+    ) -> None:
+        self.folder, self.manifest, self.padding = folder, manifest, manifest.padding
+        self.copy = copy
+        """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
         self.verifies_reads = verify and manifest.has_sums
-        """Whether what is read is checked. Folders of earlier releases have no sums: ``shards.verify`` reads them."""
+        """Whether what is read is checked. Folders of earlier releases have no sums."""
         self._max_mapped = max_mapped
         self._mapped: OrderedDict[int, MappedShard] = OrderedDict()
         self._lock = threading.Lock()
-        for entry in manifest.shards:
-            # Cheap, and enough for a copy that was cut short.
-            check_size(folder, entry)
+        if copy is None:
+            _check_sizes(folder, manifest)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self._num_documents = self._first_document[-1]
         # Where all of them may be mapped, nobody has to know which was used last.
         self._maps_all = len(manifest.shards) <= max_mapped
 
     @classmethod
-    def open(cls, folder: str | Path, *, verify: bool = True, max_mapped: int = MAX_MAPPED) -> ShardSet:
-        """Open a folder; ``DataError`` names the file that is missing or truncated.
+    def open(
+        cls, folder: str | Path | ObjectPath, *, verify: bool = True, max_mapped: int = MAX_MAPPED, cache: str = ""
+    ) -> ShardSet:
+        """Open a folder, or the copy of one that is packed or in a store, in ``cache`` if that is given.
 
-        Sizes of files are checked here, everything else as it is used: counts and offsets, and with ``verify`` the
-        sums of blocks, where the folder has them (``verifies_reads``).
+        ``DataError`` names the file that is missing or truncated. Sizes of files are checked here, everything else as
+        it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
         """
-        folder = Path(folder)
-        return cls(folder, Manifest.load(folder), verify=verify, max_mapped=max_mapped)
+        found, manifest, copy = open_folder(folder, cache)
+        return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
 
     @property
     def num_documents(self) -> int:
@@ -146,7 +151,7 @@ class ShardSet:
         with self._lock:
             shard = self._mapped.get(number)
             if shard is None:
-                shard = MappedShard.open(self.folder, self.manifest.shards[number], verify=self.verifies_reads)
+                shard = _open_shard(self, number)
             self._mapped[number] = shard
             # Last among the mapped ones; the first goes where there are too many.
             self._mapped.move_to_end(number)
@@ -170,6 +175,21 @@ class ShardSet:
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """DataError for a file that is missing or not as large as the manifest says."""
+    for entry in manifest.shards:
+        # Cheap, and enough for a copy that was cut short.
+        check_size(folder, entry)
+
+
+def _open_shard(shards: ShardSet, number: int) -> MappedShard:
+    """Map one file, brought here first where the folder is a copy."""
+    entry = shards.manifest.shards[number]
+    if shards.copy is not None:
+        shards.copy.bring(entry)
+    return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)
 
 
 def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:

@@ -16,6 +16,7 @@ from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, h
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
 from data_pipeline.shards.sums import read_sums
+from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.files import hash_file
 
@@ -87,7 +88,7 @@ class FolderCheck:
         return self._stamps.get(entry.file) != (state, entry.xxh3_128)
 
 
-def open_verified(folder: str | Path, *, whole: bool = False) -> ShardSet:
+def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> ShardSet:
     """Open a folder of which nothing wrong is ever read, in the cheapest way. For a process on its own.
 
     Reads are checked by the sums of blocks. Files without sums, and all of them if ``whole``, are read here; not again
@@ -96,6 +97,9 @@ def open_verified(folder: str | Path, *, whole: bool = False) -> ShardSet:
     shards = ShardSet.open(folder)
     if shards.verifies_reads and not whole:
         return shards
+    if shards.copy is not None:
+        for entry in shards.manifest.shards:
+            shards.copy.bring(entry)
     check = FolderCheck(shards.folder, shards.manifest, "start")
     for entry in check.pending:
         problem = check.problem(entry)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
 from launcher.cli.console import human_bytes, say
 from launcher.wording import plural
+from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.prepare.joining import Join
     from data_pipeline.prepare.sources import Source
 
 Globs = UseAppendAction[list[list[str]]]
@@ -23,8 +26,8 @@ class Corpus:
     """Where the text comes from."""
 
     source: Annotated[str, arg(metavar="PATH")]
-    """Folder or file: text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz, .bz2, .xz, .zst; or
-    "stdlib", the Python source of the standard library."""
+    """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
+    .bz2, .xz, .zst; or "stdlib", the Python source of the standard library."""
     include: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
     exclude: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
@@ -35,9 +38,23 @@ class Corpus:
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
     strict: bool = False
     """Stop at the first file or record that cannot be read, instead of leaving it out and listing it."""
+    min_bytes: int = 0
+    """Leave out documents with fewer bytes of text, and list them."""
+    max_bytes: int | None = None
+    """Leave out documents with more bytes of text, and list them."""
+    join: Literal["file", "directory"] = "file"
+    """What one document is: a text file, or the text files of a directory, in the order of their names."""
+    join_depth: int | None = None
+    """Directories from the source down that count, all below joined: 1 for a folder of repositories. Each unless
+    given."""
+    join_bytes: int | None = None
+    """Cut a directory between files where its document would have more bytes of them, 2^25 unless given."""
+    join_header: Annotated[str, arg(metavar="TEMPLATE")] = ""
+    r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
 
     def open(self) -> Source:
         """The source to read; DataError where there is none."""
+        from data_pipeline.prepare.lengths import Lengths
         from data_pipeline.prepare.sources import open_source
 
         return open_source(
@@ -47,6 +64,8 @@ class Corpus:
             exclude=_flat(self.exclude),
             as_text=_flat(self.as_text),
             strict=self.strict,
+            join=self._joining(),
+            lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
         )
 
     def arguments(self) -> list[str]:
@@ -60,10 +79,46 @@ class Corpus:
             arguments += ["--text-field", self.text_field]
         if self.strict:
             arguments.append("--strict")
+        if self.join != "file":
+            arguments += ["--join", self.join]
+        others = {
+            "min-bytes": self.min_bytes or None,
+            "max-bytes": self.max_bytes,
+            "join-depth": self.join_depth,
+            "join-bytes": self.join_bytes,
+            "join-header": self.join_header or None,
+        }
+        for option, value in others.items():
+            if value is not None:
+                arguments += [f"--{option}", str(value)]
         return arguments
 
+    def _joining(self) -> Join | None:
+        """How files are joined; None where each is a document. ConfigError for options without effect."""
+        from data_pipeline.prepare.joining import DEFAULT_JOIN_BYTES, Join
 
-def say_left_out(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | None = None) -> None:
+        if self.join == "file":
+            if self.join_depth is not None or self.join_bytes is not None or self.join_header:
+                raise ConfigError(
+                    "--join-depth, --join-bytes and --join-header say how files are joined: they need --join directory."
+                )
+            return None
+        depth, most_bytes = 0, DEFAULT_JOIN_BYTES
+        if self.join_depth is not None:
+            # 0 is what leaving it out says: a number that is given must count something.
+            if self.join_depth < 1:
+                raise ConfigError(
+                    f"--join-depth {self.join_depth} must be at least 1. Left out, each directory counts."
+                )
+            depth = self.join_depth
+        if self.join_bytes is not None:
+            most_bytes = self.join_bytes
+        return Join(depth=depth, most_bytes=most_bytes, header=_unescaped(self.join_header))
+
+
+def say_left_out(
+    counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | str | None = None
+) -> None:
     """Print what was left out: a line for each reason, with the first names, and where the whole list lies."""
     from data_pipeline.prepare.left_out import left_out_lines
 
@@ -78,6 +133,12 @@ def say_left_out(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]
 def read_so_far(documents: int, text_bytes: int) -> str:
     """How much was read, for a line of progress or of results."""
     return f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
+
+
+def _unescaped(template: str) -> str:
+    """A template with its newlines and tabs, which a shell passes on as two characters each."""
+    escapes = {r"\\": "\\", r"\n": "\n", r"\t": "\t"}
+    return re.sub(r"\\[\\nt]", lambda found: escapes[found[0]], template)
 
 
 def _flat(lists: list[list[str]]) -> list[str]:

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
 _KEEP = Duplicates()
-_ShardFolder = Annotated[Positional[Path], arg(metavar="DIR")]
+_ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
 def build(
     corpus: OmitArgPrefixes[Corpus],
     *,
     tokenizer: Annotated[Path, arg(metavar="TOKENIZER")],
-    output: Annotated[Path, arg(metavar="DIR")],
+    output: Annotated[str, arg(metavar="DIR")],
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
@@ -57,7 +57,7 @@ def build(
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
-        output: Folder to make.
+        output: Folder to make, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
         validation_fraction: Share of documents to hold out, 0 for none.
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
@@ -119,7 +119,7 @@ def inspect(
     """Show what a shard folder holds, what packing costs, what a row looks like; of a mixture its sources and shares.
 
     Args:
-        folder: Shard folder, or a mixture's file.
+        folder: Shard folder, or its URL (s3://, gs://), of which shards come into the cache; or a mixture's file.
         seq_len: Tokens of a row; with it, what packing at that length costs.
         row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
         block: Count --row from the beginning of this block instead, which takes less than a second.
@@ -129,18 +129,20 @@ def inspect(
     from data_pipeline.inspect import describe, show_row
     from data_pipeline.mixture.file import is_mixture
     from data_pipeline.shards.manifest import VALIDATION_FOLDER
+    from data_pipeline.stores.urls import below, locate
 
     if is_mixture(folder):
         # Rows of a mixture are a run's: `data sample` shows them.
-        _inspect_mixture(folder, json=json)
+        _inspect_mixture(Path(folder), json=json)
         return
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
         raise ConfigError("--block, --epoch and --seed say which row to show: they need --row. Try --row 0.")
     found = [describe(folder, seq_len=seq_len)]
-    if (folder / VALIDATION_FOLDER).is_dir():
-        found.append(describe(folder / VALIDATION_FOLDER, seq_len=seq_len))
+    held_out = below(folder, VALIDATION_FOLDER)
+    if locate(held_out).is_dir():
+        found.append(describe(held_out, seq_len=seq_len))
     shown = None
     if row is not None and seq_len is not None:
         shown = show_row(folder, seq_len=seq_len, row=row, block=block, epoch=epoch, seed=seed)
@@ -185,19 +187,21 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     The exit code is 1 when anything is damaged.
 
     Args:
-        folder: Shard folder, or a mixture's file.
+        folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew; or a mixture's file.
     """
     from data_pipeline.inspect import verify as find_problems
     from data_pipeline.mixture.file import Mixture, is_mixture
-    from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest
+    from data_pipeline.shards.copies import has_folder
+    from data_pipeline.shards.manifest import Manifest
+    from data_pipeline.stores.urls import Location, locate
 
-    folders = [folder]
+    folders: list[Location] = [locate(folder)]
     if is_mixture(folder):
-        folders = Mixture.load(folder).folders(folder.parent)
-    for path in folders:
-        if not (path / MANIFEST_FILE).is_file():
+        folders = [*Mixture.load(folder).folders(Path(folder).parent)]
+    for place in folders:
+        if not has_folder(place):
             # Raises the error that says what a shard folder is: this one is not damaged, it is none.
-            Manifest.load(path)
+            Manifest.load(place)
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
     if json:
@@ -205,7 +209,7 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
-        manifests = [Manifest.load(path) for path in folders]
+        manifests = [Manifest.load(place) for place in folders]
         shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
         say(f"{folder} is whole: {plural(shards, 'shard')}, {tokens:,} tokens.")
     if problems:

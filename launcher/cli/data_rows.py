@@ -63,7 +63,7 @@ def plan(
     # How many rows go through the model at once may follow from the ranks.
     run_config = settle_context(run_config, world.ranks)
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
-    open_folder = partial(ShardSet.open, verify=False)
+    open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
     _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
@@ -93,7 +93,7 @@ def plan(
 
 
 def sample(
-    folder: Annotated[Positional[Path], arg(metavar="DIR")],
+    folder: Annotated[Positional[str], arg(metavar="DIR")],
     *,
     seq_len: int,
     rows: int = 4,
@@ -108,7 +108,7 @@ def sample(
     Of a mixture they are those of a run that has had the file as it is now from its beginning.
 
     Args:
-        folder: Shard folder, or a mixture's file.
+        folder: Shard folder, or its URL (s3://, gs://); or a mixture's file.
         seq_len: Tokens of a row.
         rows: How many.
         first_row: The first of them, from 0; those before are planned, about a second for a million documents.

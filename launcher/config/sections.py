@@ -78,9 +78,13 @@ class DataSection:
     """What the run reads."""
 
     train: str = "runs/data"
-    """Shard folder to train on, as `data build` wrote it, or the .toml file of a mixture of several."""
+    """Shard folder to train on, as `data build` wrote it, or its URL (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER); or the
+    .toml file of a mixture of several."""
     validation: str = ""
     """Shard folder or mixture to validate on; empty: the "validation" folders inside those of data.train."""
+    cache: str = ""
+    """Folder of each host for copies of shards that are packed or in a store; empty: $LONGCTX_CACHE/data, else
+    ~/.cache/longctx/data. Its disk must have room for all of them."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
     packing: Literal["best_fit", "concatenate", "one_document"] = "best_fit"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.shards.copies import fetch_folder
+from data_pipeline.stores.urls import below, locate
 from data_pipeline.texts import read_texts
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.options import Options
@@ -75,20 +77,20 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Path:
         return options.haystack
     run = run_of(checkpoint)
     if run is not None and (run / CONFIG_FILE).is_file():
-        folder = _validation_folder(run / CONFIG_FILE)
-        if folder is not None and folder.is_dir():
-            return folder
+        folder, cache = _validation_folder(run / CONFIG_FILE)
+        if folder and locate(folder).is_dir():
+            # What reads it opens a path; a split of held-out documents is small.
+            return fetch_folder(folder, cache)
     raise ConfigError(
         f"task {task} needs text that the model was not trained on, and {checkpoint} is in no run whose validation "
         "folder is here.\nName a folder of text or of shards: --haystack FOLDER"
     )
 
 
-def _validation_folder(config: Path) -> Path | None:
-    """``data.validation`` of a run's config, else the validation split of its training data."""
+def _validation_folder(config: Path) -> tuple[str, str]:
+    """``data.validation`` of a run's config, else the validation split of its training data; and ``data.cache``."""
     data: dict[str, Any] = tomllib.loads(config.read_text(encoding="utf-8")).get("data", {})
-    if data.get("validation"):
-        return Path(data["validation"])
-    if data.get("train"):
-        return Path(data["train"]) / "validation"
-    return None
+    folder = data.get("validation", "")
+    if not folder and data.get("train"):
+        folder = below(data["train"], "validation")
+    return folder, data.get("cache", "")

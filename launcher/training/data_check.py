@@ -63,7 +63,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
         # Shares take unequal times: the control group waits for the longest.
-        _raise_damage([problem for problem in problems if problem is not None])
+        raise_damage([problem for problem in problems if problem is not None])
         _keep_stamps(checks)
     return CheckedData(
         files=sum(len(check.shards) for check in checks),
@@ -101,7 +101,7 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
         )
 
 
-def _raise_damage(own: list[str]) -> None:
+def raise_damage(own: list[str]) -> None:
     """DataError on every rank, with the damaged files of all of them."""
     # The first few of each rank: what travels must stay small, however much of a disk is broken.
     found = gather_objects((len(own), own[:_SHOWN]))

@@ -19,6 +19,7 @@ from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.batches import Share
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.sections import DataSection, RunConfig
@@ -32,6 +33,7 @@ from launcher.run_folder import prepare_folder, start_logging
 from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
+from launcher.training.data_fetch import fetch_data
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
@@ -252,7 +254,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_degree": mesh.data,
     }
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    open_folder = partial(ShardSet.open, verify=config.data.verify != "off")
+    open_folder = partial(ShardSet.open, verify=config.data.verify != "off", cache=config.data.cache)
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     cost = None
     if config.data.balance:
@@ -283,17 +285,21 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
         if held_out_of(data.train).sources:
             return data.train, True
         return None, False
-    folder = Path(data.train) / VALIDATION_FOLDER
-    if folder.exists():
+    folder = below(data.train, VALIDATION_FOLDER)
+    if locate(folder).exists():
         return folder, False
     return None, False
 
 
 def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
-    """Read the files that data.verify asks for; the log says how much that was. Collective."""
+    """Read the files that data.verify asks for; the log says how much that was. Collective.
+
+    What is not here yet is fetched first.
+    """
     folders = list(loader.folders)
     if validation is not None:
         folders += validation.folders
+    fetch_data(folders)
     checked = check_data(folders, config.data.verify)
     log.info(
         "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",

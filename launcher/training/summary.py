@@ -347,7 +347,7 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
 
 _WATCHED = ("data", "train", "parallel", "zero")
 _FREE = (
-    *("data.train", "data.validation", "zero.nvme_path"),
+    *("data.train", "data.validation", "data.cache", "zero.nvme_path"),
     *("train.stop_after", "train.record_routing", "train.replay_routing"),
 )
 """Keys that may differ without another course of training: where files are, and where this process ends."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sysconfig
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.prepare.build import build_shards
@@ -50,3 +53,23 @@ def built(source: Source, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
 def damaged(built: Path, tmp_path: Path) -> Path:
     """A copy of ``built`` to break."""
     return Path(shutil.copytree(built, tmp_path / "damaged"))
+
+
+@pytest.fixture(scope="session")
+def mixed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files, large tables that are cut, and of all that is left out something at both ends of the order."""
+    folder = tmp_path_factory.mktemp("mixed")
+    texts = [path.read_text() for path in sorted(corpus.glob("*.py"))]
+    for path in sorted(corpus.glob("*.py"))[:10]:
+        shutil.copyfile(path, folder / path.name)
+    (folder / "0_empty.txt").write_text("")
+    (folder / "0_binary.bin").write_bytes(b"\0" * 100)
+    (folder / "z_latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "z_damaged.jsonl.gz").write_bytes(b"\x1f\x8b rubbish")
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    lines[5:5] = [b"", b"{}", b'{"text": null}', b'{"text": ""}', b"\xff\xfe", b'{"text": "\\ud800"}', b"no JSON", b""]
+    lines.append(b'{"text": "the last line has no newline, and a space mark \xe2\x96\x81"}')
+    (folder / "m_lines.jsonl").write_bytes(b"\n".join(lines))
+    table = pa.table({"id": range(len(texts)), "text": pa.array(texts[::-1])})
+    pq.write_table(table, folder / "p_rows.parquet", row_group_size=7, compression="none")
+    return folder

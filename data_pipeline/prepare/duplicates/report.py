@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from data_pipeline.shards.manifest import Manifest
+from data_pipeline.stores.urls import Location
 
 DUPLICATES_FILE = "duplicates.jsonl"
 _EXAMPLES = 3
@@ -57,11 +57,11 @@ class DuplicateReport:
     """Tokens that the removed documents would have been, judging by the bytes of those that stay."""
     examples: list[DuplicateExample]
     """The first few removed documents of each kind."""
-    file: Path | None
+    file: Location | None
     """The whole list; None if nothing was removed."""
 
 
-def read_report(folder: Path, manifest: Manifest) -> DuplicateReport | None:
+def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
     """What a shard folder says of duplicates; None for one whose build did not look for them."""
     found = dict(manifest.duplicates)
     if not found:
@@ -74,7 +74,7 @@ def read_report(folder: Path, manifest: Manifest) -> DuplicateReport | None:
     return DuplicateReport(counts=counts, about_tokens=round(tokens), examples=_read_examples(file), file=file)
 
 
-def _read_examples(path: Path | None) -> list[DuplicateExample]:
+def _read_examples(path: Location | None) -> list[DuplicateExample]:
     """The first few lines of each kind."""
     if path is None:
         return []

@@ -55,7 +55,8 @@ def opened(piece: Piece) -> Iterator[OpenFile]:
     file = piece.file
     # By Python and not by Arrow, which takes no path that is not UTF-8.
     with file.path.open("rb") as raw:
-        size = os.fstat(raw.fileno()).st_size
+        size = raw.seek(0, os.SEEK_END)
+        raw.seek(0)
         # Half of an old file and half of a new one would be neither.
         if size != file.size:
             raise DataError(

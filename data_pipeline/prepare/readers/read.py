@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import zstandard
 
-from data_pipeline.prepare.documents import DamageError, Document, File, Item, Piece, Skip, whole
+from data_pipeline.prepare.documents import DamageError, Document, File, Item, Joined, Piece, Skip, whole
+from data_pipeline.prepare.joining import begin_of
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import read_text
+from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 
 _DAMAGE = (DamageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException)
@@ -31,6 +33,9 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
     A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
     to read what it could open before: another reading could give other documents.
     """
+    if piece.joined is not None:
+        yield from _read_joined(piece.joined, text_field)
+        return
     file = piece.file
     reader = _READERS[file.format.kind]
     documents = items = 0
@@ -53,8 +58,30 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
         yield Skip(file.name, "empty"), piece.size
 
 
+def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
+    """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
+    # Joined once at the end: a document of many files would be copied with each.
+    texts: list[str] = []
+    passed = 0
+    for file in joined.files:
+        for item, bytes_read in read(whole(file), text_field):
+            if isinstance(item, Skip):
+                yield item, passed + bytes_read
+            else:
+                before = ""
+                if texts:
+                    before = texts[-1]
+                texts += [begin_of(joined, file, before), item.text]
+        passed += file.size
+    if texts:
+        yield Document(joined.name, "".join(texts)), passed
+
+
 def check(file: File, text_field: str) -> Skip | None:
     """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
+    # To open an object is a request, and of a text there is nothing to see.
+    if file.format.kind == "text" and isinstance(file.path, ObjectPath):
+        return None
     try:
         with opened(whole(file)) as source:
             return _CHECKS.get(file.format.kind, _check_records)(source, text_field)

@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 from data_pipeline import inspect
+from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.parts import deal, pool
+from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
@@ -55,6 +57,26 @@ def test_build_names_what_it_left_out(capsys, world, tmp_path):
     assert code == 1
     assert "rubbish.json.gz: damaged" in err
     assert not (tmp_path / "e").exists()
+
+
+def test_build_joins_the_files_of_a_directory(capsys, world, tmp_path):
+    (tmp_path / "corpus/a").mkdir(parents=True)
+    for name in ("a/x.py", "a/y.py", "top.py"):
+        (tmp_path / "corpus" / name).write_text(f"# of {name}")
+    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--output", tmp_path / "data", "--validation-fraction", "0"]
+    code, out, _ = call(capsys, *words, "--join", "directory", "--join-header", r"== {path}\n", "--join-bytes", "24")
+    assert code == 0
+    names = [document.name for document in open_source(tmp_path / "corpus", join=Join(most_bytes=24))]
+    assert names == ["a/", "./"]
+    code, out, _ = call(capsys, "data", "sample", tmp_path / "data", "--seq-len", "512", "--rows", "1")
+    assert "== a/x.py\n# of a/x.py\n== a/y.py\n# of a/y.py" in out
+    code, _, err = call(capsys, *words, "--join-depth", "1")
+    assert code == 2
+    assert "they need --join directory" in err
+    code, _, err = call(capsys, *words, "--join", "directory", "--join-header", "nothing")
+    assert code == 1
+    assert "lacks {path}" in err
 
 
 def test_build_shows_texts_that_do_not_come_back_and_refuses_them_when_asked(capsys, world, tmp_path):

@@ -63,7 +63,7 @@ class TestHelp:
         options = {name: value for name, value in bound.keywords.items() if name != "corpus"}
         assert options == {
             "tokenizer": Path("t"),
-            "output": Path("o"),
+            "output": "o",
             "validation_fraction": 0.5,
             "shard_tokens": None,
             "workers": None,

@@ -1,0 +1,137 @@
+"""Files of one directory joined into one long document: which ones, under what name, cut where it would grow too long.
+
+A function of the listing alone, so a document is the same whoever reads it.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.prepare.documents import File, Joined, Piece
+from longctx.errors import DataError
+
+DEFAULT_JOIN_BYTES = 1 << 25
+"""Bytes of a document's files: about ten million tokens of code."""
+
+_FIELDS = ("path", "directory", "name")
+_TRY = r"Try --join-header '# {path}\n'."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """How text files become documents by directory."""
+
+    depth: int = 0
+    """Directories from the source down that count: with 1 all that is below a directory of the source is one document.
+    0: every directory by itself, with the files that lie directly in it."""
+    most_bytes: int = DEFAULT_JOIN_BYTES
+    """Bytes of the files of one document, at most, unless one file alone has more."""
+    header: str = ""
+    """Template of a line above each file: ``{path}``, ``{directory}`` and ``{name}`` are those of the file."""
+
+    def __post_init__(self) -> None:
+        """DataError for what cannot be meant."""
+        if self.depth < 0:
+            raise DataError(f"join_depth={self.depth} must be at least 0. Leave it out: every directory by itself.")
+        if self.most_bytes < 1:
+            raise DataError(f"join_bytes={self.most_bytes} must be at least 1. Try {DEFAULT_JOIN_BYTES}.")
+        if self.header:
+            _check_header(self.header)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a fingerprint says of it: other values are other documents."""
+        return {"by": "directory", "depth": self.depth, "bytes": self.most_bytes, "header": self.header}
+
+    def directory_of(self, name: str) -> str:
+        """The directory whose document a file of this relative path belongs to, with ``/`` at its end."""
+        folders = name.split("/")[:-1]
+        if self.depth:
+            folders = folders[: self.depth]
+        return "/".join(folders) + "/" if folders else "./"
+
+
+def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
+    """Yield the pieces with text files joined by directory, each where its first file stood; all others as they are.
+
+    A directory with more than ``join.most_bytes`` is cut between files: its documents are then named by their first
+    files.
+    """
+    found: dict[str, list[File]] = {}
+    order: list[Piece | str] = []
+    for piece in pieces:
+        # Records of tables have texts of their own.
+        if piece.file.format.kind != "text":
+            order.append(piece)
+            continue
+        directory = join.directory_of(piece.file.name)
+        if directory not in found:
+            found[directory] = []
+            order.append(directory)
+        found[directory].append(piece.file)
+    for entry in order:
+        if isinstance(entry, Piece):
+            yield entry
+        else:
+            yield from _documents(entry, found[entry], join)
+
+
+def begin_of(joined: Joined, file: File, before: str) -> str:
+    """What stands before a file in its document, ``before`` being the text of the one before it."""
+    if not joined.header:
+        return ""
+    directory, _, name = file.name.rpartition("/")
+    header = joined.header.format(path=file.name, directory=directory, name=name)
+    # A header begins a line.
+    if before and not before.endswith("\n"):
+        header = "\n" + header
+    return header
+
+
+def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
+    """The directories that are too large for one document, and how many each gives."""
+    counts: dict[str, int] = {}
+    for piece in pieces:
+        if piece.joined is not None:
+            directory = join.directory_of(piece.file.name)
+            counts[directory] = counts.get(directory, 0) + 1
+    return {directory: count for directory, count in counts.items() if count > 1}
+
+
+def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]:
+    """Yield a directory's documents."""
+    # By size on disk, which is known before anything is read: cuts must not depend on who reads.
+    cuts: list[list[File]] = [[]]
+    size = 0
+    for file in files:
+        if cuts[-1] and size + file.size > join.most_bytes:
+            cuts.append([])
+            size = 0
+        cuts[-1].append(file)
+        size += file.size
+    for part in cuts:
+        name = directory
+        if len(cuts) > 1:
+            name = f"{directory}:{part[0].name.removeprefix(directory)}"
+        joined = Joined(name, tuple(part), join.header)
+        yield Piece(part[0], size=sum(file.size for file in part), joined=joined)
+
+
+def _check_header(header: str) -> None:
+    """DataError for a template that names no file, or something else."""
+    try:
+        fields = [(field, spec, how) for _, field, spec, how in string.Formatter().parse(header) if field is not None]
+    except ValueError as error:
+        raise DataError(
+            f"join_header={header!r} is no template ({error}). Double the braces that are meant. {_TRY}"
+        ) from (error)
+    for field, spec, how in fields:
+        if field not in _FIELDS or spec or how:
+            raise DataError(
+                f"join_header={header!r} has a field {{{field}}} that is none of "
+                f"{', '.join('{' + known + '}' for known in _FIELDS)}. Double the braces that are meant. {_TRY}"
+            )
+    if not {"path", "name"} & {field for field, _, _ in fields}:
+        raise DataError(f"join_header={header!r} does not say which file begins: it lacks {{path}}. {_TRY}")

@@ -1,0 +1,184 @@
+"""Send a shard folder to a store, or pack it: shards first, the manifest last.
+
+Whoever reads there sees no folder before all of it has arrived. What has arrived is noted in the folder that is sent,
+so that a sending which was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, Packing, pack_shard
+from data_pipeline.shards.stamps import cache_folder
+from data_pipeline.shards.sums import sums_file
+from data_pipeline.stores.client import list_objects, remove, upload
+from data_pipeline.stores.urls import ObjectPath, locate
+from longctx.errors import DataError
+from longctx.files import hash_file, staged_folder, write_atomically
+from longctx.tokenizer.load import CARRIED_FILES
+
+_SENT_FILE = ".sent.json"
+_SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums)")
+
+Say = Callable[[str], None]
+
+
+def outgoing_folder(to: ObjectPath) -> Path:
+    """Where what is sent to this place is made ready: in the user's cache folder, until it has arrived."""
+    return cache_folder() / "outgoing" / hash_json(str(to))
+
+
+def pack(
+    folder: Path, output: str | Path | ObjectPath, *, level: int = DEFAULT_LEVEL, overwrite: bool, say: Say
+) -> int:
+    """Write a packed shard folder, here or in a store, and return its shards' bytes. DataError for a damaged folder.
+
+    It is read like any other: each shard is unpacked into the cache when it is first used.
+    """
+    if level not in LEVELS:
+        raise DataError(f"level={level} must be from {LEVELS[0]} to {LEVELS[-1]}. Try {DEFAULT_LEVEL}.")
+    if (folder / PACKED_FILE).is_file():
+        raise DataError(f"{folder} is packed already. Copy it as it is.")
+    place = locate(output)
+    if not isinstance(place, ObjectPath):
+        with staged_folder(place, replace=overwrite and (place / MANIFEST_FILE).is_file()) as staging:
+            return _pack_into(folder, staging, level=level, say=say)
+    check_free(place, overwrite=overwrite)
+    ready = outgoing_folder(place) / f"{Manifest.load(folder).hash}-{level}"
+    # There already where an earlier sending was interrupted.
+    if not (ready / MANIFEST_FILE).is_file():
+        with staged_folder(ready) as staging:
+            _pack_into(folder, staging, level=level, say=say)
+    size = sum(path.stat().st_size for path in ready.rglob("*.zst"))
+    send(ready, place, overwrite=overwrite, say=say)
+    shutil.rmtree(outgoing_folder(place), ignore_errors=True)
+    return size
+
+
+def check_free(to: ObjectPath, *, overwrite: bool) -> None:
+    """DataError where a store holds other things than parts of a shard folder, or a whole one unless ``overwrite``."""
+    there = list_objects(to)
+    foreign = [name for name in there if not _is_ours(name)]
+    if foreign:
+        raise DataError(f"output={to} holds {foreign[0]}, which is no part of a shard folder. Name another one.")
+    if MANIFEST_FILE in there and not overwrite:
+        raise DataError(f"output={to} is a shard folder already. Replace it with --overwrite, or name another one.")
+
+
+def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
+    """Send a whole shard folder to a store; DataError where something else is there, or the store refuses.
+
+    What an earlier sending of the same folder has brought there is kept.
+    """
+    with _sending(folder, to):
+        check_free(to, overwrite=overwrite)
+        there = list_objects(to)
+        journal = _Journal(folder / _SENT_FILE, str(to))
+        sent = {name: size for name, size in journal.sent.items() if there.get(name) == size}
+        # Manifests first: from then on nobody reads what is replaced.
+        for name in sorted(there.keys() - sent.keys(), key=lambda name: not name.endswith(MANIFEST_FILE)):
+            remove(_object(to, name))
+        names = _names_in_order(folder)
+        for number, name in enumerate(names, start=1):
+            size = (folder / name).stat().st_size
+            # Not again what an interrupted sending of these very bytes has brought.
+            if sent.get(name) != size:
+                upload(folder / name, _object(to, name))
+                journal.note(name, size)
+                say(f"sent {name} to {to} ({number} of {len(names)})")
+        # What a store says it has is asked once more: a second writer shows here.
+        there = list_objects(to)
+        for name in names:
+            if there.get(name) != (folder / name).stat().st_size:
+                raise DataError(
+                    f"{to}/{name} is not there as it was sent. Does somebody else write there? Send it again."
+                )
+        journal.path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
+    """Within the block, no other process of this host sends the folder; DataError where one does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DataError(f"{to} is being sent by another process of this host. Wait for it, or stop it.") from error
+    finally:
+        os.close(handle)
+
+
+class _Journal:
+    """What has been sent of a folder, so that an interrupted sending goes on."""
+
+    def __init__(self, path: Path, to: str) -> None:
+        self.path = path
+        # Of these very bytes: the manifest vouches for all others, and a packed folder's list for its own.
+        stamps = [hash_file(file) for file in sorted(path.parent.rglob("*.json")) if file != path]
+        self._of = hash_json([to, stamps])
+        self.sent: dict[str, int] = {}
+        with contextlib.suppress(OSError, ValueError):
+            noted = json.loads(path.read_bytes())
+            if noted["of"] == self._of:
+                self.sent = noted["sent"]
+
+    def note(self, name: str, size: int) -> None:
+        """One more has arrived."""
+        self.sent[name] = size
+        write_atomically(self.path, json.dumps({"of": self._of, "sent": self.sent}).encode())
+
+
+def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
+    """Fill ``staging`` with the packed folder, and its validation split; the bytes of all shards."""
+    size = 0
+    for split in (Path(), Path(VALIDATION_FOLDER)):
+        if not (folder / split / MANIFEST_FILE).is_file():
+            continue
+        manifest = Manifest.load(folder / split)
+        (staging / split).mkdir(exist_ok=True)
+        packed = []
+        for number, entry in enumerate(manifest.shards, start=1):
+            path = folder / split / entry.file
+            # Damage would travel on under checksums of its own.
+            if not path.is_file() or hash_file(path) != entry.xxh3_128:
+                raise DataError(f"{path} is missing or damaged. `longctx data verify {folder}` says more.")
+            packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
+            say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
+        names = [sums_file(entry.file) for entry in manifest.shards if entry.sums]
+        for name in (*names, *CARRIED_FILES, LEFT_OUT_FILE, MANIFEST_FILE):
+            if (folder / split / name).is_file():
+                shutil.copyfile(folder / split / name, staging / split / name)
+        packing = Packing(manifest=manifest.hash, shards=packed)
+        (staging / split / PACKED_FILE).write_bytes(json.dumps(packing.to_json(), indent=2).encode() + b"\n")
+        size += sum(entry.bytes for entry in packed)
+    return size
+
+
+def _names_in_order(folder: Path) -> list[str]:
+    """Every file of a shard folder: its validation split first, and of each the manifest last."""
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    ours = [name for name in found if _is_ours(name)]
+    return sorted(ours, key=lambda name: ("/" not in name, name.endswith(MANIFEST_FILE), name))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a relative path is one that a shard folder may have."""
+    own = name.removeprefix(f"{VALIDATION_FOLDER}/")
+    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, *CARRIED_FILES)
+    return own in known or _SHARD_FILE.fullmatch(own) is not None
+
+
+def _object(folder: ObjectPath, name: str) -> ObjectPath:
+    for part in name.split("/"):
+        folder = folder / part
+    return folder

@@ -1,0 +1,255 @@
+"""Local copies of shard folders that cannot be mapped where they lie: in an object store, or packed.
+
+Manifest and tokenizer come when the folder is opened, each shard when it is first used. One process of those that share
+a cache fetches it, the others wait. A shard has its name once it is whole and its checksum right, so nothing that was
+interrupted is ever read, and the next start goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+import zstandard
+
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
+from data_pipeline.shards.packing import PACKED_FILE, PackedShard, Packing
+from data_pipeline.shards.stamps import cache_folder
+from data_pipeline.shards.sums import sums_file
+from data_pipeline.stores.client import list_names
+from data_pipeline.stores.urls import Location, ObjectPath, locate
+from longctx.errors import DataError
+from longctx.files import explained_writes, replaced_file, write_atomically
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import CARRIED_FILES, has_tokenizer
+
+_READ_BYTES = 16 << 20
+_SPARE_BYTES = 1 << 28
+"""What is left free on the cache's disk: a disk that is full to the last byte fails whoever writes next."""
+_ADVICE = "Copy it there again, or build the folder again."
+
+
+class LocalCopy:
+    """The copy of one folder. ``open_folder`` makes it."""
+
+    def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: Packing | None) -> None:
+        self.origin, self.folder = origin, folder
+        self._manifest, self._packing = manifest, packing
+
+    def missing(self) -> list[ShardEntry]:
+        """The shards that are not here yet."""
+        return [entry for entry in self._manifest.shards if not self._is_here(entry)]
+
+    def check_room(self) -> None:
+        """DataError where the disk of the cache has no room for all that is missing."""
+        self._check_room(sum(entry.bytes for entry in self.missing()))
+
+    def bring(self, entry: ShardEntry) -> None:
+        """Fetch a shard and its sums unless they are here; DataError names what is missing or damaged where it lies."""
+        if self._is_here(entry):
+            return
+        path = self.folder / entry.file
+        with explained_writes(path), _alone(path) as is_alone:
+            # Somebody else may have fetched it in the meantime.
+            if self._is_here(entry):
+                return
+            if is_alone:
+                # Of processes that were killed: whoever has the lock is the only one that writes here.
+                for leftover in self.folder.glob(f".{entry.file}.*.tmp"):
+                    leftover.unlink()
+            self._check_room(entry.bytes)
+            # Before the shard, which stands for both.
+            if entry.sums:
+                self._bring_sums(entry)
+            with replaced_file(path) as temporary:
+                self._receive(entry, temporary)
+
+    def drop(self, entry: ShardEntry) -> None:
+        """Remove a shard, and its sums, from the copy."""
+        for name in (entry.file, sums_file(entry.file)):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def unlisted(self) -> list[str]:
+        """Shards and sums in the origin that nobody lists."""
+        listed = {entry.file for entry in self._manifest.shards}
+        if self._packing is not None:
+            listed = {entry.file for entry in self._packing.shards}
+        listed |= {sums_file(entry.file) for entry in self._manifest.shards if entry.sums}
+        return [
+            name for name in _names(self.origin) if name.endswith((".arrow", ".zst", ".sums")) and name not in listed
+        ]
+
+    def _is_here(self, entry: ShardEntry) -> bool:
+        try:
+            # One that was cut short by others is fetched again.
+            return (self.folder / entry.file).stat().st_size == entry.bytes
+        except FileNotFoundError:
+            return False
+
+    def _check_room(self, size: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if size + _SPARE_BYTES > free:
+            raise DataError(
+                f"{self.origin} needs {size / 1e9:,.1f} GB more on this host, and the disk of {self.folder} has "
+                f"{max(0, free - _SPARE_BYTES) / 1e9:,.1f} GB for it.\nName a folder on a larger disk as data.cache or "
+                f"LONGCTX_CACHE, or remove copies that no run needs from {self.folder.parent}."
+            )
+
+    def _bring_sums(self, entry: ShardEntry) -> None:
+        source = self.origin / sums_file(entry.file)
+        content = _read(source)
+        if xxhash.xxh3_128_hexdigest(content) != entry.sums:
+            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {_ADVICE}")
+        write_atomically(self.folder / source.name, content)
+
+    def _receive(self, entry: ShardEntry, to: Path) -> None:
+        """Write a shard's bytes, unpacked, into ``to``; DataError where they are not those that are listed."""
+        packed = None
+        if self._packing is not None:
+            packed = self._packing.of(entry.file)
+        source = self.origin / (packed.file if packed is not None else entry.file)
+        digest, size = xxhash.xxh3_128(), 0
+        try:
+            with source.open("rb") as raw, to.open("wb") as sink:
+                for block in _blocks(raw, packed, source):
+                    size += len(block)
+                    # Of a file that was swapped for another, which could have any size.
+                    if size > entry.bytes:
+                        break
+                    digest.update(block)
+                    sink.write(block)
+        except FileNotFoundError as error:
+            raise _absent(source) from error
+        if (size, digest.hexdigest()) != (entry.bytes, entry.xxh3_128):
+            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {_ADVICE}")
+
+
+def open_folder(
+    folder: str | Path | ObjectPath, cache: str | Path | None = None
+) -> tuple[Path, Manifest, LocalCopy | None]:
+    """Where a shard folder can be mapped, its manifest, and the copy that this is; None where it is the folder itself.
+
+    Copies lie in ``cache``, else in ``data`` of the user's cache folder: one for each URL and manifest, so that data
+    which is replaced gets another one. DataError for a folder that cannot be read.
+    """
+    origin = locate(folder)
+    packing = None
+    if isinstance(origin, Path):
+        if not (origin / PACKED_FILE).is_file():
+            return origin, Manifest.load(origin), None
+        # Two ways to name one folder share a copy.
+        origin = origin.resolve()
+    manifest = Manifest.load(origin)
+    if (origin / PACKED_FILE).is_file():
+        packing = Packing.load(origin, manifest)
+    home = copies_folder()
+    if cache:
+        home = Path(cache)
+    copy = home / f"{origin.name}-{xxhash.xxh3_64_hexdigest(f'{origin} {manifest.hash}'.encode())}"
+    with explained_writes(copy):
+        copy.mkdir(parents=True, exist_ok=True)
+        with _alone(copy / MANIFEST_FILE):
+            if not (copy / MANIFEST_FILE).is_file():
+                _begin(origin, copy, manifest)
+    return copy, manifest, LocalCopy(origin, copy, manifest, packing)
+
+
+def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
+    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched."""
+    found, manifest, copy = open_folder(folder, cache)
+    if copy is not None:
+        copy.check_room()
+        for entry in manifest.shards:
+            copy.bring(entry)
+    return found
+
+
+def copies_folder() -> Path:
+    """Where copies lie unless a folder is named for them: ``data`` in the user's cache folder."""
+    return cache_folder() / "data"
+
+
+def has_folder(folder: str | Path | ObjectPath) -> bool:
+    """Whether there is such a shard folder, here or in a store."""
+    return (locate(folder) / MANIFEST_FILE).is_file()
+
+
+def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
+    """Bring all that is small; the manifest last, which says that the rest is there."""
+    for name in _names(origin):
+        if name in CARRIED_FILES:
+            write_atomically(copy / name, _read(origin / name))
+    # Here, where it can be said whose it is; without any, whoever needs one says so.
+    if has_tokenizer(copy):
+        try:
+            is_right = load_tokenizer(copy).fingerprint == manifest.tokenizer
+        except DataError:
+            is_right = False
+        if not is_right:
+            shutil.rmtree(copy)
+            raise DataError(f"{origin}: the tokenizer there is not the one that made these shards. {_ADVICE}")
+    write_atomically(copy / MANIFEST_FILE, manifest.content())
+
+
+def _names(folder: Location) -> list[str]:
+    """What lies directly in a folder."""
+    if isinstance(folder, ObjectPath):
+        return list_names(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _read(path: Location) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise _absent(path) from error
+
+
+def _absent(path: Location) -> DataError:
+    return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {_ADVICE}")
+
+
+def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iterator[bytes]:
+    """Yield a shard's bytes; DataError where a packed one is not the file that was packed."""
+    if packed is None:
+        while block := raw.read(_READ_BYTES):
+            yield block
+        return
+    digest = xxhash.xxh3_128()
+    unpacked = zstandard.ZstdDecompressor().decompressobj()
+    damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {_ADVICE}")
+    # Small pieces: what one becomes is in memory at once.
+    while piece := raw.read(1 << 16):
+        digest.update(piece)
+        try:
+            yield unpacked.decompress(piece)
+        except (zstandard.ZstdError, EOFError) as error:
+            raise damaged from error
+    # Also bytes behind the last frame, which change nothing of what was unpacked.
+    if digest.hexdigest() != packed.xxh3_128:
+        raise damaged
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Wait until no other process fetches this file; whether that is sure."""
+    lock = path.with_name(f".{path.name}.lock")
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        is_alone = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            # A file system without locks: several may then fetch the same, each into a file of its own.
+            is_alone = False
+        yield is_alone
+        # Whoever waits for it finds the file there.
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)

@@ -1,0 +1,265 @@
+"""The door to object stores: Arrow's own clients of S3 and Google Cloud Storage, imported when a URL is first used.
+
+Keys, profile, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE,
+AWS_REGION, AWS_ENDPOINT_URL; GOOGLE_APPLICATION_CREDENTIALS), and no message shows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from data_pipeline.stores.keys import ObjectKey
+from longctx.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+_READ_BYTES = 4 << 20
+"""Asked for at once: a request takes tens of milliseconds, whatever it brings."""
+_SENT_BYTES = 16 << 20
+_ATTEMPTS = 5
+_CONNECT_SECONDS = 10
+_GIVE_UP_SECONDS = 60
+"""Without a byte of an answer: AWS's own three seconds are too few for a store, or a host, that is busy."""
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+
+
+@contextlib.contextmanager
+def explained(path: ObjectKey) -> Iterator[None]:
+    """Turn what a store refuses into a DataError that names the object and what to look at.
+
+    FileNotFoundError passes: whoever asked knows what its absence means.
+    """
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        raise
+    except Exception as error:
+        # Of any class: Arrow makes its own errors of those of two foreign libraries.
+        raise DataError(
+            f"{path} cannot be reached: {_without_secrets(str(error))}\n{_advice(path, str(error))}"
+        ) from None
+
+
+def open_object(path: ObjectKey) -> BinaryIO:
+    """An object's bytes, buffered and seekable; FileNotFoundError where there is none, DataError while it is read."""
+    with explained(path):
+        native = _client(path).open_input_file(_inner(path))
+    return cast(BinaryIO, io.BufferedReader(_ObjectFile(path, native), buffer_size=_READ_BYTES))
+
+
+def size_of(path: ObjectKey) -> int | None:
+    """Bytes of an object; None where there is none."""
+    info = _info(path)
+    if info.is_file:
+        return info.size
+    return None
+
+
+def is_folder(path: ObjectKey) -> bool:
+    """Whether objects lie below a path."""
+    # Some stores say so of any prefix, and some of none: only what lies there tells.
+    return bool(list_names(path)) or bool(list_objects(path))
+
+
+def list_objects(folder: ObjectKey) -> dict[str, int]:
+    """Bytes of every object below a folder by its relative path; empty where there is no such folder."""
+    return {name: size for name, size in _listed(folder, recursive=True) if size is not None}
+
+
+def list_names(folder: ObjectKey) -> list[str]:
+    """What lies directly in a folder, by name."""
+    return sorted(name for name, _ in _listed(folder, recursive=False))
+
+
+def upload(file: Path, to: ObjectKey) -> None:
+    """Write a file's bytes into an object, which appears when all are there; DataError where the store refuses."""
+    with file.open("rb") as source, _written(to) as sink:
+        while block := source.read(_SENT_BYTES):
+            sink.write(block)
+
+
+def write_object(to: ObjectKey, content: bytes) -> None:
+    """Write an object; DataError where the store refuses."""
+    with _written(to) as sink:
+        sink.write(content)
+
+
+@contextlib.contextmanager
+def _written(to: ObjectKey) -> Iterator[Any]:
+    """Yield a stream into an object."""
+    try:
+        # Arrow would compress by the ending of a name: a .zst once more.
+        with explained(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
+            yield sink
+    except FileNotFoundError as error:
+        raise DataError(f"{to} cannot be written: there is no bucket {to.bucket}. Make it, or name another.") from error
+
+
+def remove(path: ObjectKey) -> None:
+    """Remove an object, if it is there."""
+    with explained(path), contextlib.suppress(FileNotFoundError):
+        _client(path).delete_file(_inner(path))
+
+
+class _ObjectFile(io.RawIOBase):
+    """An object under a buffer. A reading that fails is a DataError, and never looks like the damage of a file."""
+
+    def __init__(self, path: ObjectKey, native: Any) -> None:
+        self._path, self._native = path, native
+
+    def readable(self) -> bool:
+        """True: it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """True: any part of it can be asked for."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the next bytes go, and return their number; 0 at the end."""
+        with self._explained():
+            block = self._native.read(len(buffer))
+        buffer[: len(block)] = block
+        return len(block)
+
+    def readall(self) -> bytes:
+        """All that is left: Python's own would ask for 8 KiB at a time."""
+        with self._explained():
+            return self._native.read()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a byte, without asking the store."""
+        with self._explained():
+            self._native.seek(offset, whence)
+            return self._native.tell()
+
+    def tell(self) -> int:
+        """The byte that is read next."""
+        return self._native.tell()
+
+    def close(self) -> None:
+        """End the reading."""
+        if not self.closed:
+            self._native.close()
+        super().close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            with explained(self._path):
+                yield
+        except FileNotFoundError as error:
+            raise DataError(f"{self._path} was removed while it was read.") from error
+
+
+def _inner(path: ObjectKey) -> str:
+    """A path as Arrow takes it."""
+    return f"{path.bucket}/{path.key}".rstrip("/")
+
+
+def _info(path: ObjectKey) -> pafs.FileInfo:
+    with explained(path):
+        return _client(path).get_file_info(_inner(path))
+
+
+def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
+    """Relative path and bytes of all below a folder; None for folders."""
+    import pyarrow.fs as pafs
+
+    selector = pafs.FileSelector(_inner(folder), allow_not_found=True, recursive=recursive)
+    with explained(folder):
+        found = _client(folder).get_file_info(selector)
+    begin = len(_inner(folder)) + 1
+    sizes = {True: lambda info: info.size, False: lambda info: None}
+    listed = [(info.path[begin:], sizes[info.is_file](info)) for info in found]
+    # Consoles of stores make an empty object to show a folder.
+    return [(name, size) for name, size in listed if name and not name.endswith("/")]
+
+
+def _client(path: ObjectKey) -> pafs.FileSystem:
+    # A bucket's client, because buckets have regions of their own.
+    return _connected(path.scheme, path.bucket, os.getpid())
+
+
+@cache
+def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
+    """The client of a bucket's store, one for each process: its threads do not survive a fork."""
+    import pyarrow.fs as pafs
+
+    try:
+        if scheme == "s3":
+            return pafs.S3FileSystem(
+                retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+                connect_timeout=_CONNECT_SECONDS,
+                request_timeout=_GIVE_UP_SECONDS,
+                **_s3_options(bucket),
+            )
+        return pafs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=_GIVE_UP_SECONDS), **_gcs_options())
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"this pyarrow was built without its client of {scheme}:// ({error}).\n"
+            "Install pyarrow from PyPI (pip install --force-reinstall pyarrow), or copy the folder here first."
+        ) from error
+
+
+def _s3_options(bucket: str) -> dict[str, Any]:
+    """What the environment says, where Arrow's client does not look itself."""
+    import pyarrow.fs as pafs
+
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    if endpoint:
+        scheme, separator, host = endpoint.rpartition("://")
+        options["endpoint_override"] = host.rstrip("/")
+        options["scheme"] = scheme if separator else "https"
+        # Stores of one's own have none, and the protocol asks for one.
+        region = region or "us-east-1"
+    elif proxy:
+        options["proxy_options"] = proxy
+    if not region and "AWS_PROFILE" not in os.environ:
+        # The bucket's own. Without an answer the client's own guess has to do.
+        with contextlib.suppress(OSError):
+            region = pafs.resolve_s3_region(bucket)
+    if region:
+        options["region"] = region
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true"):
+        options["anonymous"] = True
+    return options
+
+
+def _gcs_options() -> dict[str, Any]:
+    """The emulator that Google's own clients would take, if there is one."""
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not emulator:
+        return {}
+    scheme, _, host = emulator.rpartition("://")
+    return {"endpoint_override": host, "scheme": scheme or "http", "anonymous": True}
+
+
+def _without_secrets(message: str) -> str:
+    """The first line of a library's message, without what the environment holds in secret."""
+    for name in _SECRETS:
+        secret = os.environ.get(name)
+        if secret:
+            message = message.replace(secret, f"${name}")
+    return message.strip().splitlines()[0] if message.strip() else "the store gives no reason"
+
+
+def _advice(path: ObjectKey, message: str) -> str:
+    """What to look at."""
+    if "NETWORK_CONNECTION" in message or "connect" in message:
+        return "Is the network up, and is AWS_ENDPOINT_URL right? deepspeed forwards variables of .deepspeed_env alone."
+    keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_NO_SIGN_REQUEST=yes for a public bucket)"
+    if path.scheme == "gs":
+        keys = "GOOGLE_APPLICATION_CREDENTIALS"
+    return f"Look at bucket and name, and at {keys} on this host."

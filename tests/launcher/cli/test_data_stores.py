@@ -1,0 +1,64 @@
+"""``data`` verbs on folders in a store, and ``data pack``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
+from tests.data_pipeline.stores.s3_server import Store
+from tests.launcher.cli.calls import call
+
+
+def test_the_verbs_take_urls(capsys, world: Path, store: Store):  # noqa: F811
+    fill(store, world / "corpus", "corpora/texts")
+    words = ["data", "build", "--source", "s3://corpora/texts", "--tokenizer", world / "tokenizer.model"]
+    options = ["--output", "s3://corpora/data", "--validation-fraction", "0.3", "--shard-tokens", "20000"]
+    code, out, err = call(capsys, *words, *options)
+    assert code == 0, err
+    assert "s3://corpora/data/validation" in out
+    assert "--data.train s3://corpora/data" in out
+    assert store.under("corpora/data")["manifest.json"] == (world / "data/manifest.json").read_bytes()
+    code, out, _ = call(capsys, *words, *options, "--json")
+    found = json.loads(out)
+    assert (code, found["up_to_date"], found["output"]) == (0, True, "s3://corpora/data")
+    code, out, _ = call(capsys, "data", "inspect", "s3://corpora/data", "--json")
+    assert json.loads(out)["validation"]["documents"] > 0
+    code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
+    assert code == 0
+    assert "s3://corpora/data is whole" in out
+    store.objects["corpora/data/00000.arrow"] = b"rubbish"
+    code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
+    assert code == 1
+    assert "s3://corpora/data/00000.arrow is damaged" in out
+    code, out, _ = call(
+        capsys, "data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", 256, "--train.tokens_per_step",
+        512, "--run.hostfile", "none", "--json",
+    )  # fmt: skip
+    # Whose copy is whole since it was inspected.
+    assert code == 0
+
+
+def test_pack(capsys, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    code, out, _ = call(capsys, "data", "pack", world / "data", "--output", tmp_path / "packed", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert 0 < found["packed_bytes"] < found["bytes"]
+    code, out, _ = call(capsys, "data", "sample", tmp_path / "packed", "--seq-len", 256, "--rows", 1)
+    assert (code, out) == call(capsys, "data", "sample", world / "data", "--seq-len", 256, "--rows", 1)[:2]
+    code, _, err = call(capsys, "data", "pack", world / "data", "--output", tmp_path / "packed")
+    assert code == 1
+    assert "already exists" in err
+    code, _, err = call(capsys, "data", "pack", tmp_path / "nothing", "--output", tmp_path / "other")
+    assert code == 1
+    assert "is not a shard folder" in err
+
+
+def test_a_url_that_is_wrong_is_refused_on_one_screen(capsys):
+    code, _, err = call(capsys, "data", "inspect", "https://host/data")
+    assert code == 1
+    assert "https:// is not known. Try s3://" in err
+    assert len(err.splitlines()) < 5
