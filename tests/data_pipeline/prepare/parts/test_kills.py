@@ -38,6 +38,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def hears_interrupts() -> None:
+    """Let a process about to start end by Ctrl-C, as Python makes of it, whatever started the suite."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="module")
 def large(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that take some tenths of a second each, a part a file."""
@@ -75,6 +80,8 @@ def start(large: Path, tokenizer: Tokenizer, tmp_path: Path) -> Start:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A suite that was started in the background ignores Ctrl-C, and its children would, too.
+            preexec_fn=hears_interrupts,
         )
 
     return run
