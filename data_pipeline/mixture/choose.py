@@ -34,13 +34,11 @@ class Chooser:
         """Those by which this row of the run is chosen."""
         return self._shares[self._stage(row) + 1]
 
-    def has_row(self, at: MixedPosition) -> bool:
-        """Whether some source with a share has epochs left."""
-        shares = self.shares(at.rows_consumed)
-        return any(shares[n] and not self._is_used_up(n, source) for n, source in enumerate(at.sources))
-
     def row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
-        """The next row: as many of the stage's as go into one of the run's, laid end to end."""
+        """The next row: as many of the stage's as go into one of the run's, laid end to end.
+
+        It has no pieces where every source with a share has given its epochs.
+        """
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
         if shares != at.shares:
             # Counted anew: what older shares left is no debt.
@@ -48,19 +46,18 @@ class Chooser:
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: Pieces = []
         # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
-        for _ in range(self._seq_len // row_tokens):
-            chosen = self._furthest_behind(shares, sources, row_tokens)
-            if chosen is None:
-                # The last row may be shorter.
-                break
-            source = sources[chosen]
-            (pieces,), stream = self._streams[chosen].take(source.stream, 1, row_tokens)
+        room = self._seq_len // row_tokens
+        # The last row of all may be shorter.
+        while room and (chosen := self._furthest_behind(shares, sources, row_tokens)) is not None:
+            source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
+            rows, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
+            # Without a row its last epoch ended in blocks that have none: it is used up now.
+            room -= len(rows)
+            pieces = [piece for pieces in rows for piece in pieces]
             taken = sum(stop - start for _, start, stop in pieces)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
             row += [(first + document, start, stop) for document, start, stop in pieces]
-        if not row:
-            raise DataError(self._used_up(at))
         return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
     def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
@@ -78,12 +75,13 @@ class Chooser:
         epochs = self._mixture.sources[number].epochs
         return epochs is not None and source.stream.epoch >= epochs
 
-    def _used_up(self, at: MixedPosition) -> str:
+    def used_up(self, at: MixedPosition) -> DataError:
+        """What is wrong where there are no more rows."""
         given = ", ".join(
             f"{source.name} {position.stream.epoch}"
             for source, position in zip(self._mixture.sources, at.sources, strict=True)
         )
-        return (
+        return DataError(
             f"{self._path} is used up after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with a "
             f"weight has given its epochs ({given}).\nRaise epochs there, or take fewer train.steps."
         )

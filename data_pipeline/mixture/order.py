@@ -7,6 +7,7 @@ may change at any row, in the file and in mid-run, and no source loses or repeat
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,21 @@ class MixedOrder:
         # One at a time: the row before decides which source is furthest behind.
         rows: list[Pieces] = []
         for _ in range(count):
-            row, at = self._chooser.row(at)
+            row, behind = self._chooser.row(at)
+            if not row:
+                raise self._chooser.used_up(at)
             rows.append(row)
+            at = behind
         return rows, at
 
     def first_rows(self, most: int | None) -> list[Pieces]:
         """The first rows, at most so many, or all until every source has given its epochs."""
         rows: list[Pieces] = []
         at = self.start()
-        while (most is None or len(rows) < most) and self._chooser.has_row(at):
+        while most is None or len(rows) < most:
             row, at = self._chooser.row(at)
+            if not row:
+                break
             rows.append(row)
         return rows
 
@@ -131,7 +137,10 @@ class MixedOrder:
         at = MixedPosition(tuple(found), state["rows_consumed"])
         if len(known) == len(shares) and not resting:
             at = replace(at, shares=known)
-        self._say_changes(at)
+        now = self._chooser.shares(max(at.rows_consumed - 1, 0))
+        if at.rows_consumed and now != at.shares:
+            shown = _percentages(self._mixture, now)
+            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shown)
         return at
 
     def forecast(self, at: MixedPosition, rows: int) -> Forecast:
@@ -170,17 +179,13 @@ class MixedOrder:
             )
         return position, share
 
-    def _say_changes(self, at: MixedPosition) -> None:
-        """Log where the file says other shares than those by which the last row was chosen."""
-        now = self._chooser.shares(max(at.rows_consumed - 1, 0))
-        if at.rows_consumed and now != at.shares:
-            shares = ", ".join(
-                f"{source.name} {share / sum(now):.1%}"
-                for source, share in zip(self._mixture.sources, now, strict=True)
-            )
-            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shares)
-
 
 def source_seed(seed: int, name: str) -> int:
     """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
     return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def _percentages(mixture: Mixture, shares: Sequence[int]) -> str:
+    """Every source with its share."""
+    pairs = zip(mixture.sources, shares, strict=True)
+    return ", ".join(f"{source.name} {share / sum(shares):.1%}" for source, share in pairs)

@@ -91,7 +91,8 @@ class PackReport:
 
     def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
         """An estimate for so many documents with so many tokens, of which these are a sample."""
-        lost = round(self.truncated_tokens * documents / self.planned_documents)
+        planned = max(self.planned_documents, 1)
+        lost = round(self.truncated_tokens * documents / planned)
         tokens -= lost
         rows = math.ceil(tokens / (seq_len * (1 - self.padding_share)))
         return replace(
@@ -99,7 +100,7 @@ class PackReport:
             rows=rows,
             tokens=tokens,
             padding_tokens=rows * seq_len - tokens,
-            documents_cut=round(self.documents_cut * documents / self.planned_documents),
+            documents_cut=round(self.documents_cut * documents / planned),
             truncated_tokens=lost,
             exact=False,
         )
@@ -160,6 +161,7 @@ class BlockPlanner:
         if deal is None:
             deal = Deal.of(shards.num_documents, shards.num_tokens, len(shards.manifest.shards), seq_len)
         self._shards = shards
+        self.folder = shards.folder
         self._seq_len = seq_len
         self._seed = seed
         self._shuffle = shuffle

@@ -46,6 +46,10 @@ class Order(Protocol):
         """The next ``count`` rows, and the position behind them; DataError where there are no more."""
         ...
 
+    def first_rows(self, most: int) -> list[Pieces]:
+        """The first rows, at most so many; fewer where there are no more."""
+        ...
+
     def state(self, at: Any) -> dict[str, Any]:
         """A position as plain JSON, with all that must be the same for it to mean the same rows."""
         ...
@@ -87,6 +91,10 @@ class FolderOrder:
         rows, stream = self._stream.take(at.stream, count, self._seq_len)
         tokens = sum(stop - start for row in rows for _, start, stop in row)
         return rows, Position(at.rows_consumed + count, at.tokens_consumed + tokens, stream)
+
+    def first_rows(self, most: int) -> list[Pieces]:
+        """The first rows."""
+        return self.rows(self.start(), most)[0]
 
     def state(self, at: Position) -> dict[str, Any]:
         """A position, and what makes it one of this order."""

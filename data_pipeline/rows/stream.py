@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import BlockPlanner, Stretch
+from longctx.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,25 @@ class Stream:
     def __init__(self, planner: BlockPlanner) -> None:
         self.planner = planner
 
-    def take(self, at: StreamPosition, count: int, row_tokens: int) -> tuple[list[Pieces], StreamPosition]:
-        """The next ``count`` rows of at most ``row_tokens`` tokens, and the position behind them."""
+    def take(
+        self, at: StreamPosition, count: int, row_tokens: int, *, epochs: int | None = None
+    ) -> tuple[list[Pieces], StreamPosition]:
+        """The next ``count`` rows of at most ``row_tokens`` tokens, and the position behind them.
+
+        Fewer where so many ``epochs`` end before. DataError where an epoch has no row at all.
+        """
         rows: list[Pieces] = []
+        empty = 0
         # What is left of the block is packed anew where its rows had another length so far.
         at = at.at_length(row_tokens)
-        while len(rows) < count:
+        while len(rows) < count and (epochs is None or at.epoch < epochs):
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
+            # Where upsampling leaves documents out, a block may have none.
+            empty += 1
+            if plan.num_rows:
+                empty = 0
+            if empty > self.planner.num_blocks:
+                raise DataError(f"an epoch of {self.planner.folder} has no documents left: upsample leaves out all.")
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             rows += [plan.row(row) for row in range(at.block_row, stop)]
             epoch, block = self.planner.next_block(at.epoch, at.block)
@@ -83,7 +96,11 @@ class Stream:
             return False
         row_tokens = at.row_tokens or None
         taken: tuple[Stretch, ...] = ()
-        for stretch in (*at.before, Stretch(at.row_tokens, at.block_row + 1)):
+        stretches = at.before
+        # The first row of a block need not be there: it may have none.
+        if at.block_row:
+            stretches = (*stretches, Stretch(at.row_tokens, at.block_row + 1))
+        for stretch in stretches:
             # Of a stretch that took all there was, nothing would be left to pack.
             row_tokens = stretch.row_tokens or None
             if self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=taken).num_rows < stretch.rows:

@@ -55,7 +55,7 @@ def survey(
     packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
     # Rows of a second epoch would say nothing new.
-    rows, _ = order.rows(order.start(), min(steps * rows_per_step, packing.rows))
+    rows = order.first_rows(min(steps * rows_per_step, packing.rows))
     tokens: dict[str, int] = {}
     for row in rows:
         for _, start, stop in row:

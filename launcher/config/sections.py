@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.rows.pack import Packing
+from data_pipeline.rows.pack import Kind, Packing
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
@@ -87,7 +87,7 @@ class DataSection:
     ~/.cache/longctx/data. Its disk must have room for all of them."""
     seq_len: int = 2048
     """Tokens a row; longer documents are cut into rows of this length."""
-    packing: Literal["best_fit", "concatenate", "one_document"] = "best_fit"
+    packing: Kind = "best_fit"
     """How documents become rows: best_fit cuts none that fits in one; concatenate lays them end to end and cuts
     wherever a row ends; one_document gives each row one piece and padding. Validation packs by best_fit."""
     min_rest_tokens: int = 1

@@ -158,6 +158,28 @@ class TestUpsampling:
             assert 540 < epoch.total() < 660
         assert found[0] != found[1] != found[2]
 
+    def test_a_source_of_which_nothing_is_left_is_refused(self, folder: Path):
+        path = write(folder, source("mixed", upsample="[{ min_tokens = 0, factor = 0 }]"), "none.toml")
+        with pytest.raises(DataError, match="has no documents left: upsample leaves out all"):
+            order_of(path).rows(order_of(path).start(), 1)
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_an_epoch_that_ends_in_empty_blocks_is_not_followed_by_a_row_of_the_next(self, folder: Path, seed: int):
+        rules = "[{ min_tokens = 0, factor = 0.01 }]"
+        order = order_of(
+            write(folder, source("mixed", epochs=1, upsample=rules) + source("long", epochs=1), "rare.toml"), seed
+        )
+        at = order.start()
+        rows, error = all_rows(order)
+        assert "used up" in error
+        assert order.first_rows(None) == rows
+        # Of the long source every token once; of the rare one at most once.
+        assert max(pieces_of(rows).values()) == 1
+        for _ in rows:
+            order.read(json.loads(json.dumps(order.state(at))))
+            _, at = order.rows(at, 1)
+        order.read(order.state(at))
+
 
 class TestStages:
     STAGES = """
