@@ -1,0 +1,91 @@
+"""Our loader, and bare copies of a memory map: what nothing that gives 32-bit or 64-bit ids can be faster than."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.delivering.contender import Contender, Delivery, Tokens
+from data_pipeline.loader import Loader, build_loader
+from data_pipeline.rows.batches import Share
+from data_pipeline.shards.reader import ShardSet
+from longctx.batch import PackedDocuments
+
+SHARDS = "shards"
+"""The shard folder within the folder of a corpus."""
+OURS, OURS_CHECKED, COPY, WIDE_COPY = "longctx", "longctx, checked before", "bare copy to int32", "bare copy to int64"
+
+
+def whole(documents: PackedDocuments) -> Share:
+    """A place with all tokens of a micro-batch."""
+    return Share(documents, [(0, documents.num_tokens, 1)], None)
+
+
+def deliver(loader: Loader) -> Iterator[Any]:
+    """Yield row after row as a training step takes them."""
+    while True:
+        yield loader.take(whole).share
+
+
+def _open_ours(shards: ShardSet, seq_len: int) -> Delivery:
+    loader = build_loader(shards, seq_len=seq_len, rows_per_step=1)
+    return Delivery(deliver(loader), loader.state_dict)
+
+
+def open_ours(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """As a run does: each block is compared with its checksum when it is first read, in one epoch all of them."""
+    return _open_ours(ShardSet.open(corpus / SHARDS), seq_len)
+
+
+@cache
+def _checked(folder: Path) -> ShardSet:
+    """A shard folder of which every block was read."""
+    shards = ShardSet.open(folder)
+    for number in range(len(shards.manifest.shards)):
+        shards.shard_tokens(number)
+    return shards
+
+
+def open_ours_checked(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """As a run does from its second epoch on: no block is compared again."""
+    return _open_ours(_checked(corpus / SHARDS), seq_len)
+
+
+def _open_copy(corpus: Path, seq_len: int, dtype: type) -> Delivery:
+    ids = Tokens.load(corpus).ids()
+    at = 0
+
+    def rows() -> Iterator[np.ndarray]:
+        nonlocal at
+        while True:
+            if at + seq_len + 1 > len(ids):
+                at = 0
+            # The token after the last one is its target.
+            yield ids[at : at + seq_len + 1].astype(dtype)
+            at += seq_len
+
+    return Delivery(rows(), lambda: at)
+
+
+def open_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """Rows in the order of the file."""
+    return _open_copy(corpus, seq_len, np.int32)
+
+
+def open_wide_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """The same in int64."""
+    return _open_copy(corpus, seq_len, np.int64)
+
+
+_GIVES = "tokens, targets, positions, document ids int64; boundaries"
+
+HERE = (
+    Contender(COPY, open_copy, "tokens int32, one of them more: shifted, they are the targets", "end to end, cut"),
+    Contender(WIDE_COPY, open_wide_copy, "the same, int64", "end to end, cut"),
+    Contender(OURS, open_ours, f"{_GIVES}; checksums compared", "best fit"),
+    Contender(OURS_CHECKED, open_ours_checked, _GIVES, "best fit"),
+)
