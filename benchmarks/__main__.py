@@ -39,6 +39,8 @@ NAMES = (
     "start",
     "start_memory",
     "data_plan",
+    "delivery",
+    "build",
 )
 TIMEOUT_SECONDS = 7200
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plan_tables
+from benchmarks.delivering import tables as delivery
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
 
@@ -458,6 +459,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "plan-memory": ("plan_memory", lambda result: markdown(*plan_tables.of_memory(result))),
     "plan-seconds": ("plan_seconds", lambda result: markdown(*plan_tables.of_seconds(result))),
     "start-memory": ("start_memory", start_memory),
+    "delivery": ("delivery", lambda result: markdown(*delivery.of_rates(result, "synthetic"))),
+    "delivery-default": ("delivery", lambda result: markdown(*delivery.of_rates(result, "default"))),
+    "delivery-slices": ("delivery", lambda result: markdown(*delivery.of_slices(result))),
+    "delivery-packing": ("delivery", lambda result: markdown(*delivery.of_packing(result))),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),
 }

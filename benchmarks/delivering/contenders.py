@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.delivering.contender import Contender, Delivery, Tokens
 from data_pipeline.loader import Loader, build_loader
@@ -17,6 +18,8 @@ from longctx.batch import PackedDocuments
 
 SHARDS = "shards"
 """The shard folder within the folder of a corpus."""
+STEP_TOKENS = 1 << 20
+"""Of a step, in micro-batches of a row."""
 OURS, OURS_CHECKED, COPY, WIDE_COPY = "longctx", "longctx, checked before", "bare copy to int32", "bare copy to int64"
 
 
@@ -32,7 +35,7 @@ def deliver(loader: Loader) -> Iterator[Any]:
 
 
 def _open_ours(shards: ShardSet, seq_len: int) -> Delivery:
-    loader = build_loader(shards, seq_len=seq_len, rows_per_step=1)
+    loader = build_loader(shards, seq_len=seq_len, rows_per_step=max(1, STEP_TOKENS // seq_len))
     return Delivery(deliver(loader), loader.state_dict)
 
 
@@ -59,13 +62,13 @@ def _open_copy(corpus: Path, seq_len: int, dtype: type) -> Delivery:
     ids = Tokens.load(corpus).ids()
     at = 0
 
-    def rows() -> Iterator[np.ndarray]:
+    def rows() -> Iterator[torch.Tensor]:
         nonlocal at
         while True:
             if at + seq_len + 1 > len(ids):
                 at = 0
             # The token after the last one is its target.
-            yield ids[at : at + seq_len + 1].astype(dtype)
+            yield torch.from_numpy(ids[at : at + seq_len + 1].astype(dtype))
             at += seq_len
 
     return Delivery(rows(), lambda: at)

@@ -1,0 +1,141 @@
+"""Rows out of a corpus: our loader beside bare copies of a memory map and beside other projects' loaders.
+
+    python -m benchmarks.delivery [--quick]
+
+Two corpora: one of 100 million random tokens, lengths log-normal, and the default one (this Python's own source). Each
+contender has a process with one thread and its own format of the corpus in a temporary folder; they take turns, and of
+each the least CPU seconds of the rounds count, all threads together. A turn opens the corpus anew and takes an epoch of
+rows, or half a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of files
+left out. Then come figures of our loader alone: one context rank's slice of a row, waits beside a computing thread,
+random documents, padding and balance.
+
+Other projects are no dependencies: they are found in ``.venv-peers`` beside this repository, or else beside its own
+packages, and who is not installed is shown as such. To install them, with no package of CUDA:
+
+    python -m venv .venv-peers
+    .venv-peers/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    .venv-peers/bin/pip install megatron-core==0.16.1 grain==0.2.18 datasets==5.2.0 brotli zstd python-snappy catalogue
+    .venv-peers/bin/pip install boto3 obstore tifffile lightning-utilities requests
+    .venv-peers/bin/pip install --no-deps litdata==0.2.76 mosaicml-streaming==0.13.0
+
+Saved in ``benchmarks/results/KIND/delivery.json``; exit code 1 when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.delivering import details
+from benchmarks.delivering.contenders import OURS
+from benchmarks.delivering.contest import compete
+from benchmarks.delivering.corpus import TOKENS, make_default, make_synthetic
+from benchmarks.delivering.peers import PEERS
+from data_pipeline.shards.manifest import Manifest
+
+SYNTHETIC, DEFAULT = "synthetic", "default"
+SEQ_LENS = (8192, 65_536, 262_144, 1_048_576)
+ROUNDS = 3
+LEAST_SHARE = {8192: 0.60, 65_536: 0.26, 262_144: 0.25}
+"""Of a bare copy's rate, by tokens of a row: what a prototype reached that gave tokens and boundaries."""
+SAME_WORK = tuple(
+    peer.name for peer in PEERS if peer.name.endswith("documents reset") or peer.name.startswith("Grain best fit")
+)
+"""Peers that keep documents apart as we do."""
+SLICE_US, SLICE_SHARE = 100.0, 1 / 14
+DOCUMENT_US, WAIT_MS = 1.0, 2.0
+PADDING, STRAGGLER = 0.005, 1.05
+
+
+def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """All figures of both corpora."""
+    tokens, seq_lens, rounds = TOKENS, SEQ_LENS, ROUNDS
+    if quick:
+        tokens, seq_lens, rounds = TOKENS // 5, SEQ_LENS[::2], 1
+    corpora = {SYNTHETIC: make_synthetic(folder / SYNTHETIC, tokens), DEFAULT: make_default(folder / DEFAULT)}
+    result: dict[str, Any] = {"rounds": rounds, "corpora": {}, "rates": {}, "details": {}}
+    for name, corpus in corpora.items():
+        manifest = Manifest.load(corpus / "shards")
+        result["corpora"][name] = {"documents": manifest.documents, "tokens": manifest.tokens}
+        print(f"\n{name}: {manifest.documents:,} documents, {manifest.tokens:,} tokens", flush=True)
+        result["details"][name] = {
+            "slices": details.measure_slices(corpus),
+            "waits": details.measure_waits(corpus),
+            "documents": details.measure_documents(corpus),
+            "packing": [details.measure_packing(corpus, seq_len) for seq_len in seq_lens],
+        }
+        print(result["details"][name], flush=True)
+        result["rates"][name] = compete(corpus, seq_lens, manifest.tokens, rounds)
+    return result
+
+
+def bounds_of(result: dict[str, Any]) -> list[Bound]:
+    """What the figures may be."""
+    bounds: list[Bound] = []
+    for name, rows in result["rates"].items():
+        bounds += _bounds_of_rates(name, rows)
+    for name, found in result["details"].items():
+        bounds += _bounds_of_details(name, found)
+    return bounds
+
+
+def _bounds_of_rates(corpus: str, rows: list[dict[str, Any]]) -> Iterator[Bound]:
+    """Our rate beside a copy's and beside the peers' that do the same work."""
+    rates = {(row["contender"], row["seq_len"]): row.get("mtokens_a_cpu_second") for row in rows}
+    for row in rows:
+        if row["contender"] != OURS:
+            continue
+        seq_len = row["seq_len"]
+        case = f"{corpus}, rows of {seq_len:,}"
+        if seq_len in LEAST_SHARE:
+            what, limit = "share of a bare copy's rate", LEAST_SHARE[seq_len]
+            yield Bound(what, row["share"], limit, case, at_least=True, again=())
+        for peer in SAME_WORK:
+            # Who is not installed sets no bound; the table says so.
+            theirs = rates.get((peer, seq_len))
+            if theirs:
+                ratio = row["mtokens_a_cpu_second"] / theirs
+                yield Bound(f"rate over that of {peer}", round(ratio, 2), 1.0, case, at_least=True, again=())
+
+
+def _bounds_of_details(corpus: str, found: dict[str, Any]) -> Iterator[Bound]:
+    """Figures of our loader alone."""
+    slices = found["slices"]
+    case = f"{corpus}, a rank of {slices['degree']}, rows of {slices['seq_len']:,}"
+    yield Bound("CPU µs of a slice", slices["slice_us"], SLICE_US, case, again=())
+    yield Bound("pages of a slice's tokens over those of its row", slices["touched_share"], SLICE_SHARE, case)
+    yield Bound("CPU µs to a random document", found["documents"]["document_us"], DOCUMENT_US, corpus, again=())
+    why = "time in which other programs had the cores is left out"
+    yield Bound("ms that the 99th of 100 steps is waited for", found["waits"]["own_p99_ms"], WAIT_MS, corpus, why, again=())
+    for row in found["packing"]:
+        case = f"{corpus}, rows of {row['seq_len']:,}"
+        beyond = row["padding_share"] - row["least_padding_share"]
+        why = "the last row of a corpus is as full as its tokens make it, whatever packs it"
+        yield Bound("padding beyond the last row's", beyond, PADDING, case, why)
+        cut = row["documents_cut"] - row["documents_longer"]
+        yield Bound("documents cut that fit a row", cut, 0, case)
+        why = f"with rows equally many on each rank it is {row['straggler_least']:.3f} at least"
+        yield Bound("work of the busiest data rank over the mean", row["straggler"], STRAGGLER, case, why)
+
+
+def main() -> int:
+    """Print the figures, save them, and fail when one is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, "a fifth of the synthetic corpus, two lengths of rows, one round")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="longctx-delivery-") as folder:
+        result = measure(Path(folder), quick=options.quick)
+    return conclude("delivery", result, bounds_of(result), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
