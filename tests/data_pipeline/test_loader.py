@@ -108,7 +108,7 @@ class TestBatches:
         shards = ShardSet.open(built)
         document = int(lengths_of(shards).argmax())
         ids = shards.document(document).tolist()
-        batch = build_batch(shards, [[(document, 64, 128)]], 64)
+        batch = build_batch(shards, [[(document, 64, 128)]], 64).unpack()
         assert batch.tokens[0].tolist() == ids[64:128]
         assert batch.targets[0].tolist() == ids[65:129]
 

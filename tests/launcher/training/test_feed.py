@@ -12,7 +12,8 @@ from data_pipeline.loader import Taken
 from data_pipeline.rows.batches import Place, Share
 from launcher.training import feed as feed_module
 from launcher.training.feed import StepFeed
-from longctx.batch import Batch, PackedDocuments
+from longctx.batch import PackedDocuments
+from longctx.compact_batch import CompactBatch, Span
 from longctx.errors import DataError
 
 WAIT = 30.0
@@ -43,14 +44,23 @@ class NumberedLoader:
         self.threads.add(threading.current_thread().name)
         if self.asked == self.fail_at:
             raise DataError(f"row {self.asked} cannot be read")
-        row = torch.full((1, 2), self.asked)
+        ids = torch.full((3,), self.asked, dtype=torch.int32)
         self.asked += 1
         if self.asked % 2 == 0:
             self.prepared[self.asked // 2 - 1].set()
         documents = PackedDocuments.of_rows(1, 2)
         share = place(documents)
         assert share.documents == documents
-        batch = Batch(tokens=row, targets=row, positions=row, document_ids=row * 0, documents=documents)
+        batch = CompactBatch(
+            ids=ids,
+            spans=torch.tensor([Span(0, 2, 1, 0)]),
+            ends=torch.zeros(1, dtype=torch.uint8),
+            bounds=documents.cu_seqlens,
+            documents=documents,
+            shape=(1, 2),
+            num_targets=1,
+            num_tokens=2,
+        )
         return Taken(batch, documents, ((self.asked - 1) % 2,))
 
 
@@ -72,7 +82,7 @@ def test_the_next_step_is_prepared_while_this_one_is_computed():
     assert threads() == [], "none before the first step"
     for step in range(3):
         data, _ = feed.next_step()
-        assert [int(shard.tokens[0, 0]) for shard in data.shards] == [2 * step, 2 * step + 1]
+        assert [int(shard.unpack().tokens[0, 0]) for shard in data.shards] == [2 * step, 2 * step + 1]
         # The main thread is here, as in a forward pass, and asks for nothing.
         assert loader.prepared[step + 1].wait(WAIT)
     assert loader.threads == {"longctx-feed"}
@@ -111,7 +121,7 @@ def test_the_state_is_that_of_the_steps_that_were_given():
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, {"rows": 2}, 4)
     data, _ = feed.next_step()
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 2}, {"rows": 4}, 8)
-    assert (data.own_counts, data.lengths, data.rows) == ((4, 4), [(2,), (2,)], [(0,), (1,)])
+    assert (data.own_counts, data.lengths, data.rows) == ((2, 4), [(2,), (2,)], [(0,), (1,)])
     feed.close()
 
 

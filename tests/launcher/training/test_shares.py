@@ -19,7 +19,8 @@ from data_pipeline.shards.reader import ShardSet
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
 from launcher.training.model import shard_batch, share_of
-from longctx.batch import Batch
+from longctx.batch import PADDING_DOCUMENT, Batch
+from longctx.compact_batch import CompactBatch
 from longctx.tokenizer import load_tokenizer
 from parallel.layout.sequence import KINDS, num_parts
 from tests.data_pipeline.lengths import write_lengths
@@ -51,16 +52,19 @@ def mesh_of(config: RunConfig, rank: int) -> Any:
     return SimpleNamespace(context=config.parallel.context, ulysses=config.parallel.ulysses, context_rank=rank)
 
 
-def check_equal(share: Batch, wanted: Batch) -> None:
+def check_equal(compact: CompactBatch, wanted: Batch) -> None:
+    share = compact.unpack()
     for name in ("tokens", "targets", "positions", "document_ids"):
         assert torch.equal(getattr(share, name), getattr(wanted, name)), name
     assert share.documents == wanted.documents
     assert share.row_tokens == wanted.row_tokens
     assert share.placement == wanted.placement
+    assert compact.num_targets == wanted.num_targets
+    assert compact.num_tokens == int((wanted.document_ids != PADDING_DOCUMENT).sum())
 
 
 def check_rows(corpus: ShardSet, config: RunConfig, rows: list) -> None:
-    whole = build_batch(corpus, rows, config.data.seq_len)
+    whole = build_batch(corpus, rows, config.data.seq_len).unpack()
     for rank in range(config.parallel.context):
         mesh = mesh_of(config, rank)
         share, documents = build_share(

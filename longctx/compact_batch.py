@@ -1,0 +1,117 @@
+"""``CompactBatch``: a micro-batch as it travels from the shards to a device, in four bytes a token.
+
+A target is the token that follows, so both lie in one buffer; positions and document ids follow from where documents
+begin. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes a token, on the device that works on them.
+
+Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
+
+
+class DocumentEnd(IntEnum):
+    """What follows a document's last token."""
+
+    NOTHING = 0
+    """It ends there: its last token has no target."""
+    MORE = 1
+    """It was cut there: the token behind the cut is the target."""
+    PADDING = 2
+    """It is no document but padding: no token of it has a target."""
+
+
+class Span(NamedTuple):
+    """Tokens start, start + step, … of the sequence (``count`` of them) that lie together in ``CompactBatch.ids``."""
+
+    start: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: int
+    at: int
+    """Where its first token lies."""
+
+    @property
+    def following(self) -> int:
+        """How far behind a token its following one lies."""
+        # Neighbours share the buffer: what follows one is the next one. With a step, what follows lies behind them all.
+        if self.step == 1:
+            return 1
+        return self.count
+
+    @property
+    def size(self) -> int:
+        """Entries that it takes in the buffer."""
+        return self.count + self.following
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactBatch:
+    """One rank's tokens of a micro-batch, on the CPU, or all of them."""
+
+    ids: Tensor
+    """Token ids, int32: each span's tokens, and the one behind each of them."""
+    spans: Tensor
+    """int64 [S, 4]: ``Span`` by ``Span``, in the order of this rank's tokens."""
+    ends: Tensor
+    """uint8 [D]: a ``DocumentEnd`` of each document."""
+    bounds: Tensor
+    """int64 [D + 1]: ``documents.cu_seqlens``."""
+    documents: PackedDocuments
+    """``Batch.documents``."""
+    shape: tuple[int, int]
+    """(B, t)."""
+    num_targets: int
+    """Tokens whose prediction counts."""
+    num_tokens: int
+    """Tokens that are not padding."""
+    row_tokens: int = 0
+    """``Batch.row_tokens``."""
+    placement: Any = None
+    """``Batch.placement``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go to the device."""
+        return sum(x.nbytes for x in (self.ids, self.spans, self.ends, self.bounds))
+
+    def pinned(self) -> CompactBatch:
+        """The same in page-locked memory, which a GPU copies from while it computes."""
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in ("ids", "spans", "ends", "bounds")})
+
+    def unpack(self, device: torch.device | str = "cpu") -> Batch:
+        """The batch with its per-token tensors [B, t], int64, on ``device``; its host waits for nothing."""
+        ids, spans, ends, bounds = (
+            x.to(device, non_blocking=True) for x in (self.ids, self.spans, self.ends, self.bounds)
+        )
+        start_S, count_S, step_S, at_S = spans.unbind(1)
+        num_local = self.shape[0] * self.shape[1]
+        local = torch.arange(num_local, device=device)
+        ends_S = count_S.cumsum(0)
+        # Searched rather than repeated: nothing here has a size that the host would have to ask for.
+        span = torch.searchsorted(ends_S, local, right=True)
+        nth = local - (ends_S - count_S)[span]
+        entry = at_S[span] + nth
+        following = torch.where(step_S == 1, 1, count_S)[span]
+        index = start_S[span] + nth * step_S[span]
+        document = torch.searchsorted(bounds[1:], index, right=True)
+        end = ends[document]
+        is_last = index + 1 == bounds[1:][document]
+        ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
+        targets = ids[entry + following].long().masked_fill_(ignored, IGNORED_TARGET)
+        return Batch(
+            tokens=ids[entry].long().view(self.shape),
+            targets=targets.view(self.shape),
+            positions=(index - bounds[document]).view(self.shape),
+            document_ids=document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT).view(self.shape),
+            documents=self.documents,
+            row_tokens=self.row_tokens,
+            placement=self.placement,
+        )

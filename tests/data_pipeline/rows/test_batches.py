@@ -1,0 +1,106 @@
+"""Batches beside a plain reading of their pieces, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.rows.batches import Pieces, Share, build_batch, build_share
+from data_pipeline.shards.reader import ShardSet
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT
+from longctx.tokenizer import load_tokenizer
+from tests.data_pipeline.lengths import write_lengths
+
+LENGTHS = (1, 2, 7, 63, 64, 65, 200, 3, 128, 31, 1)
+
+
+@pytest.fixture(scope="module")
+def odd(built: Path, tmp_path_factory) -> ShardSet:
+    """Documents of odd lengths in several shards."""
+    folder = tmp_path_factory.mktemp("odd") / "shards"
+    return write_lengths(folder, load_tokenizer(built), list(LENGTHS), shard_tokens=300)
+
+
+@st.composite
+def some_rows(draw) -> tuple[list[Pieces], int]:
+    """Rows of pieces anywhere in their documents, with padding behind them, and the rows' length."""
+    row_tokens = draw(st.integers(1, 150))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row, left = [], row_tokens
+        while left and draw(st.integers(0, 4)):
+            document = draw(st.integers(0, len(LENGTHS) - 1))
+            start = draw(st.integers(0, LENGTHS[document] - 1))
+            stop = min(LENGTHS[document], start + draw(st.integers(1, left)))
+            row.append((document, start, stop))
+            left -= stop - start
+        rows.append(row)
+    return rows, row_tokens
+
+
+def plain_tokens(corpus: ShardSet, rows: list[Pieces], row_tokens: int) -> list[tuple[int, int, int, int]]:
+    """Token, target, position and document of each token of the rows."""
+    found, number = [], 0
+    for row in rows:
+        for document, start, stop in row:
+            ids = corpus.document(document).tolist()
+            for place in range(start, stop):
+                target = IGNORED_TARGET
+                if place + 1 < len(ids):
+                    target = ids[place + 1]
+                found.append((ids[place], target, place - start, number))
+            number += 1
+        missing = row_tokens - sum(stop - start for _, start, stop in row)
+        if missing:
+            found += [(corpus.padding, IGNORED_TARGET, place, PADDING_DOCUMENT) for place in range(missing)]
+            number += 1
+    return found
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=some_rows())
+def test_a_batch_is_what_its_pieces_are(odd, case):
+    rows, row_tokens = case
+    compact = build_batch(odd, rows, row_tokens)
+    batch, wanted = compact.unpack(), plain_tokens(odd, rows, row_tokens)
+    columns = (batch.tokens, batch.targets, batch.positions, batch.document_ids)
+    assert all(x.shape == (len(rows), row_tokens) and x.dtype == torch.int64 for x in columns)
+    assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == wanted
+    assert compact.num_targets == batch.num_targets
+    assert compact.num_tokens == sum(document >= 0 for _, _, _, document in wanted)
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=some_rows(), data=st.data())
+def test_a_share_is_its_tokens_of_that(odd, case, data):
+    rows, row_tokens = case
+    total = len(rows) * row_tokens
+    # Disjoint runs, each with a step of its own.
+    runs, at = [], 0
+    while at < total and data.draw(st.integers(0, 3)):
+        start = data.draw(st.integers(at, total - 1))
+        step = data.draw(st.integers(1, 4))
+        count = data.draw(st.integers(1, 1 + (total - 1 - start) // step))
+        runs.append((start, count, step))
+        at = start + (count - 1) * step + 1
+    compact, _ = build_share(odd, rows, row_tokens, lambda documents: Share(documents, runs, None))
+    wanted = plain_tokens(odd, rows, row_tokens)
+    batch = compact.unpack()
+    columns = (batch.tokens, batch.targets, batch.positions, batch.document_ids)
+    own = [wanted[start + nth * step] for start, count, step in runs for nth in range(count)]
+    assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == own
+    assert compact.num_targets == batch.num_targets
+    assert compact.num_tokens == sum(document >= 0 for _, _, _, document in own)
+
+
+def test_four_bytes_a_token_travel(odd):
+    rows = [[(6, 0, 200)]] * 50
+    compact = build_batch(odd, rows, 200)
+    batch = compact.unpack()
+    unpacked = sum(x.nbytes for x in (batch.tokens, batch.targets, batch.positions, batch.document_ids))
+    assert compact.nbytes < 4.5 * batch.tokens.numel()
+    assert unpacked == 32 * batch.tokens.numel()
