@@ -114,7 +114,9 @@ def _bounds_of_details(corpus: str, found: dict[str, Any]) -> Iterator[Bound]:
     yield Bound("pages of a slice's tokens over those of its row", slices["touched_share"], SLICE_SHARE, case)
     yield Bound("CPU µs to a random document", found["documents"]["document_us"], DOCUMENT_US, corpus, again=())
     why = "time in which other programs had the cores is left out"
-    yield Bound("ms that the 99th of 100 steps is waited for", found["waits"]["own_p99_ms"], WAIT_MS, corpus, why, again=())
+    yield Bound(
+        "ms that the 99th of 100 steps is waited for", found["waits"]["own_p99_ms"], WAIT_MS, corpus, why, again=()
+    )
     for row in found["packing"]:
         case = f"{corpus}, rows of {row['seq_len']:,}"
         beyond = row["padding_share"] - row["least_padding_share"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +14,14 @@ from data_pipeline.loader import Loader, build_loader
 from data_pipeline.rows.batches import Share
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import PackedDocuments
+from longctx.compact_batch import CompactBatch
 
 SHARDS = "shards"
 """The shard folder within the folder of a corpus."""
 STEP_TOKENS = 1 << 20
 """Of a step, in micro-batches of a row."""
-OURS, OURS_CHECKED, COPY, WIDE_COPY = "longctx", "longctx, checked before", "bare copy to int32", "bare copy to int64"
+OURS, OURS_CHECKED, OURS_UNPACKED = "longctx", "longctx, checked before", "longctx, checked before, unpacked"
+COPY, WIDE_COPY = "bare copy to int32", "bare copy to int64"
 
 
 def whole(documents: PackedDocuments) -> Share:
@@ -28,7 +29,7 @@ def whole(documents: PackedDocuments) -> Share:
     return Share(documents, [(0, documents.num_tokens, 1)], None)
 
 
-def deliver(loader: Loader) -> Iterator[Any]:
+def deliver(loader: Loader) -> Iterator[CompactBatch]:
     """Yield row after row as a training step takes them."""
     while True:
         yield loader.take(whole).share
@@ -58,6 +59,12 @@ def open_ours_checked(corpus: Path, own: Path, seq_len: int) -> Delivery:
     return _open_ours(_checked(corpus / SHARDS), seq_len)
 
 
+def open_ours_unpacked(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """What a training step on the CPU works on."""
+    delivery = _open_ours(_checked(corpus / SHARDS), seq_len)
+    return Delivery((batch.unpack() for batch in delivery.rows), delivery.state)
+
+
 def _open_copy(corpus: Path, seq_len: int, dtype: type) -> Delivery:
     ids = Tokens.load(corpus).ids()
     at = 0
@@ -84,11 +91,14 @@ def open_wide_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
     return _open_copy(corpus, seq_len, np.int64)
 
 
-_GIVES = "tokens, targets, positions, document ids int64; boundaries"
+_GIVES = "tokens int32, one behind each run; boundaries"
 
 HERE = (
     Contender(COPY, open_copy, "tokens int32, one of them more: shifted, they are the targets", "end to end, cut"),
     Contender(WIDE_COPY, open_wide_copy, "the same, int64", "end to end, cut"),
     Contender(OURS, open_ours, f"{_GIVES}; checksums compared", "best fit"),
     Contender(OURS_CHECKED, open_ours_checked, _GIVES, "best fit"),
+    Contender(
+        OURS_UNPACKED, open_ours_unpacked, "tokens, targets, positions, document ids int64; boundaries", "best fit"
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ def zigzag(rank: int, documents: PackedDocuments) -> Share:
     return Share(documents, layout.rank_runs(rank), layout)
 
 
-def measure_slices(corpus: Path, seq_len: int = SLICED_TOKENS, num_rows: int = 8, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure_slices(
+    corpus: Path, seq_len: int = SLICED_TOKENS, num_rows: int = 8, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """A rank's slice beside the whole row: seconds, pages of tokens, bytes whose checksums are compared.
 
     Seconds are those of ``Loader.take`` where the row is planned and all is checked, the mean over ranks and rows.
@@ -87,7 +90,7 @@ def measure_slices(corpus: Path, seq_len: int = SLICED_TOKENS, num_rows: int = 8
         "touched_share": round(float(pages / whole_pages), 4),
         "slice_checked_bytes": round(checked),
         "row_checked_bytes": round(whole_checked),
-        "checked_share": round(float(checked / whole_checked), 4),
+        "checked_share": round(float(checked / max(whole_checked, 1)), 4),
     }
 
 
@@ -137,19 +140,22 @@ def _skip(loader: Loader, rows: int) -> None:
 def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITED_STEPS) -> dict[str, Any]:
     """How long ``next_step`` is waited for while the main thread computes between two steps: median, p99, worst.
 
-    ``own`` leaves out the time in which the loader or the main thread had to wait for a core.
+    ``own`` leaves out how long the loader had no core, and the main thread none while it waited: other programs' time.
     """
     loader = build_loader(ShardSet.open(corpus / SHARDS), seq_len=seq_len, rows_per_step=1)
     feed = StepFeed(loader, whole, num_steps=steps + 1, device=torch.device("cpu"))
     try:
         feed.next_step()
         waited, own = [], []
+        main = threading.get_native_id()
         for _ in range(steps):
-            before = _seconds_without_core()
+            loading = _seconds_without_core(others=main)
             _compute(COMPUTED_SECONDS)
+            waiting = _seconds_without_core(main)
             seconds = feed.next_step()[1]
+            lost = _seconds_without_core(others=main) - loading + _seconds_without_core(main) - waiting
             waited.append(seconds)
-            own.append(max(0.0, seconds - (_seconds_without_core() - before)))
+            own.append(max(0.0, seconds - lost))
     finally:
         feed.close()
     median, p99 = np.quantile(waited, [0.5, 0.99])
@@ -163,10 +169,13 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
     }
 
 
-def _seconds_without_core() -> float:
-    """How long this process's threads were ready to run and other programs had the cores."""
-    waits = (path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat"))
-    return sum(map(int, waits)) / 1e9
+def _seconds_without_core(thread: int | None = None, *, others: int | None = None) -> float:
+    """How long one thread was ready to run and had no core; or all of Python's threads but one."""
+    threads = [thread]
+    if thread is None:
+        threads = [of.native_id for of in threading.enumerate() if of.native_id != others]
+    delays = (Path(f"/proc/self/task/{of}/schedstat") for of in threads)
+    return sum(int(path.read_text().split()[1]) for path in delays if path.exists()) / 1e9
 
 
 def _compute(seconds: float) -> None:

@@ -30,7 +30,7 @@ BINS = 8
 class _Tokenizer:
     """What GPTDataset asks a tokenizer for."""
 
-    vocab_size, eod, pad, unique_identifiers = VOCABULARY, END, 3, {"class": "none"}  # noqa: RUF012
+    vocab_size, eod, pad, unique_identifiers = VOCABULARY, END, 3, {"class": "none"}
 
 
 def write_megatron(corpus: Path, own: Path, seq_len: int) -> None:
@@ -299,11 +299,9 @@ PEERS = (
         imports=("grain",),
     ),
     Contender("mosaicml-streaming", open_mds, "tokens uint16 alone", "before, one length", write_mds, ("streaming",)),
-    Contender("litdata TokensLoader", open_litdata, "tokens uint16 alone", "end to end, cut", write_litdata, ("litdata",)),
     Contender(
-        "datasets, NumPy", open_hf_numpy, "tokens int64 alone", "before, one length", write_hf, ("datasets",)
+        "litdata TokensLoader", open_litdata, "tokens uint16 alone", "end to end, cut", write_litdata, ("litdata",)
     ),
-    Contender(
-        "datasets, torch", open_hf_torch, "tokens int64 alone", "before, one length", write_hf, ("datasets",)
-    ),
+    Contender("datasets, NumPy", open_hf_numpy, "tokens int64 alone", "before, one length", write_hf, ("datasets",)),
+    Contender("datasets, torch", open_hf_torch, "tokens int64 alone", "before, one length", write_hf, ("datasets",)),
 )

@@ -1,0 +1,60 @@
+"""The benchmark of builds at a small size: both sides get the same text, and a figure of each comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from benchmarks import build
+
+
+def test_long_documents_stand_among_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "LONG_BYTES", 3000)
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number}.txt").write_text(f"document {number} " * 50)
+    first, second = build.write_corpus(tmp_path / "text", 50_000, source=str(source))
+    texts = [json.loads(line)["text"] for line in first.read_text().splitlines()]
+    assert first.read_bytes() == second.read_bytes()
+    assert 50_000 < first.stat().st_size < 60_000
+    assert any(len(text.encode()) >= 3000 for text in texts)
+    assert sum(len(text.encode()) < 1000 for text in texts) > 30
+
+
+def test_both_encode_the_same_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "LONG_BYTES", 100_000)
+    monkeypatch.setattr(build, "VOCABULARY", 1000)
+    monkeypatch.setattr(build, "SAMPLE_BYTES", 200_000)
+    monkeypatch.setattr(build, "run_ranks", lambda function, _, *arguments, preload: [function(*arguments)])
+    result = build.measure(tmp_path, 300_000)
+    assert result["alone"]["text_bytes"] == result["built"]["text_bytes"] > 500_000
+    # Each document has a begin and an end beside what SentencePiece gives.
+    assert result["built"]["tokens"] > result["alone"]["tokens"]
+    assert 20 < result["built"]["peak_mb"] < 3000
+    assert {bound.what for bound in build.bounds_of(result)} == {
+        "text a second of CPU over SentencePiece's",
+        "text a second over SentencePiece's",
+        "MB of all processes",
+    }
+
+
+def test_memory_is_that_of_all_processes_together():
+    held = "import time; held = bytearray(64 << 20); held[::4096] = b'x' * (1 << 14); time.sleep(60)"
+    parent = (
+        f"import subprocess, sys; {held.replace('time.sleep(60)', '')}subprocess.run([sys.executable, '-c', {held!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    try:
+        with build._Watch(process.pid) as watch:
+            deadline = time.monotonic() + 30
+            while watch.most < 130e6 and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert watch.processes == 2
+        assert 130e6 < watch.most < 300e6
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()

@@ -1,0 +1,168 @@
+"""The benchmark of deliveries at a small size: its corpora, its contenders, and what its figures become."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import delivery
+from benchmarks.delivering import contest, corpus, details, tables
+from benchmarks.delivering.contender import Contender, Tokens
+from benchmarks.delivering.contenders import COPY, HERE, OURS, OURS_CHECKED, SHARDS, whole
+from benchmarks.delivering.peers import END, PEERS
+from data_pipeline.loader import build_loader
+from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.shards.reader import ShardSet
+
+TOKENS, SEQ_LEN = 60_000, 256
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus.make_synthetic(tmp_path_factory.mktemp("delivery") / "corpus", TOKENS)
+
+
+@given(tokens=st.integers(min_value=4, max_value=200_000), seed=st.integers(0, 50))
+def test_lengths_add_up_to_what_was_asked_for(tokens, seed):
+    lengths = corpus.draw_lengths(tokens, seed)
+    assert lengths.sum() == tokens
+    assert lengths.min() >= 2
+
+
+def test_shards_and_plain_tokens_are_the_same_documents(made):
+    shards, tokens = ShardSet.open(made / SHARDS), Tokens.load(made)
+    documents = list(tokens.documents())
+    assert len(documents) == shards.num_documents
+    for number, document in enumerate(documents):
+        assert np.array_equal(shards.document(number), document)
+        # A peer that finds documents by their last id finds these.
+        assert np.flatnonzero(document == END).tolist() == [len(document) - 1]
+    rows = list(tokens.rows(SEQ_LEN))
+    assert len(rows) == TOKENS // SEQ_LEN
+    assert np.array_equal(np.concatenate(rows), tokens.ids()[: len(rows) * SEQ_LEN])
+
+
+@pytest.mark.parametrize("contender", HERE, ids=lambda contender: contender.name)
+def test_a_contender_gives_rows_without_end(made, tmp_path, contender: Contender):
+    opened = contender.open(made, tmp_path, SEQ_LEN)
+    rows = list(itertools.islice(opened.rows, 2 * TOKENS // SEQ_LEN))
+    assert len(rows) == 2 * TOKENS // SEQ_LEN
+    assert opened.state() is not None
+
+
+def test_a_copy_has_the_target_of_its_last_token(made, tmp_path):
+    copy = next(contender for contender in HERE if contender.name == COPY)
+    rows = copy.open(made, tmp_path, SEQ_LEN).rows
+    first, second = next(rows), next(rows)
+    assert len(first) == SEQ_LEN + 1
+    assert first[-1] == second[0]
+
+
+def test_our_contender_gives_what_the_loader_gives(made, tmp_path):
+    ours = next(contender for contender in HERE if contender.name == OURS).open(made, tmp_path, SEQ_LEN).rows
+    loader = build_loader(made / SHARDS, seq_len=SEQ_LEN, rows_per_step=(1 << 20) // SEQ_LEN)
+    for row, wanted in zip(itertools.islice(ours, 20), loader, strict=False):
+        assert np.array_equal(row.unpack().tokens.numpy(), wanted.tokens.numpy())
+
+
+def test_contenders_take_turns_and_who_is_missing_is_named(made, monkeypatch):
+    monkeypatch.setattr(contest, "PEERS_PYTHON", Path("/nowhere"))
+    monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
+    chosen = [contender for contender in HERE if contender.name in (COPY, OURS_CHECKED)]
+    grain = next(peer for peer in PEERS if peer.imports == ("grain",))
+    rows = contest.compete(made, [SEQ_LEN, 1000], TOKENS, 2, [*chosen, grain])
+    assert [(row["seq_len"], row["contender"]) for row in rows] == [
+        (seq_len, contender.name) for seq_len in (SEQ_LEN, 1000) for contender in (*chosen, grain)
+    ]
+    for row in rows:
+        if row["contender"] == grain.name:
+            missing = importlib.util.find_spec("grain") is None
+            assert (row["problem"] == "grain is not installed") == missing
+        else:
+            assert row["problem"] == ""
+            assert row["mtokens_a_cpu_second"] > 0
+            assert row["share"] == 1.0 or row["contender"] != COPY
+
+
+def test_a_contender_that_fails_says_why_and_the_others_go_on(made, monkeypatch, tmp_path):
+    monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
+    copy, ours = (next(of for of in HERE if of.name == name) for name in (COPY, OURS))
+    seats = [contest.Seat(copy, made), contest.Seat(ours, tmp_path / "no-corpus")]
+    try:
+        rows = contest._compete_at(seats, tmp_path / "own", SEQ_LEN, TOKENS, 1)
+    finally:
+        for seat in seats:
+            seat.close()
+    assert rows[0]["problem"] == ""
+    assert rows[0]["share"] == 1.0
+    assert "DataError" in rows[1]["problem"]
+    assert "share" not in rows[1]
+
+
+def test_slices_of_a_row_touch_their_part_of_it(made):
+    found = details.measure_slices(made, seq_len=16_384, num_rows=2, rounds=1)
+    # A chunk of 512 tokens is a kilobyte: it may lie on two pages, and each document is elsewhere.
+    assert 1 / details.DEGREE <= found["touched_share"] < 1
+    assert found["row_page_bytes"] >= 2 * 16_384
+    assert found["slice_checked_bytes"] <= found["row_checked_bytes"] <= 4 * TOKENS
+
+
+def test_pages_are_counted_once(made):
+    shards = details.CountingShards.open(made / SHARDS)
+    loader = build_loader(shards, seq_len=SEQ_LEN, rows_per_step=1)
+    pages = shards.count_pages()
+    for _ in range(2 * TOKENS // SEQ_LEN):
+        loader.take(whole)
+    assert len(pages) <= 2 * TOKENS // details.PAGE_BYTES + 2
+
+
+def test_the_work_of_ranks():
+    dealt = MicroBatches.deal(4, most_rows=1, data_degree=2)
+    # Rows 0 and 2 on rank 0, rows 1 and 3 on rank 1.
+    work = details.Work.of([8, 1, 1, 2], [0, 1, 2, 3], dealt)
+    assert (work.most, work.mean) == (9, 6)
+    # The costliest row and the cheapest one beside it.
+    assert work.least == 9
+    assert details.Work.of([8, 1, 1, 2], [3, 0, 1, 2], dealt).most == 9
+
+
+def test_figures_become_bounds_and_tables(made, monkeypatch):
+    monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
+    monkeypatch.setattr(details, "COMPUTED_SECONDS", 0.001)
+    chosen = [contender for contender in HERE if contender.name in (COPY, OURS)]
+    result = {
+        "rates": {"synthetic": contest.compete(made, [8192], TOKENS, 1, chosen)},
+        "details": {
+            "synthetic": {
+                "slices": details.measure_slices(made, seq_len=4096, num_rows=1, rounds=1),
+                "waits": details.measure_waits(made, seq_len=1024, steps=5),
+                "documents": details.measure_documents(made, count=100, rounds=1),
+                "packing": [details.measure_packing(made, 8192, steps=1)],
+            }
+        },
+    }
+    bounds = delivery.bounds_of(result)
+    assert len({bound.text for bound in bounds}) == len(bounds) == 1 + 4 + 3
+    assert all(math.isfinite(bound.figure) for bound in bounds)
+    for head, lines in (tables.of_rates(result, "synthetic"), tables.of_slices(result), tables.of_packing(result)):
+        assert lines
+        assert all(len(line) == len(head) for line in lines)
+
+
+def test_a_peer_that_does_the_same_work_sets_a_bound():
+    rows = [
+        {"seq_len": 65_536, "contender": OURS, "mtokens_a_cpu_second": 30.0, "share": 0.3},
+        {"seq_len": 65_536, "contender": delivery.SAME_WORK[0], "mtokens_a_cpu_second": 40.0, "share": 0.4},
+        {"seq_len": 65_536, "contender": delivery.SAME_WORK[1], "problem": "grain is not installed"},
+    ]
+    share, over = delivery._bounds_of_rates("synthetic", rows)
+    assert share.held
+    assert over.figure == 0.75
+    assert not over.held
