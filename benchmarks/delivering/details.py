@@ -111,6 +111,7 @@ def _seconds_a_row(shards: ShardSet, seq_len: int, num_rows: int, places: Sequen
 def _touched(corpus: Path, seq_len: int, number: int, place: Place) -> tuple[int, int]:
     """Pages that hold the tokens of a part of one row, and bytes of blocks that reading it compares."""
     shards = CountingShards.open(corpus / SHARDS)
+    assert isinstance(shards, CountingShards)
     loader = build_loader(shards, seq_len=seq_len, rows_per_step=1)
     # Lengths of all documents are read with the plan: what their blocks take is not a row's.
     loader.pack_report()

@@ -3,6 +3,8 @@
 They are imported where they are used: none is needed by this project, and the benchmark says which are not installed.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import sys

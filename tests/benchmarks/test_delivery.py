@@ -116,6 +116,7 @@ def test_slices_of_a_row_touch_their_part_of_it(made):
 
 def test_pages_are_counted_once(made):
     shards = details.CountingShards.open(made / SHARDS)
+    assert isinstance(shards, details.CountingShards)
     loader = build_loader(shards, seq_len=SEQ_LEN, rows_per_step=1)
     pages = shards.count_pages()
     for _ in range(2 * TOKENS // SEQ_LEN):
