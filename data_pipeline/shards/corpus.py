@@ -35,6 +35,15 @@ class Corpus:
         """The number of the folder that has a document."""
         return bisect.bisect_right(self.first_document, document) - 1
 
+    @property
+    def num_sources(self) -> int:
+        """How many folders there are."""
+        return len(self.folders)
+
+    def sources_of(self, documents: np.ndarray) -> np.ndarray:
+        """The number of the folder that has each of these documents [n], int64."""
+        return np.searchsorted(self.first_document, documents, side="right") - 1
+
     def check_files(self, documents: Iterable[int]) -> None:
         """``ShardSet.check_files`` for documents of any folder."""
         # Each folder is asked once, however its documents are strewn over the rows.

@@ -122,6 +122,15 @@ class ShardSet:
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
+    @property
+    def num_sources(self) -> int:
+        """A folder is one source; ``Corpus`` has several."""
+        return 1
+
+    def sources_of(self, documents: np.ndarray) -> np.ndarray:
+        """Zeros: the number of each document's source [n], int64."""
+        return np.zeros(len(documents), np.int64)
+
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
         shard, row = self._find(index)
