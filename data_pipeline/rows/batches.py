@@ -34,12 +34,8 @@ class Documents(Protocol):
         ...
 
     @property
-    def num_sources(self) -> int:
-        """Folders that are read."""
-        ...
-
-    def sources_of(self, documents: np.ndarray) -> np.ndarray:
-        """The number of the folder of each of these documents [n], int64."""
+    def first_documents(self) -> Sequence[int]:
+        """The number of each folder's first document; a folder is a source."""
         ...
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
@@ -210,13 +206,13 @@ def _read(
 
 def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
     """The source of each document; None where all have one."""
-    if shards.num_sources == 1:
+    if len(shards.first_documents) == 1:
         return None
     sources = np.full(len(layout.pieces), -1)
     documents = [piece[0] for piece in layout.pieces if piece is not None]
     is_document = np.ones(len(sources), bool)
     is_document[layout.padding] = False
-    sources[is_document] = shards.sources_of(np.array(documents, np.int64))
+    sources[is_document] = np.searchsorted(shards.first_documents, documents, side="right") - 1
     return torch.from_numpy(sources)
 
 

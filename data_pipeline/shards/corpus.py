@@ -22,6 +22,7 @@ class Corpus:
         self.folders = tuple(folders)
         self.first_document = list(accumulate((shards.num_documents for shards in folders), initial=0))
         """The number of each folder's first document; one more entry for their end."""
+        self.first_documents = self.first_document[:-1]
         first = self.folders[0]
         for shards in self.folders[1:]:
             if shards.manifest.tokenizer != first.manifest.tokenizer:
@@ -34,15 +35,6 @@ class Corpus:
     def folder_of(self, document: int) -> int:
         """The number of the folder that has a document."""
         return bisect.bisect_right(self.first_document, document) - 1
-
-    @property
-    def num_sources(self) -> int:
-        """How many folders there are."""
-        return len(self.folders)
-
-    def sources_of(self, documents: np.ndarray) -> np.ndarray:
-        """The number of the folder that has each of these documents [n], int64."""
-        return np.searchsorted(self.first_document, documents, side="right") - 1
 
     def check_files(self, documents: Iterable[int]) -> None:
         """``ShardSet.check_files`` for documents of any folder."""

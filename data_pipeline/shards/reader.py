@@ -40,7 +40,7 @@ class ShardSet:
     def __init__(
         self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
-        self.folder, self.manifest, self.padding = folder, manifest, manifest.padding
+        self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
         """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
         self.verifies_reads = verify and manifest.has_sums
@@ -121,15 +121,6 @@ class ShardSet:
         """
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
-
-    @property
-    def num_sources(self) -> int:
-        """A folder is one source; ``Corpus`` has several."""
-        return 1
-
-    def sources_of(self, documents: np.ndarray) -> np.ndarray:
-        """Zeros: the number of each document's source [n], int64."""
-        return np.zeros(len(documents), np.int64)
 
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""

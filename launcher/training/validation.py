@@ -27,9 +27,10 @@ def validate(
 ) -> dict[str, Any]:
     """A validation record without its step: loss, unigram entropy, loss by position and by source. Collective.
 
-    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known.
-    ``source_names`` are what the numbers of ``Batch.sources`` stand for. ``shards`` are this rank's tokens of each micro-batch, which ``model`` reads on ``device``. Sums are float64, so the
-    loss depends on the number of ranks by rounding alone.
+    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known;
+    ``source_names`` are what the numbers of ``Batch.sources`` stand for. ``shards`` are this rank's tokens of each
+    micro-batch, which ``model`` reads on ``device``. Sums are float64, so the loss depends on the number of ranks by
+    rounding alone.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
