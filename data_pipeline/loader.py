@@ -137,6 +137,7 @@ def build_validation_loader(
         raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
     sizes = {"micro_batch_rows": micro_batch_rows, "data_rank": data_rank, "data_degree": data_degree, "even": even}
     open_folder = open_folder or _opener(verify=verify)
+    names: tuple[str, ...] = ()
     if isinstance(folder, ShardSet) or not is_mixture(folder):
         folders = (_opened(folder, open_folder),)
         rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows)
@@ -146,7 +147,8 @@ def build_validation_loader(
             mixture = held_out_of(folder)
         folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
-    return ValidationLoader(folders, rows, seq_len=seq_len, **sizes)
+        names = tuple(source.name for source in mixture.sources)
+    return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, **sizes)
 
 
 @dataclass(frozen=True)
@@ -313,10 +315,13 @@ class ValidationLoader:
         data_rank: int,
         data_degree: int,
         even: bool = False,
+        source_names: tuple[str, ...] = (),
     ) -> None:
         """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
+        self.source_names = source_names
+        """What a mixture calls each folder; empty where one folder is read by itself."""
         self._documents = documents_in(folders)
         self._rows = rows
         self.seq_len = seq_len

@@ -127,6 +127,8 @@ class Batch:
     documents: PackedDocuments
     """The documents, or pieces of some, of the flattened B·T tokens. Attention never crosses a boundary, and every
     multiple of T is one. Padding at a row's end is a document of its own."""
+    sources: Tensor | None = None
+    """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
     row_tokens: int = 0
     """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
     placement: Any = None

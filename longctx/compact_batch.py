@@ -72,6 +72,8 @@ class CompactBatch:
     """Tokens whose prediction counts."""
     num_tokens: int
     """Tokens that are not padding."""
+    sources: Tensor | None = None
+    """``Batch.sources``, which stay on the CPU."""
     row_tokens: int = 0
     """``Batch.row_tokens``."""
     placement: Any = None
@@ -112,6 +114,7 @@ class CompactBatch:
             positions=(index - bounds[document]).view(self.shape),
             document_ids=document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT).view(self.shape),
             documents=self.documents,
+            sources=self.sources,
             row_tokens=self.row_tokens,
             placement=self.placement,
         )

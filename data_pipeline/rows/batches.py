@@ -33,6 +33,11 @@ class Documents(Protocol):
         """DataError where a file of these documents is no longer the one that was mapped."""
         ...
 
+    @property
+    def first_documents(self) -> Sequence[int]:
+        """The number of each folder's first document; a folder is a source."""
+        ...
+
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document; beyond its end there are none."""
         ...
@@ -193,9 +198,22 @@ def _read(
         shape=shape,
         num_targets=buffer.num_targets,
         num_tokens=buffer.num_tokens,
+        sources=_sources(shards, layout),
         row_tokens=row_tokens,
         placement=share.placement,
     )
+
+
+def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
+    """The source of each document; None where all have one."""
+    if len(shards.first_documents) == 1:
+        return None
+    sources = np.full(len(layout.pieces), -1)
+    documents = [piece[0] for piece in layout.pieces if piece is not None]
+    is_document = np.ones(len(sources), bool)
+    is_document[layout.padding] = False
+    sources[is_document] = np.searchsorted(shards.first_documents, documents, side="right") - 1
+    return torch.from_numpy(sources)
 
 
 def _read_run(shards: Documents, layout: _Layout, run: list[Held], buffer: _Buffer, start: int) -> None:

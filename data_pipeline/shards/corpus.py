@@ -22,6 +22,7 @@ class Corpus:
         self.folders = tuple(folders)
         self.first_document = list(accumulate((shards.num_documents for shards in folders), initial=0))
         """The number of each folder's first document; one more entry for their end."""
+        self.first_documents = self.first_document[:-1]
         first = self.folders[0]
         for shards in self.folders[1:]:
             if shards.manifest.tokenizer != first.manifest.tokenizer:

@@ -40,7 +40,7 @@ class ShardSet:
     def __init__(
         self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
-        self.folder, self.manifest, self.padding = folder, manifest, manifest.padding
+        self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
         """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
         self.verifies_reads = verify and manifest.has_sums

@@ -57,6 +57,8 @@ def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         pairs += _of_layers(record)
     for name, tokens in (record.get("source_tokens") or {}).items():
         pairs.append((f"source_tokens/{name}", float(tokens)))
+    for name, source in (record.get("loss_by_source") or {}).items():
+        pairs.append((f"validation_loss_by_source/{name}", float(source["loss"])))
     for spot in record.get("loss_by_position") or []:
         pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
     return pairs

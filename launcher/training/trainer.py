@@ -128,6 +128,7 @@ class Trainer:
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,
             bytes_per_token=run.validation.bytes_per_token,
+            source_names=run.validation.source_names,
         )
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()

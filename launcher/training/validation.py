@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,20 @@ def validate(
     seq_len: int,
     vocab_size: int,
     bytes_per_token: float | None = None,
+    source_names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A validation record without its step: loss, unigram entropy and loss by position. Collective.
+    """A validation record without its step: loss, unigram entropy, loss by position and by source. Collective.
 
-    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known.
-    ``shards`` are this rank's tokens of each micro-batch, which ``model`` reads on ``device``. Sums are float64, so the
-    loss depends on the number of ranks by rounding alone.
+    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known;
+    ``source_names`` are what the numbers of ``Batch.sources`` stand for. ``shards`` are this rank's tokens of each
+    micro-batch, which ``model`` reads on ``device``. Sums are float64, so the loss depends on the number of ranks by
+    rounding alone.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
     targets_by_bin = torch.zeros(len(edges), dtype=torch.int64)
+    nll_by_source = torch.zeros(len(source_names), dtype=torch.float64)
+    targets_by_source = torch.zeros(len(source_names), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for shard in shards:
         batch = shard.unpack(device)
@@ -44,15 +48,20 @@ def validate(
         bins = torch.bucketize(positions, torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
+        if batch.sources is not None:
+            # Only documents have targets: no number here is that of padding.
+            sources = batch.sources[batch.document_ids.flatten().cpu()[counted]]
+            nll_by_source += torch.bincount(sources, nll[counted], minlength=len(source_names))
+            targets_by_source += torch.bincount(sources, minlength=len(source_names))
         histogram += torch.bincount(targets[counted], minlength=vocab_size)
-    for total in (nll_by_bin, targets_by_bin, histogram):
+    for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
     loss = float(nll_by_bin.sum()) / max(1, num_targets)
     bits_per_byte = None
     if bytes_per_token:
         bits_per_byte = loss / math.log(2) / bytes_per_token
-    return {
+    record = {
         "kind": "validation",
         "loss": loss,
         "bits_per_byte": bits_per_byte,
@@ -60,6 +69,10 @@ def validate(
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
     }
+    # Of a mixture of one source the loss says it.
+    if len(source_names) > 1:
+        record["loss_by_source"] = _by_source(source_names, nll_by_source, targets_by_source)
+    return record
 
 
 def position_edges(seq_len: int) -> list[int]:
@@ -74,6 +87,15 @@ def entropy(histogram: Tensor) -> float:
         return math.nan
     p = histogram[histogram > 0].double() / total
     return float(-(p * p.log()).sum())
+
+
+def _by_source(names: Sequence[str], nll: Tensor, targets: Tensor) -> dict[str, dict[str, Any]]:
+    """Loss and targets of each source that has any."""
+    return {
+        name: {"loss": float(nll[i]) / int(targets[i]), "num_targets": int(targets[i])}
+        for i, name in enumerate(names)
+        if targets[i]
+    }
 
 
 def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:

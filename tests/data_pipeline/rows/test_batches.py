@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.rows.batches import Pieces, Share, build_batch, build_share
+from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT
 from longctx.tokenizer import load_tokenizer
@@ -95,6 +96,16 @@ def test_a_share_is_its_tokens_of_that(odd, case, data):
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == own
     assert compact.num_targets == batch.num_targets
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in own)
+
+
+def test_each_document_says_its_source(odd):
+    corpus = Corpus((odd, odd, odd))
+    first = odd.num_documents
+    rows = [[(first + 6, 0, 20), (3, 2, 9)], [(2 * first + 2, 0, 7)], []]
+    batch = build_batch(corpus, rows, 30).unpack()
+    assert batch.sources is not None
+    assert batch.sources.tolist() == [1, 0, -1, 2, -1, -1]
+    assert build_batch(odd, [[(3, 0, 9)]], 30).unpack().sources is None
 
 
 def test_four_bytes_a_token_travel(odd):

@@ -31,6 +31,14 @@ def train_on_one_rank(mixture: Path, output: Path, changed: dict) -> None:
     train(mixture, output, changed)
 
 
+def check_by_source(record: dict) -> None:
+    """The sources' losses are parts of the one loss."""
+    parts = record["loss_by_source"].values()
+    assert sum(part["num_targets"] for part in parts) == record["num_targets"]
+    total = sum(part["loss"] * part["num_targets"] for part in parts)
+    assert total / record["num_targets"] == pytest.approx(record["loss"], rel=1e-9)
+
+
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_rows_on_other_ranks(mixture: Path, tmp_path: Path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_distributed(train_each, 2, mixture, {whole: {}, stopped: {"train.stop_after": 4}}, timeout=100)
@@ -43,6 +51,10 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_rows_on_other_ranks(mix
     for one, other in zip(ours, theirs, strict=True):
         assert one.get("source_tokens") == other.get("source_tokens")
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    for one, other in zip(ours, theirs, strict=True):
+        if one["kind"] == "validation":
+            check_by_source(one)
+            assert one["loss_by_source"].keys() == other["loss_by_source"].keys() == {"first", "second"}
     # From 1,500 tokens on, three of four.
     first, second = (theirs[-2]["source_tokens"][name] for name in ("first", "second"))
     assert first + second == theirs[-2]["tokens"]
