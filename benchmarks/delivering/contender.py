@@ -51,6 +51,8 @@ class Delivery:
     """Row after row, without end. What a row is, ``Contender.gives`` says."""
     state: Callable[[], Any]
     """What a checkpoint would keep to go on from here."""
+    rows_at_once: int = 1
+    """Rows of the corpus in each row of ``rows``: of a micro-batch more than one."""
 
 
 Open = Callable[[Path, Path, int], Delivery]

@@ -20,7 +20,10 @@ SHARDS = "shards"
 """The shard folder within the folder of a corpus."""
 STEP_TOKENS = 1 << 20
 """Of a step, in micro-batches of a row."""
+BATCH_TOKENS = 1 << 16
+"""Of a micro-batch, where it has more rows than one."""
 OURS, OURS_CHECKED, OURS_UNPACKED = "longctx", "longctx, checked before", "longctx, checked before, unpacked"
+OURS_BATCHED = f"longctx, checked before, micro-batches of {BATCH_TOKENS:,} tokens"
 COPY, WIDE_COPY = "bare copy to int32", "bare copy to int64"
 
 
@@ -35,9 +38,10 @@ def deliver(loader: Loader) -> Iterator[CompactBatch]:
         yield loader.take(whole).share
 
 
-def _open_ours(shards: ShardSet, seq_len: int) -> Delivery:
-    loader = build_loader(shards, seq_len=seq_len, rows_per_step=max(1, STEP_TOKENS // seq_len))
-    return Delivery(deliver(loader), loader.state_dict)
+def _open_ours(shards: ShardSet, seq_len: int, rows_at_once: int = 1) -> Delivery:
+    rows_per_step = max(1, STEP_TOKENS // seq_len)
+    loader = build_loader(shards, seq_len=seq_len, rows_per_step=rows_per_step, micro_batch_rows=rows_at_once)
+    return Delivery(deliver(loader), loader.state_dict, rows_at_once)
 
 
 def open_ours(corpus: Path, own: Path, seq_len: int) -> Delivery:
@@ -57,6 +61,11 @@ def _checked(folder: Path) -> ShardSet:
 def open_ours_checked(corpus: Path, own: Path, seq_len: int) -> Delivery:
     """As a run does from its second epoch on: no block is compared again."""
     return _open_ours(_checked(corpus / SHARDS), seq_len)
+
+
+def open_ours_batched(corpus: Path, own: Path, seq_len: int) -> Delivery:
+    """Several short rows in each micro-batch, as a run with short rows has them."""
+    return _open_ours(_checked(corpus / SHARDS), seq_len, max(1, BATCH_TOKENS // seq_len))
 
 
 def open_ours_unpacked(corpus: Path, own: Path, seq_len: int) -> Delivery:
@@ -98,6 +107,7 @@ HERE = (
     Contender(WIDE_COPY, open_wide_copy, "the same, int64", "end to end, cut"),
     Contender(OURS, open_ours, f"{_GIVES}; checksums compared", "best fit"),
     Contender(OURS_CHECKED, open_ours_checked, _GIVES, "best fit"),
+    Contender(OURS_BATCHED, open_ours_batched, _GIVES, "best fit"),
     Contender(
         OURS_UNPACKED, open_ours_unpacked, "tokens, targets, positions, document ids int64; boundaries", "best fit"
     ),

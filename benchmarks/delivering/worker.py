@@ -87,10 +87,11 @@ class Worker:
         opened = time.process_time() - began
         for _ in range(burst - 1):
             row = next(delivery.rows)
-        look = -(-max(TOKENS_A_LOOK // seq_len, 1) // burst) * burst
+        row_tokens = seq_len * delivery.rows_at_once
+        look = -(-max(TOKENS_A_LOOK // row_tokens, 1) // burst) * burst
         count, seconds = 0, 0.0
         began = time.process_time()
-        while seconds < most_seconds and (count * seq_len < most_tokens or not count):
+        while seconds < most_seconds and (count * row_tokens < most_tokens or not count):
             for _ in range(look):
                 row = next(delivery.rows)
             count += look
@@ -98,7 +99,7 @@ class Worker:
         memory = anonymous_bytes() - self._before
         del row
         return {
-            "tokens": count * seq_len,
+            "tokens": count * row_tokens,
             "cpu_seconds": seconds,
             "first_cpu_seconds": opened,
             "memory_bytes": memory,
