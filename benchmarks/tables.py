@@ -463,6 +463,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "delivery-default": ("delivery", lambda result: markdown(*delivery.of_rates(result, "default"))),
     "delivery-slices": ("delivery", lambda result: markdown(*delivery.of_slices(result))),
     "delivery-packing": ("delivery", lambda result: markdown(*delivery.of_packing(result))),
+    "data-build": ("build", lambda result: markdown(*delivery.of_build(result))),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),
 }

@@ -90,3 +90,20 @@ def of_packing(result: dict[str, Any]) -> Lines:
             )
     head = ["corpus", "tokens of a row", "rows", "padding", "of it in the last row", "cut, of the longer ones"]
     return [*head, "busiest rank over the mean: as they come", "as dealt out", "least, rows equally many"], rows
+
+
+def of_build(result: dict[str, Any]) -> Lines:
+    """A corpus from text to shards, and SentencePiece alone."""
+    rows = []
+    for name, of in (("SentencePiece alone", "alone"), ("`longctx data build`", "built")):
+        found = result[of]
+        megabytes = found["text_bytes"] / 1e6
+        memory = "–"
+        if "peak_mb" in found:
+            memory = f"{found['peak_mb']:,.0f}, {found['processes']} processes"
+        rates = [f"{megabytes / found[seconds]:.1f}" for seconds in ("cpu_seconds", "seconds")]
+        rows.append([name, f"{megabytes:,.0f}", f"{found['tokens'] / 1e6:.1f}", *rates, memory])
+    ratios = [f"**{result[ratio]:.2f}**" for ratio in ("cpu_ratio", "rate_ratio")]
+    rows.append(["the builder over SentencePiece", "", "", *ratios, ""])
+    head = ["", "MB of text", "million tokens", "MB a second of CPU", f"MB a second, {result['threads']} cores"]
+    return [*head, "memory of all, MB"], rows
