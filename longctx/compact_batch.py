@@ -8,6 +8,8 @@ Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -89,7 +91,21 @@ class CompactBatch:
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("ids", "spans", "ends", "bounds")})
 
     def unpack(self, device: torch.device | str = "cpu") -> Batch:
-        """The batch with its per-token tensors [B, t], int64, on ``device``; its host waits for nothing."""
+        """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing."""
+        if torch.device(device).type == "cpu":
+            per_token = self.copied()
+        else:
+            per_token = self.looked_up(device)
+        return Batch(
+            **{name: x.view(self.shape) for name, x in per_token.items()},
+            documents=self.documents,
+            sources=self.sources,
+            row_tokens=self.row_tokens,
+            placement=self.placement,
+        )
+
+    def looked_up(self, device: torch.device | str) -> dict[str, Tensor]:
+        """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""
         ids, spans, ends, bounds = (
             x.to(device, non_blocking=True) for x in (self.ids, self.spans, self.ends, self.bounds)
         )
@@ -107,14 +123,53 @@ class CompactBatch:
         end = ends[document]
         is_last = index + 1 == bounds[1:][document]
         ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
-        targets = ids[entry + following].long().masked_fill_(ignored, IGNORED_TARGET)
-        return Batch(
-            tokens=ids[entry].long().view(self.shape),
-            targets=targets.view(self.shape),
-            positions=(index - bounds[document]).view(self.shape),
-            document_ids=document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT).view(self.shape),
-            documents=self.documents,
-            sources=self.sources,
-            row_tokens=self.row_tokens,
-            placement=self.placement,
-        )
+        return {
+            "tokens": ids[entry].long(),
+            "targets": ids[entry + following].long().masked_fill_(ignored, IGNORED_TARGET),
+            "positions": index - bounds[document],
+            "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
+        }
+
+    def copied(self) -> dict[str, Tensor]:
+        """The same on the CPU, document by document: a tenth of the time that it takes there token by token."""
+        num_local = self.shape[0] * self.shape[1]
+        names = ("tokens", "targets", "positions", "document_ids")
+        found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
+        tokens, targets, positions, document_ids = found.values()
+        bounds, ends = self.documents.bounds, self.ends.tolist()
+        counting = torch.arange(self.documents.longest)
+        local = 0
+        for span in (Span(*row) for row in self.spans.tolist()):
+            start, count, step, at = span
+            tokens[local : local + count] = self.ids[at : at + count]
+            behind = at + span.following
+            targets[local : local + count] = self.ids[behind : behind + count]
+            for number, first, last in _held(bounds, start, start + (count - 1) * step + 1):
+                # The first of the span's tokens that the document has; with a step it may have none.
+                first += -(first - start) % step
+                num = len(range(first, last, step))
+                if not num:
+                    continue
+                begin = local + (first - start) // step
+                into, place = slice(begin, begin + num), first - bounds[number]
+                positions[into] = counting[place : place + (num - 1) * step + 1 : step]
+                if ends[number] == DocumentEnd.PADDING:
+                    document_ids[into], targets[into] = PADDING_DOCUMENT, IGNORED_TARGET
+                    continue
+                document_ids[into] = number
+                if ends[number] == DocumentEnd.NOTHING and first + (num - 1) * step + 1 == bounds[number + 1]:
+                    targets[begin + num - 1] = IGNORED_TARGET
+            local += count
+        return found
+
+
+def _held(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what lies in [start, stop) of each document: its number, its first token there, the one behind the last."""
+    number = bisect.bisect_right(bounds, start) - 1
+    while start < stop:
+        last = bounds[number + 1]
+        # Nothing of an empty document.
+        if last > start:
+            yield number, start, min(stop, last)
+            start = last
+        number += 1

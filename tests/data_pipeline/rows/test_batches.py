@@ -13,6 +13,7 @@ from data_pipeline.rows.batches import Pieces, Share, build_batch, build_share
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT
+from longctx.compact_batch import CompactBatch
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 
@@ -62,6 +63,13 @@ def plain_tokens(corpus: ShardSet, rows: list[Pieces], row_tokens: int) -> list[
     return found
 
 
+def check_both_ways(compact: CompactBatch) -> None:
+    """What a GPU looks up is what the CPU copies."""
+    copied, looked_up = compact.copied(), compact.looked_up("cpu")
+    assert list(copied) == list(looked_up)
+    assert all(torch.equal(copied[name], looked_up[name]) for name in copied)
+
+
 @settings(deadline=None, max_examples=150)
 @given(case=some_rows())
 def test_a_batch_is_what_its_pieces_are(odd, case):
@@ -73,6 +81,7 @@ def test_a_batch_is_what_its_pieces_are(odd, case):
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == wanted
     assert compact.num_targets == batch.num_targets
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in wanted)
+    check_both_ways(compact)
 
 
 @settings(deadline=None, max_examples=150)
@@ -96,6 +105,7 @@ def test_a_share_is_its_tokens_of_that(odd, case, data):
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == own
     assert compact.num_targets == batch.num_targets
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in own)
+    check_both_ways(compact)
 
 
 def test_each_document_says_its_source(odd):
