@@ -5,7 +5,7 @@
 Two corpora: one of 100 million random tokens, lengths log-normal, and the default one (this Python's own source). Each
 contender has a process with one thread and its own format of the corpus in a temporary folder; they take turns, and of
 each the least CPU seconds of the rounds count, all threads together. A turn opens the corpus anew and takes an epoch of
-rows, or half a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of files
+rows, or a quarter of a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of files
 left out. Then come figures of our loader alone: one context rank's slice of a row, waits beside a computing thread,
 random documents, padding and balance.
 
@@ -43,7 +43,7 @@ from data_pipeline.shards.manifest import Manifest
 
 SYNTHETIC, DEFAULT = "synthetic", "default"
 SEQ_LENS = (8192, 65_536, 262_144, 1_048_576)
-ROUNDS = 3
+ROUNDS = 2
 LEAST_SHARE = {8192: 0.60, 65_536: 0.26, 262_144: 0.25}
 """Of a bare copy's rate, by tokens of a row: what a prototype reached that gave tokens and boundaries."""
 SAME_WORK = tuple(
