@@ -5,9 +5,9 @@
 Two corpora: one of 100 million random tokens, lengths log-normal, and the default one (this Python's own source). Each
 contender has a process with one thread and its own format of the corpus in a temporary folder; they take turns, and of
 each the least CPU seconds of the rounds count, all threads together. A turn opens the corpus anew and takes an epoch of
-rows, or a quarter of a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of files
-left out. Then come figures of our loader alone: one context rank's slice of a row, waits beside a computing thread,
-random documents, padding and balance.
+rows, or a quarter of a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of
+files left out. Then come figures of our loader alone: one context rank's slice of a row, waits beside a computing
+thread, random documents, padding and balance.
 
 Other projects are no dependencies: they are found in ``.venv-peers`` beside this repository, or else beside its own
 packages, and who is not installed is shown as such. To install them, with no package of CUDA:
