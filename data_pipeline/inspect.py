@@ -246,8 +246,20 @@ def sample_rows(
             if len(folders) > 1:
                 name = f"{folders[corpus.folder_of(document)].folder.name}: {name}"
             text.append(f"──── {name} (tokens {start:,} to {stop:,} of {size:,})")
-            text.append(tokenizer.decode(documents.slice(document, start, stop)))
+            text.append(_with_marks(documents.slice(document, start, stop), tokenizer))
         yield "\n".join(text) + "\n"
+
+
+def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Tokens as text, the marks of what is to be filled in spelt out: decoding gives nothing for them."""
+    text = ""
+    marks = np.flatnonzero(np.isin(ids, tokenizer.special.fim or ()))
+    for part in np.split(ids, marks):
+        if len(part) and len(marks) and part[0] in ids[marks]:
+            text += tokenizer.piece(int(part[0]))
+            part = part[1:]
+        text += tokenizer.decode(part)
+    return text
 
 
 _SKIPPED_AT_ONCE = 1024

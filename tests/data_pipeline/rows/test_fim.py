@@ -25,6 +25,7 @@ from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.special import FIM_TOKENS
 
 SEQ_LEN = 256
 
@@ -197,7 +198,9 @@ def test_rows_are_shown_as_they_are_read(folder):
     plain, filled = (
         "".join(sample_rows(folder, seq_len=SEQ_LEN, rows=3, packing=packing(rate))) for rate in (0.0, 1.0)
     )
-    assert plain != filled
+    assert not any(mark in plain for mark in FIM_TOKENS)
+    assert len({filled.count(mark) for mark in FIM_TOKENS}) == 1
+    assert filled.count(FIM_TOKENS[0]) == filled.count("────")
 
 
 def test_no_text_becomes_a_mark(marked):
