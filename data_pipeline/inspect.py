@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from data_pipeline.loader import open_order
+from data_pipeline.loader import documents_in, open_order
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
@@ -228,6 +229,7 @@ def sample_rows(
         data, seq_len, seed=seed, packing=packing, open_folder=partial(ShardSet.open, verify=False)
     )
     corpus, tokenizer = Corpus(folders), folders[0].tokenizer()
+    documents = documents_in(folders, order.fims)
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
         _, at = order.rows(at, min(_SKIPPED_AT_ONCE, first_row - first))
@@ -239,13 +241,25 @@ def sample_rows(
         tokens = sum(stop - start for _, start, stop in row)
         text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens)"]
         for document, start, stop in row:
-            size = len(corpus.document(document))
+            size = int(documents.lengths_of(np.array([document]))[0])
             name = corpus.name(document)
             if len(folders) > 1:
                 name = f"{folders[corpus.folder_of(document)].folder.name}: {name}"
             text.append(f"──── {name} (tokens {start:,} to {stop:,} of {size:,})")
-            text.append(tokenizer.decode(corpus.slice(document, start, stop)))
+            text.append(_with_marks(documents.slice(document, start, stop), tokenizer))
         yield "\n".join(text) + "\n"
+
+
+def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Tokens as text, the marks of what is to be filled in spelt out: decoding gives nothing for them."""
+    text = ""
+    marks = np.flatnonzero(np.isin(ids, tokenizer.special.fim or ()))
+    for part in np.split(ids, marks):
+        if len(part) and len(marks) and part[0] in ids[marks]:
+            text += tokenizer.piece(int(part[0]))
+            part = part[1:]
+        text += tokenizer.decode(part)
+    return text
 
 
 _SKIPPED_AT_ONCE = 1024

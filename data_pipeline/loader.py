@@ -21,6 +21,8 @@ from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
 from data_pipeline.rows.blocks import PackReport
+from data_pipeline.rows.filled import FimDocuments
+from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder, Order
@@ -180,7 +182,7 @@ class Loader:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
-        self._documents = documents_in(folders)
+        self._documents = documents_in(folders, order.fims)
         self._order = order
         self.seq_len = seq_len
         self._cost = cost
@@ -382,11 +384,17 @@ class ValidationLoader:
         return rows
 
 
-def documents_in(folders: Sequence[ShardSet]) -> Documents:
-    """The documents of all folders under one numbering; DataError for folders of different tokenizers."""
-    if len(folders) == 1:
-        return folders[0]
-    return Corpus(folders)
+def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:
+    """The documents of all folders under one numbering, filled in where ``fims`` say so.
+
+    DataError for folders of different tokenizers.
+    """
+    documents: Documents = folders[0]
+    if len(folders) > 1:
+        documents = Corpus(folders)
+    if any(fims):
+        return FimDocuments(documents, fims)
+    return documents
 
 
 def _opener(*, verify: bool) -> Open:

@@ -27,12 +27,13 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from longctx.errors import ConfigError
@@ -53,6 +54,14 @@ class Source:
     epochs: int | None = None
     """Epochs at most; after them the others go on without it. None: no end."""
     upsample: tuple[Upsampling, ...] = ()
+    fim_rate: float | None = None
+    """Share of its documents whose middle is to be filled in; None: the run's (``data.fim_rate``)."""
+
+    def fim_rule(self, of_run: FimRule | None) -> FimRule | None:
+        """How its documents are filled in, in a run with this rule."""
+        if self.fim_rate is None:
+            return of_run
+        return replace(of_run or FimRule(0), rate=self.fim_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +189,8 @@ class Mixture:
 
 
 _KEYS = (
-    "A mixture has sources (name, path, weight, epochs, upsample = [{min_tokens, factor}]), stages (from_tokens, "
-    "row_tokens, weights, temperature) and temperature."
+    "A mixture has sources (name, path, weight, epochs, upsample = [{min_tokens, factor}], fim_rate), stages "
+    "(from_tokens, row_tokens, weights, temperature) and temperature."
 )
 
 
@@ -242,6 +251,8 @@ def _source_problems(where: str, source: Source) -> Iterator[str]:
         yield f"{where}: weight={source.weight} must be a number of at least 0."
     if source.epochs is not None and source.epochs < 1:
         yield f"{where}: epochs={source.epochs} must be at least 1; weight = 0 leaves a source out."
+    if source.fim_rate is not None and not 0 <= source.fim_rate <= 1:
+        yield f"{where}: fim_rate={source.fim_rate} must be a share from 0 to 1."
     for rule in source.upsample:
         if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
             yield (

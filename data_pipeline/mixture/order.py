@@ -7,7 +7,7 @@ may change at any row, in the file and in mid-run, and no source loses or repeat
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.rows.fim import fim_of, rule_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
 from data_pipeline.rows.stream import Stream
@@ -48,10 +49,9 @@ class MixedOrder:
         mixture.check_lengths(seq_len, path)
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
-        self._streams = []
-        for source, shards in zip(mixture.sources, corpus.folders, strict=True):
-            own = {"seed": source_seed(seed, source.name), "upsample": source.upsample}
-            self._streams.append(Stream(BlockPlanner(shards, seq_len, shuffle=shuffle, packing=packing, **own)))
+        planners = _planners(mixture, corpus, seq_len, seed=seed, shuffle=shuffle, packing=packing)
+        self._streams = [Stream(planner) for planner in planners]
+        self.fims = [stream.planner.fim for stream in self._streams]
         self._chooser = Chooser(mixture, corpus, self._streams, seq_len, path)
         self._resting: dict[str, Any] = {}
         """Positions of sources that the file no longer has: they may come back."""
@@ -162,10 +162,12 @@ class MixedOrder:
 
     def _identity(self, number: int) -> dict[str, Any]:
         """What must be the same for a source's position to mean the same rows."""
+        planner = self._streams[number].planner
         return {
             "manifest_hash": self._corpus.folders[number].manifest.hash,
-            "num_blocks": self._streams[number].planner.num_blocks,
+            "num_blocks": planner.num_blocks,
             "upsample": [[rule.min_tokens, rule.factor] for rule in self._mixture.sources[number].upsample],
+            "fim": rule_of(planner.fim),
         }
 
     def _read_source(self, number: int, entry: Any) -> tuple[SourcePosition, int | None]:
@@ -178,6 +180,17 @@ class MixedOrder:
                 f"has no row {at.block_row}."
             )
         return position, share
+
+
+def _planners(
+    mixture: Mixture, corpus: Corpus, seq_len: int, *, seed: int, shuffle: bool, packing: Packing
+) -> Iterator[BlockPlanner]:
+    """Yield what plans the rows of each source."""
+    for source, shards in zip(mixture.sources, corpus.folders, strict=True):
+        own = source_seed(seed, source.name)
+        fim = fim_of(source.fim_rule(packing.fim), shards.tokenizer, seed=own, seq_len=seq_len)
+        options = {"seed": own, "shuffle": shuffle, "packing": packing, "upsample": source.upsample, "fim": fim}
+        yield BlockPlanner(shards, seq_len, **options)
 
 
 def source_seed(seed: int, name: str) -> int:

@@ -59,6 +59,9 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
 def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
     """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
     known = source_state(SourcePosition(), identity, None)
+    if isinstance(entry, dict):
+        # States from before there was any.
+        entry = {"fim": None, **entry}
     if not isinstance(entry, dict) or set(entry) != set(known):
         raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
     for name, value in identity.items():

@@ -17,6 +17,7 @@ from longctx.errors import DataError
 from longctx.files import write_atomically
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SentencePieceTokenizer
+from longctx.tokenizer.special import FIM_TOKENS
 
 KINDS = ("bpe", "unigram", "word", "char")
 SMALLEST_VOCAB_SIZE = 4 + 256 + 1
@@ -58,6 +59,7 @@ def train_tokenizer(
     *,
     vocab_size: int,
     kind: str = "bpe",
+    fim: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     progress: Progress | None = None,
@@ -66,7 +68,8 @@ def train_tokenizer(
 ) -> SentencePieceTokenizer:
     """Train a model on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
-    ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char``. Training holds the text in memory. Above ``max_text_bytes``
+    ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char``. With ``fim`` three of the ids stand before the parts of a
+    document whose middle is to be filled in. Training holds the text in memory. Above ``max_text_bytes``
     it therefore uses a sample of whole documents, drawn by a hash of ``seed`` and text. Raises ``DataError`` for a
     ``vocab_size`` that the corpus cannot fill.
 
@@ -76,17 +79,21 @@ def train_tokenizer(
     """
     if kind not in KINDS:
         raise DataError(f"kind={kind} is not known. Try {', '.join(KINDS)}.")
-    if vocab_size < SMALLEST_VOCAB_SIZE:
+    marks: tuple[str, ...] = ()
+    if fim:
+        marks = FIM_TOKENS
+    smallest = SMALLEST_VOCAB_SIZE + len(marks)
+    if vocab_size < smallest:
         raise DataError(
-            f"vocab_size={vocab_size} leaves no room beside 256 bytes and 4 control ids. "
-            f"Try {SMALLEST_VOCAB_SIZE} or more."
+            f"vocab_size={vocab_size} leaves no room beside 256 bytes and {4 + len(marks)} control ids. "
+            f"Try {smallest} or more."
         )
     output = Path(output)
     kept = sample_file(output)
     drawing = {"max_text_bytes": max_text_bytes, "seed": seed, "progress": progress}
     sample = _find_sample(documents, kept, drawing, stamp=stamp, on_sample=on_sample)
     try:
-        model = _learn(sample, vocab_size, kind)
+        model = _learn(sample, vocab_size, kind, marks)
         write_atomically(output, model)
     except Exception:
         # Nothing is left of what cannot be; an interrupt leaves the sample, as a kill does.
@@ -121,8 +128,8 @@ def _find_sample(
     return sample
 
 
-def _learn(sample: Sample, vocab_size: int, kind: str) -> bytes:
-    """The model file that the library learns from a sample."""
+def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
+    """The model file that the library learns from a sample; ``marks`` are control ids, which no text becomes."""
     # Without spaces' own mark, which SentencePiece would learn as a space (our models spell it in bytes).
     sentences = (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
     model = io.BytesIO()
@@ -132,6 +139,7 @@ def _learn(sample: Sample, vocab_size: int, kind: str) -> bytes:
             model_writer=model,
             vocab_size=vocab_size,
             model_type=kind,
+            control_symbols=list(marks),
             num_threads=_THREADS.get(kind, 1),
             **_TRAINING_OPTIONS,
         )

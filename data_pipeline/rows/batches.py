@@ -38,6 +38,10 @@ class Documents(Protocol):
         """The number of each folder's first document; a folder is a source."""
         ...
 
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """Tokens of each of these documents [n], int64."""
+        ...
+
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document; beyond its end there are none."""
         ...

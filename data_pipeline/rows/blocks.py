@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, RowPlan, plan_parts
 from data_pipeline.rows.upsample import Upsampling, copies_of
 from data_pipeline.shards.reader import ShardSet
@@ -156,8 +157,9 @@ class BlockPlanner:
         deal: Deal | None = None,
         upsample: tuple[Upsampling, ...] = (),
         packing: Packing = BEST_FIT,
+        fim: Fim | None = None,
     ) -> None:
-        """``deal`` is that of the corpus unless it is given."""
+        """``deal`` is that of the corpus unless it is given. ``fim`` is what ``packing.fim`` means for this folder."""
         if deal is None:
             deal = Deal.of(shards.num_documents, shards.num_tokens, len(shards.manifest.shards), seq_len)
         self._shards = shards
@@ -166,7 +168,7 @@ class BlockPlanner:
         self._seed = seed
         self._shuffle = shuffle
         self._run = deal.run_documents
-        self._upsample, self._packing = upsample, packing
+        self._upsample, self._packing, self.fim = upsample, packing, fim
         self.num_blocks = deal.num_blocks
         self._plans: OrderedDict[_Key, Future[RowPlan]] = OrderedDict()
         self._lock = threading.Lock()
@@ -260,5 +262,7 @@ class BlockPlanner:
             parts = Parts.whole(documents, self._shards.lengths_of(documents))
             if self._upsample:
                 parts = copies_of(parts, self._upsample, seed=self._seed, epoch=epoch)
+            if self.fim is not None:
+                parts = replace(parts, stops=self.fim.lengths(parts.documents, parts.stops))
         order = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
         return plan_parts(parts, row_tokens, packing=self._packing, **order)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.fim import Fim, fim_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, Position, read_position
 from data_pipeline.rows.stream import Stream
@@ -37,6 +39,11 @@ class OrderPosition(Protocol):
 
 class Order(Protocol):
     """What a loader reads rows by. Positions are this order's own."""
+
+    @property
+    def fims(self) -> Sequence[Fim | None]:
+        """How the documents of each folder are filled in in their middle; None where they are read as they are."""
+        ...
 
     def start(self) -> Any:
         """The position of the first row."""
@@ -79,7 +86,10 @@ class FolderOrder:
         """``deal`` is that of the folder unless it is given."""
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
         self._packing = packing
-        self.planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal, packing=packing)
+        fim = fim_of(packing.fim, shards.tokenizer, seed=seed, seq_len=seq_len)
+        self.fims = (fim,)
+        """How its documents are filled in in their middle, if they are."""
+        self.planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal, packing=packing, fim=fim)
         self._stream = Stream(self.planner)
 
     def start(self) -> Position:

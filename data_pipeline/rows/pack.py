@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from data_pipeline.rows.fim import FimRule
 from data_pipeline.shuffle import shuffled
 from longctx.errors import ConfigError
 
@@ -82,6 +83,8 @@ class Packing:
     min_rest_tokens: int = 1
     """The last piece of a document that was cut is left out where it has fewer tokens: 1 leaves out none, the length of
     a row all."""
+    fim: FimRule | None = None
+    """Which documents are filled in in their middle, and how."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -98,9 +101,13 @@ class Packing:
 
     def __str__(self) -> str:
         """As a loader's state has it."""
-        if self.min_rest_tokens == 1:
-            return self.kind
-        return f"{self.kind}, rests of at least {self.min_rest_tokens}"
+        said: str = self.kind
+        if self.min_rest_tokens > 1:
+            said += f", rests of at least {self.min_rest_tokens}"
+        # Without a share of its own it is there for the sources of a mixture, whose states name theirs.
+        if self.fim is not None and self.fim.rate:
+            said += f", {self.fim}"
+        return said
 
 
 BEST_FIT = Packing()

@@ -46,6 +46,15 @@ class Corpus:
         for number, found in own.items():
             self.folders[number].check_files(found)
 
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """``ShardSet.lengths_of`` for documents of any folder."""
+        lengths = np.empty(len(documents), np.int64)
+        folders = np.searchsorted(self.first_document, documents, side="right") - 1
+        for number in np.unique(folders):
+            own = folders == number
+            lengths[own] = self.folders[number].lengths_of(documents[own] - self.first_document[number])
+        return lengths
+
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         """``ShardSet.slice`` of a document of any folder."""
         number = self.folder_of(index)

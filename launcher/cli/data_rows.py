@@ -101,6 +101,9 @@ def sample(
     seed: int = 0,
     packing: Kind = "best_fit",
     min_rest_tokens: int = 1,
+    fim_rate: float = 0.0,
+    fim_spm_rate: float = 0.5,
+    fim_segment_tokens: int = 0,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
     """Write rows of a run as text, whole, as it reads them.
@@ -115,14 +118,17 @@ def sample(
         seed: run.seed of the run that reads it.
         packing: Its data.packing.
         min_rest_tokens: Its data.min_rest_tokens.
+        fim_rate: Its data.fim_rate.
+        fim_spm_rate: Its data.fim_spm_rate.
+        fim_segment_tokens: Its data.fim_segment_tokens.
         output: File to write; standard output unless given.
     """
     from data_pipeline.inspect import sample_rows
+    from data_pipeline.rows.fim import FimRule
     from data_pipeline.rows.pack import Packing
 
-    sampled = sample_rows(
-        folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed, packing=Packing(packing, min_rest_tokens)
-    )
+    rule = Packing(packing, min_rest_tokens, FimRule(fim_rate, fim_spm_rate, fim_segment_tokens))
+    sampled = sample_rows(folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed, packing=rule)
     if output is None:
         for row in sampled:
             say(row)

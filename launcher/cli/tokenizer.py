@@ -33,6 +33,7 @@ def train(
     vocab_size: int,
     output: Annotated[Path, arg(metavar="F.model")],
     kind: Literal["bpe", "unigram", "word", "char"] = "bpe",
+    fim: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     overwrite: bool = False,
@@ -45,6 +46,7 @@ def train(
     Args:
         vocab_size: Number of token ids, 261 or more.
         output: File to write.
+        fim: Three ids for prefix, suffix and middle, which data.fim_rate needs.
         kind: bpe for most models; unigram takes thirty times as long to train; word and char for study.
         max_text_bytes: Train on a sample of documents above this much text.
         seed: Seed of that sample.
@@ -77,6 +79,7 @@ def train(
                 output,
                 vocab_size=vocab_size,
                 kind=kind,
+                fim=fim,
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,

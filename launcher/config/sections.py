@@ -10,6 +10,8 @@ from typing import Literal
 import tomli_w
 import torch
 
+from data_pipeline.mixture.file import is_mixture
+from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.pack import Kind, Packing
 from longctx.config import ModelConfig
@@ -92,6 +94,14 @@ class DataSection:
     wherever a row ends; one_document gives each row one piece and padding. Validation packs by best_fit."""
     min_rest_tokens: int = 1
     """The last piece of a document longer than a row is left out where it has fewer tokens; 1 leaves out none."""
+    fim_rate: float = 0.0
+    """Share of the documents whose middle is to be filled in: prefix, suffix, then the middle. 0 is none. Needs a
+    tokenizer with ids for the three, as `tokenizer train --fim` makes. Validation fills in nothing."""
+    fim_spm_rate: float = 0.5
+    """Share of these in which the suffix stands first."""
+    fim_segment_tokens: int = 0
+    """A document longer than this is filled in by parts of so many tokens; 0: data.seq_len. With a mixture's stages,
+    the shortest of their rows."""
     balance: bool = True
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
@@ -391,7 +401,12 @@ class RunConfig:
     @property
     def packing(self) -> Packing:
         """How documents become rows; ConfigError for what does not go together."""
-        return Packing(self.data.packing, self.data.min_rest_tokens)
+        data, fim = self.data, None
+        rule = FimRule(data.fim_rate, data.fim_spm_rate, data.fim_segment_tokens)
+        # A source of a mixture may have a share of its own.
+        if data.fim_rate or is_mixture(data.train):
+            fim = rule
+        return Packing(data.packing, data.min_rest_tokens, fim)
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""

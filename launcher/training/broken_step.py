@@ -150,4 +150,7 @@ def _sample_command(config: RunConfig, order: dict[str, Any]) -> str:
         command += f" --packing {data.packing}"
     if data.min_rest_tokens != BEST_FIT.min_rest_tokens:
         command += f" --min-rest-tokens {data.min_rest_tokens}"
+    if data.fim_rate:
+        command += f" --fim-rate {data.fim_rate} --fim-spm-rate {data.fim_spm_rate}"
+        command += f" --fim-segment-tokens {data.fim_segment_tokens}"
     return command

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx.errors import DataError
 
@@ -21,6 +21,25 @@ MODEL_CONFIG = "config.json"
 
 IdOf = Callable[[str], int | None]
 """The id of a token by its text; None for one that the tokenizer does not have."""
+
+
+class FimIds(NamedTuple):
+    """The ids that stand before the three parts of a document whose middle is to be filled in."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+"""As Qwen's models and ours spell them."""
+_FIM_SPELLINGS = (
+    FIM_TOKENS,
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +55,8 @@ class SpecialIds:
     padding: int | None
     stops: tuple[int, ...]
     """Ids that end a generated text: ``end``, and the further ones that generation_config.json names."""
+    fim: FimIds | None = None
+    """Where the tokenizer has all three."""
 
 
 def special_ids(
@@ -76,7 +97,17 @@ def special_ids(
         end=own_end,
         padding=own_padding,
         stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
+        fim=_fim_ids(id_of),
     )
+
+
+def _fim_ids(id_of: IdOf) -> FimIds | None:
+    """The ids of the first spelling of which there are all three."""
+    for spelling in _FIM_SPELLINGS:
+        found = [token for token in map(id_of, spelling) if token is not None]
+        if len(found) == len(spelling):
+            return FimIds(*found)
+    return None
 
 
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:

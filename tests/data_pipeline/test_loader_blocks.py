@@ -195,7 +195,7 @@ def test_a_feed_reads_the_same_rows_ahead(shards: ShardSet, stream: torch.Tensor
     try:
         for step in range(40):
             data, _ = feed.next_step()
-            tokens = torch.cat([batch.tokens.view(-1, loader.seq_len) for batch in data.shards])
+            tokens = torch.cat([batch.unpack().tokens.view(-1, loader.seq_len) for batch in data.shards])
             assert torch.equal(tokens, stream[24 * step : 24 * step + 24, 0])
     finally:
         feed.close()

@@ -1,0 +1,63 @@
+"""``FimDocuments``: documents as they are read where some are filled in in their middle (``rows.fim``)."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from data_pipeline.rows.batches import Documents
+from data_pipeline.rows.fim import Fim
+
+
+class FimDocuments:
+    """``Documents`` of which some are filled in: each folder's by its own ``Fim``."""
+
+    def __init__(self, documents: Documents, fims: Sequence[Fim | None]) -> None:
+        assert len(fims) == len(documents.first_documents), "one for each folder"
+        self._documents, self._fims = documents, tuple(fims)
+        self.padding, self.first_documents = documents.padding, documents.first_documents
+
+    def check_files(self, documents: Iterable[int]) -> None:
+        """As the documents' own."""
+        self._documents.check_files(documents)
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """Tokens of each of these documents [n] as it is read, int64."""
+        lengths = self._documents.lengths_of(documents).copy()
+        folders = np.searchsorted(self.first_documents, documents, side="right") - 1
+        for number, fim in enumerate(self._fims):
+            own = folders == number
+            if fim is not None and own.any():
+                lengths[own] = fim.lengths(documents[own] - self.first_documents[number], lengths[own])
+        return lengths
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of a document as it is read; beyond its end there are none.
+
+        Of the document itself, only what lies in them is read.
+        """
+        folder = bisect.bisect_right(self.first_documents, index) - 1
+        fim, own = self._fims[folder], index - self.first_documents[folder]
+        if fim is None:
+            return self._documents.slice(index, start, stop)
+        length = int(self._documents.lengths_of(np.array([index]))[0])
+        read_as = int(fim.lengths(np.array([own]), np.array([length]))[0])
+        if read_as == length:
+            return self._documents.slice(index, start, stop)
+        found: list[np.ndarray] = [np.empty(0, np.int32)]
+        stop = min(stop, read_as)
+        for segment in range(start // fim.segment_tokens, -(-stop // fim.segment_tokens)):
+            at = segment * fim.segment_tokens
+            for part in fim.parts(own, length, segment):
+                size = len(part) if isinstance(part, list) else part[1] - part[0]
+                first, last = max(start - at, 0), min(stop - at, size)
+                at += size
+                if first >= last:
+                    continue
+                if isinstance(part, list):
+                    found.append(np.array(part[first:last], np.int32))
+                else:
+                    found.append(self._documents.slice(index, part[0] + first, part[0] + last))
+        return np.concatenate(found)

@@ -1,0 +1,169 @@
+"""Fill in the middle: some documents are read as prefix, suffix, middle, so that a model learns to fill a gap.
+
+"Efficient Training of Language Models to Fill in the Middle" (Bavarian et al., 2022, arXiv 2207.14255). A document that
+is drawn is one of some more tokens for plans and rows alike, so nothing is cut off and no token is lost:
+
+    begin <prefix> P <suffix> S <middle> M end              PSM
+    begin <prefix> <suffix> S <middle> P M end              SPM
+
+Where P, M, S are the document's text, cut at two places. A document longer than a row is first cut into segments that
+each fill one, for a gap in one row would be filled from another. Which documents, where, and how are functions of
+(seed, document): the same in every epoch, for any ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.shuffle import fall_below, falls_below, key64
+from longctx.errors import ConfigError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.special import FimIds
+
+MIN_BODY = 16
+"""Tokens between begin and end of a document, at least: what is shorter has no middle worth the name."""
+
+# Salts; ``rows.pack``, ``rows.blocks`` and ``rows.upsample`` have the others.
+_DOCUMENTS, _CUTS, _SPM = 101, 102, 103
+
+
+@dataclass(frozen=True)
+class FimRule:
+    """How much of a corpus is filled in."""
+
+    rate: float
+    """Share of the documents."""
+    spm_rate: float = 0.5
+    """Share of these that are read as SPM."""
+    segment_tokens: int = 0
+    """Longer documents are filled in by segments of so many tokens; 0: the run's row."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("fim_rate", self.rate), ("fim_spm_rate", self.spm_rate)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"data.{name}={value} must be a share from 0 to 1. The paper has 0.5.")
+        if self.segment_tokens < 0:
+            raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0, which is a row's.")
+
+    def __str__(self) -> str:
+        """As a loader's state has it."""
+        return f"{self.rate:g} filled in, {self.spm_rate:g} as SPM, segments of {self.segment_tokens}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fim:
+    """A rule, for the documents of one folder."""
+
+    rule: FimRule
+    seed: int
+    segment_tokens: int
+    ids: FimIds
+    begin: int | None
+    end: int | None
+
+    @classmethod
+    def of(cls, rule: FimRule, tokenizer: Tokenizer, *, seed: int, seq_len: int) -> Fim:
+        """ConfigError for a tokenizer without the three ids, and for segments that nothing fits in."""
+        ids = tokenizer.special.fim
+        if ids is None:
+            raise ConfigError(
+                f"data.fim_rate={rule.rate:g} needs a tokenizer with ids for prefix, suffix and middle; "
+                f"{tokenizer.path} has none.\nTrain one with `longctx tokenizer train --fim`, or set data.fim_rate=0."
+            )
+        fim = cls(
+            rule=rule,
+            seed=seed,
+            segment_tokens=rule.segment_tokens or seq_len,
+            ids=ids,
+            begin=tokenizer.document_begin,
+            end=tokenizer.document_end,
+        )
+        least = MIN_BODY + fim._begins + fim._overhead
+        if fim.segment_tokens < least:
+            raise ConfigError(
+                f"data.fim_segment_tokens={fim.segment_tokens} leaves no room for a text beside its marks. Try {least} "
+                "or more, or 0 for the row's."
+            )
+        return fim
+
+    @property
+    def _begins(self) -> int:
+        """Tokens before a document's text."""
+        return int(self.begin is not None)
+
+    @property
+    def _ends(self) -> int:
+        """Tokens behind it; every segment has them, so that a model learns where a middle ends."""
+        return int(self.end is not None)
+
+    @property
+    def _overhead(self) -> int:
+        """Tokens of a segment that are no text, without the document's begin."""
+        return len(self.ids) + self._ends
+
+    def lengths(self, documents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of each document as it is read, from those that it has: int64 [n]."""
+        body = lengths - self._begins - self._ends
+        segments = self._segments(body)
+        grown = lengths + len(self.ids) * segments + self._ends * (segments - 1)
+        return np.where((body >= MIN_BODY) & self._draws(documents), grown, lengths)
+
+    def parts(self, document: int, length: int, segment: int) -> Iterator[list[int] | tuple[int, int]]:
+        """Yield what a segment of a document is made of: ids, or first token and end of a stretch of the document."""
+        first_text = self.segment_tokens - self._begins - self._overhead
+        start = 0
+        if segment:
+            start = first_text + (segment - 1) * (self.segment_tokens - self._overhead)
+        stop = first_text + segment * (self.segment_tokens - self._overhead)
+        text = min(stop, length - self._begins - self._ends) - start
+        key = key64(document, self.seed, _CUTS, segment)
+        cuts = sorted((key % (text + 1), (key >> 32) % (text + 1)))
+        # Behind the document's begin.
+        at = self._begins + start
+        prefix, middle, suffix = (at, at + cuts[0]), (at + cuts[0], at + cuts[1]), (at + cuts[1], at + text)
+        head = [self.ids.prefix]
+        if self.begin is not None and segment == 0:
+            head.insert(0, self.begin)
+        if falls_below(document, self.rule.spm_rate, self.seed, _SPM, segment):
+            yield [*head, self.ids.suffix]
+            yield suffix
+            yield [self.ids.middle]
+            yield prefix
+        else:
+            yield head
+            yield prefix
+            yield [self.ids.suffix]
+            yield suffix
+            yield [self.ids.middle]
+        yield middle
+        if self.end is not None:
+            yield [self.end]
+
+    def _segments(self, body: np.ndarray) -> np.ndarray:
+        """Segments of documents with so many tokens of text."""
+        behind_first = body - (self.segment_tokens - self._begins - self._overhead)
+        return 1 + np.maximum(0, -(-behind_first // (self.segment_tokens - self._overhead)))
+
+    def _draws(self, documents: np.ndarray) -> np.ndarray:
+        """Which documents are drawn."""
+        # A share of 1 is no number below 2^64.
+        if self.rule.rate >= 1:
+            return np.ones(len(documents), bool)
+        return fall_below(documents, self.rule.rate, self.seed, _DOCUMENTS)
+
+
+def fim_of(rule: FimRule | None, tokenizer: Callable[[], Tokenizer], *, seed: int, seq_len: int) -> Fim | None:
+    """What a rule means for a folder; None where it fills in nothing, and then the tokenizer is not loaded."""
+    if rule is None or not rule.rate:
+        return None
+    return Fim.of(rule, tokenizer(), seed=seed, seq_len=seq_len)
+
+
+def rule_of(fim: Fim | None) -> str | None:
+    """The rule as a loader's state has it; None where nothing is filled in."""
+    if fim is None:
+        return None
+    return str(fim.rule)
