@@ -139,7 +139,7 @@ class CompactBatch:
         bounds, ends = self.documents.bounds, self.ends.tolist()
         counting = torch.arange(self.documents.longest)
         local = 0
-        for span in (Span(*row) for row in self.spans.tolist()):
+        for span in map(Span._make, self.spans.tolist()):
             start, count, step, at = span
             tokens[local : local + count] = self.ids[at : at + count]
             behind = at + span.following

@@ -67,6 +67,9 @@ def of_slices(result: dict[str, Any]) -> Lines:
 
 def _share_of(sliced: dict[str, Any], which: str, share: float) -> str:
     part, whole = (sliced[f"{of}_{which}_bytes"] / _MIB for of in ("slice", "row"))
+    if not share:
+        # A small corpus: with the plan all of it was compared.
+        return f"{part:.2f} of {whole:.2f} MiB"
     return f"{part:.2f} of {whole:.2f} MiB: 1 / {1 / share:.1f}"
 
 
