@@ -150,11 +150,12 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
         waited, own = [], []
         main = threading.get_native_id()
         for _ in range(steps):
-            loading = _seconds_without_core(others=main)
+            before = _seconds_without_core()
             _compute(COMPUTED_SECONDS)
-            waiting = _seconds_without_core(main)
+            # The main thread is waited with, not for: only what it lost while it waited counts.
+            before[main] = _seconds_without_core()[main]
             seconds = feed.next_step()[1]
-            lost = _seconds_without_core(others=main) - loading + _seconds_without_core(main) - waiting
+            lost = sum(lost - before.get(thread, 0.0) for thread, lost in _seconds_without_core().items())
             waited.append(seconds)
             own.append(max(0.0, seconds - lost))
     finally:
@@ -170,13 +171,16 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
     }
 
 
-def _seconds_without_core(thread: int | None = None, *, others: int | None = None) -> float:
-    """How long one thread was ready to run and had no core; or all of Python's threads but one."""
-    threads = [thread]
-    if thread is None:
-        threads = [of.native_id for of in threading.enumerate() if of.native_id != others]
-    delays = (Path(f"/proc/self/task/{of}/schedstat") for of in threads)
-    return sum(int(path.read_text().split()[1]) for path in delays if path.exists()) / 1e9
+def _seconds_without_core() -> dict[int, float]:
+    """How long each thread of Python's was ready to run and had no core so far, by its number."""
+    found = {}
+    for thread in threading.enumerate():
+        path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        try:
+            found[thread.native_id] = int(path.read_text().split()[1]) / 1e9
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
 
 
 def _compute(seconds: float) -> None:
