@@ -212,9 +212,18 @@ class Loader:
 
         The same to the bit as ``next`` and a split behind it.
         """
-        rows = self._next_rows()
-        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
+        taken = self._read(self._next_rows(), place)
         self._advance()
+        return taken
+
+    def claim(self) -> Callable[[Place], Taken]:
+        """What reads the next micro-batch, in any thread: the loader goes on to the one behind it."""
+        rows = self._next_rows()
+        self._advance()
+        return partial(self._read, rows)
+
+    def _read(self, rows: Sequence[tuple[int, Pieces]], place: Place) -> Taken:
+        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
         return Taken(share, documents, tuple(number for number, _ in rows))
 
     @property
