@@ -30,6 +30,7 @@ from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import Location
 from longctx.batch import Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ from longctx.errors import ConfigError, DataError
 Cost = Callable[[Sequence[int]], int]
 """The work that a row of documents of these lengths is, in any unit."""
 
-Open = Callable[[str | Path], ShardSet]
+Open = Callable[[str | Location], ShardSet]
 """Opens a shard folder; ``DataError`` where it cannot be read."""
 
 
@@ -412,7 +413,7 @@ def _opener(*, verify: bool) -> Open:
     return partial(ShardSet.open, verify=False)
 
 
-def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:
+def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
     """The shard folder; ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):
