@@ -38,6 +38,7 @@ _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_END = 10.0
 _SECONDS_BETWEEN_COMPLAINTS = 60.0
+_REASON_CHARACTERS = 240
 
 
 @contextlib.contextmanager
@@ -56,7 +57,7 @@ def open_cluster(address: str | None = None, *, say: Callable[[str], None] = log
         nodes = _nodes(ray)
         cpus = sum(node["Resources"].get("CPU", 0) for node in nodes)
         where = ray.get_runtime_context().gcs_address
-        say(f"Ray cluster at {where}: {cpus:g} CPUs, {len(nodes)} of its nodes have any")
+        say(f"Ray cluster at {where} (CPUs: {cpus:g}, nodes that have any: {len(nodes)})")
         yield RayEngine(ray)
     finally:
         if ours:
@@ -159,11 +160,15 @@ class RayEngine:
         for ref, node in asked.items():
             try:
                 problem = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                last = str(error).strip().splitlines()[-1]
+            except ray.exceptions.RayTaskError as error:
+                reason = _reason(error.cause)
                 raise ClusterError(
-                    f"{_name(node)} cannot run longctx ({last}).\nInstall the same release there as here."
+                    f"{_name(node)} cannot run longctx ({reason}).\nInstall the same release there as here."
                 ) from error
+            except ray.exceptions.RayError as error:
+                # It gets no part: its worker, if it ever starts one, is asked the same.
+                logger.warning("%s was lost before it was asked anything (%s)", _name(node), _reason(error))
+                continue
             if problem is None and not look.is_answered(node["NodeID"]):
                 problem = f"sees another {look.folder} than this machine.\n{SHARED}"
             if problem is not None:
@@ -229,15 +234,21 @@ class _Shift:
             worker.remove_attempt()
         self._team.clear()
 
-    def _recruit(self) -> int:
-        """Have as many workers as there is work for; how many there are."""
-        busy = sum(worker.order is not None for worker in self._team)
-        wanted = min(self._workers, len(self._pending) + busy)
+    def _recruit(self) -> bool:
+        """Have as many workers as there is work for; whether there is any."""
+        busy = [worker for worker in self._team if worker.order is not None]
+        wanted = min(self._workers, len(self._pending) + len(busy))
         while len(self._team) < wanted:
             # Those that find no CPU wait for one: a cluster may grow.
             handle = self._kind.remote(self._setup)
             self._team.append(_Worker(self._ray, handle, self._look, f"worker-{next(self._numbers)}"))
-        return len(self._team)
+        if len(self._team) > wanted:
+            # Nothing is left for those that wait still, perhaps for ever.
+            for worker in self._team:
+                if worker.order is None:
+                    worker.dismiss()
+            self._team = busy
+        return wanted > 0
 
     def _ready(self) -> list[_Worker]:
         """The workers that have something to say; none after a second in which none has."""
@@ -304,11 +315,13 @@ class _Shift:
         self._pending.appendleft(order)
 
 
-def _reason(error: Exception) -> str:
-    """The gist of what Ray says of a lost worker, on one line."""
-    words = " ".join(str(error).split())
-    if len(words) > 200:
-        return words[:200] + " …"
+def _reason(error: BaseException) -> str:
+    """The gist of what Ray says of something lost, on one line."""
+    # Lines that are indented name the actor by its numbers.
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    words = " ".join(f"{type(error).__name__}: {' '.join(lines)}".split())
+    if len(words) > _REASON_CHARACTERS:
+        return f"{words[:_REASON_CHARACTERS]} …"
     return words
 
 
