@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from data_pipeline.prepare.parts import node
-from data_pipeline.prepare.parts.cluster import open_cluster
+from data_pipeline.prepare.parts.cluster import _sweep, _Worker, open_cluster
 from data_pipeline.prepare.parts.deal import Part, deal_parts
 from data_pipeline.prepare.parts.node import Look, NodeWorker, library_versions
 from data_pipeline.prepare.parts.order import Advanced, Failed, Order, Setup
@@ -90,6 +90,29 @@ class TestNodeWorker:
             report.at("process 7 on a").raise_here(part)
         with pytest.raises(RuntimeError, match="failed in its worker"):
             Failed.of(ZeroDivisionError()).at("process 7 on a").raise_here(part)
+
+
+def test_each_attempt_at_a_part_has_a_folder_of_its_own(look: Look, source: Source, tmp_path: Path):
+    """A worker that was taken for lost writes on, while another one makes the same part."""
+    sent: list[Order] = []
+    carry_out = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=sent.append))
+    handle = SimpleNamespace(look=SimpleNamespace(remote=lambda *arguments: None), carry_out=carry_out)
+    order = Order(part=deal_parts(source.pieces(), 1 << 30)[0], folder=tmp_path / "parts" / "00003")
+    workers = [_Worker(None, handle, look, name) for name in "ab"]
+    for worker in workers:
+        worker.begin(order)
+    late, other = (attempt.folder for attempt in sent)
+    for folder in (late, other):
+        folder.mkdir(parents=True)
+        (folder / "shard").write_text("half")
+    (other / "shard").write_text("whole")
+    workers[1].deliver()
+    (late / "shard").write_text("half again")
+    assert content(order.folder) == {"shard": b"whole"}
+    # As a build that goes on after a kill does.
+    _sweep([order])
+    assert [path.name for path in order.folder.parent.iterdir()] == ["00003"]
+    assert not late.exists()
 
 
 class TestRefused:
