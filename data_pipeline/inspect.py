@@ -277,7 +277,7 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
     raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 
-def verify(folder: str | Path) -> list[str]:
+def verify(folder: str | Location) -> list[str]:
     """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
 
     Of a mixture's file: with those of all its sources.

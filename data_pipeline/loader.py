@@ -30,6 +30,7 @@ from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import Location
 from longctx.batch import Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ from longctx.errors import ConfigError, DataError
 Cost = Callable[[Sequence[int]], int]
 """The work that a row of documents of these lengths is, in any unit."""
 
-Open = Callable[[str | Path], ShardSet]
+Open = Callable[[str | Location], ShardSet]
 """Opens a shard folder; ``DataError`` where it cannot be read."""
 
 
@@ -212,9 +213,18 @@ class Loader:
 
         The same to the bit as ``next`` and a split behind it.
         """
-        rows = self._next_rows()
-        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
+        taken = self._read(self._next_rows(), place)
         self._advance()
+        return taken
+
+    def claim(self) -> Callable[[Place], Taken]:
+        """What reads the next micro-batch, in any thread: the loader goes on to the one behind it."""
+        rows = self._next_rows()
+        self._advance()
+        return partial(self._read, rows)
+
+    def _read(self, rows: Sequence[tuple[int, Pieces]], place: Place) -> Taken:
+        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
         return Taken(share, documents, tuple(number for number, _ in rows))
 
     @property
@@ -403,7 +413,7 @@ def _opener(*, verify: bool) -> Open:
     return partial(ShardSet.open, verify=False)
 
 
-def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:
+def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
     """The shard folder; ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):

@@ -2,7 +2,7 @@
 
     [[sources]]
     name = "web"
-    path = "data/web"          # a shard folder; beside this file, unless it is absolute
+    path = "data/web"          # a shard folder; beside this file, unless it is absolute, or a URL (s3://, gs://)
     weight = 66
 
     [[sources]]
@@ -36,6 +36,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
+from data_pipeline.stores.urls import Location, below, is_url, locate
 from longctx.errors import ConfigError
 
 MIXTURE_SUFFIX = ".toml"
@@ -49,6 +50,7 @@ class Source:
 
     name: str
     path: str
+    """Its folder, or the URL of one (s3://, gs://)."""
     weight: float | None = None
     """Its share of the tokens, beside those of the others; None: as many as it has."""
     epochs: int | None = None
@@ -122,9 +124,9 @@ class Mixture:
         if problem is not None:
             raise ConfigError(f"{path}: {problem}")
 
-    def folders(self, beside: Path) -> list[Path]:
+    def folders(self, beside: Path) -> list[Location]:
         """The sources' shard folders. ``beside`` is the folder that relative paths count from."""
-        return [beside / source.path for source in self.sources]
+        return [_place(beside, source.path) for source in self.sources]
 
     def held_out(self, beside: Path) -> Mixture:
         """The folders of held-out documents within the sources' own, once each, in the shares of the beginning.
@@ -132,9 +134,9 @@ class Mixture:
         ``beside`` is the folder that relative paths count from. There may be none.
         """
         sources = [
-            Source(name=source.name, path=f"{source.path}/{VALIDATION_FOLDER}", weight=source.weight, epochs=1)
+            Source(name=source.name, path=below(source.path, VALIDATION_FOLDER), weight=source.weight, epochs=1)
             for source in self.sources
-            if source.weight != 0 and (beside / source.path / VALIDATION_FOLDER).is_dir()
+            if source.weight != 0 and (_place(beside, source.path) / VALIDATION_FOLDER).is_dir()
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
@@ -186,6 +188,13 @@ class Mixture:
                     f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a "
                     f"stage are laid end to end in one of the run's. Try {nearest}."
                 )
+
+
+def _place(beside: Path, path: str) -> Location:
+    """A source's folder; DataError for a URL that names none."""
+    if is_url(path):
+        return locate(path)
+    return beside / path
 
 
 _KEYS = (

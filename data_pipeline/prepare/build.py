@@ -19,9 +19,10 @@ from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
 from data_pipeline.prepare.parts.assemble import assemble
 from data_pipeline.prepare.parts.compare import find_duplicates
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
-from data_pipeline.prepare.parts.pool import encode_parts, usable_cores
+from data_pipeline.prepare.parts.engine import Crew, Engine
+from data_pipeline.prepare.parts.pool import LocalEngine, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
-from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
+from data_pipeline.prepare.parts.staging import open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
@@ -99,6 +100,7 @@ def build_shards(
     exact: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
+    engine: Engine | None = None,
     duplicates: DuplicateRule | None = None,
     comparing: Progress | None = None,
     progress: Progress | None = None,
@@ -111,7 +113,8 @@ def build_shards(
     and with ``exact`` it is an error. A folder that was built from the same source, tokenizer and options is left as it
     is; another one is an error unless ``overwrite``.
 
-    ``workers`` processes (all cores unless given) encode the source part by part. The folder appears when it is
+    ``workers`` processes (all cores unless given) encode the source part by part, on this machine or where ``engine``
+    has them (``parts.cluster.open_cluster``). The folder appears when it is
     complete, or not at all, and its bytes depend neither on ``workers`` nor on kills: a build that was killed goes on
     from its finished parts when it is started again. ``progress`` is told documents and bytes of text so far, and
     ``say`` what a user should know beside it. The folder of a store is built in the cache folder and then sent, its
@@ -121,8 +124,6 @@ def build_shards(
     side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
     """
     output = locate(output)
-    if workers is None:
-        workers = usable_cores()
     _check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
     _say_cut(source, say)
@@ -132,7 +133,7 @@ def build_shards(
     if isinstance(output, ObjectPath):
         settings = {"exact": exact, "workers": workers, "duplicates": duplicates, "comparing": comparing}
         settings |= {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
-        settings |= {"progress": progress, "say": say}
+        settings |= {"engine": engine, "progress": progress, "say": say}
         recipe = {"sources": sources, "tokenizer": tokenizer, "options": options}
         return _build_for_store(source, tokenizer, output, overwrite=overwrite, recipe=recipe, settings=settings)
     if _is_occupied(output, overwrite=overwrite):
@@ -150,15 +151,8 @@ def build_shards(
     made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     recipe = made_from | {"parts": hash_parts(parts)}
     with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
-        build = _Build(
-            source=source,
-            tokenizer=tokenizer,
-            parts=parts,
-            staging=staging,
-            job=job,
-            workers=workers,
-            progress=progress,
-        )
+        crew = Crew(engine=engine or LocalEngine(), staging=staging, job=job, tokenizer=tokenizer, workers=workers)
+        build = _Build(source=source, parts=parts, crew=crew, progress=progress)
         build.compare(comparing, say)
         found = build.find_finished(say)
         build.encode_rest()
@@ -212,11 +206,8 @@ class _Build:
     """One build in its staging folder."""
 
     source: Source
-    tokenizer: Tokenizer
     parts: list[Part]
-    staging: Staging
-    job: Job
-    workers: int
+    crew: Crew
     progress: Progress | None
     outcome: Outcome | None = None
     """What was found of duplicates; None where nobody looks for them."""
@@ -225,7 +216,7 @@ class _Build:
 
     def compare(self, progress: Progress | None, say: Callable[[str], None]) -> None:
         """Find duplicates, if anybody wants to know."""
-        if not self.job.duplicates.finds:
+        if not self.crew.job.duplicates.finds:
             return
 
         def advance(documents: int, text_bytes: int, bytes_read: int) -> None:
@@ -235,10 +226,7 @@ class _Build:
 
         self.outcome = find_duplicates(
             self.parts,
-            self.staging,
-            job=self.job,
-            tokenizer=self.tokenizer,
-            workers=self.workers,
+            self.crew,
             advance=advance,
             say=say,
         )
@@ -246,7 +234,7 @@ class _Build:
 
     def find_finished(self, say: Callable[[str], None]) -> int:
         """Take the parts that an earlier build has finished, once every byte of them is checked; how many."""
-        self.records, damaged = self.staging.finished(len(self.parts))
+        self.records, damaged = self.crew.staging.finished(len(self.parts))
         if self.records:
             say(f"going on: {len(self.records)} of {len(self.parts)} parts are there")
         for path in damaged:
@@ -274,12 +262,8 @@ class _Build:
         # Where the display begins: the rate is that of this build alone.
         if self.records:
             advance(0, 0, 0)
-        encode_parts(
+        self.crew.encode(
             [part for part in self.parts if part.number not in self.records],
-            self.staging,
-            job=self.job,
-            tokenizer=self.tokenizer,
-            workers=self.workers,
             advance=advance,
             finished=finished,
             decisions=self._decisions(),
@@ -291,7 +275,7 @@ class _Build:
         if self.outcome is None:
             return {}
         counts = self.outcome.documents
-        paths = [self.staging.decisions / part_file(part.number) for part in self.parts]
+        paths = [self.crew.staging.decisions / part_file(part.number) for part in self.parts]
         return {number: PartDecision(path, counts[number]) for number, path in enumerate(paths)}
 
     def put_together(self, sources: list[dict[str, Any]], options: dict[str, Any], *, exact: bool) -> list[Difference]:
@@ -300,18 +284,18 @@ class _Build:
         differences = [difference for record in records for difference in record.differences]
         # Parts that a build without --exact has finished.
         if exact and differences:
-            raise DataError(explain_inexact(differences[0], self.tokenizer))
+            raise DataError(explain_inexact(differences[0], self.crew.tokenizer))
         left_out = LeftOut(self.source.not_listed)
         for record in records:
             left_out.merge(record.skipped, record.examples)
         self.source.left_out = left_out
         _check_splits(records, self.source, options)
         assemble(
-            self.staging,
+            self.crew.staging,
             records,
             not_listed=self.source.not_listed,
             skipped=self.source.skipped,
-            tokenizer=self.tokenizer,
+            tokenizer=self.crew.tokenizer,
             sources=sources,
             options=options,
             outcome=self.outcome,
@@ -319,13 +303,13 @@ class _Build:
         return differences[:SHOWN_DIFFERENCES]
 
 
-def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int) -> None:
+def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int | None) -> None:
     """Raise ``DataError`` for an option that is out of its range."""
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
-    if workers < 1:
+    if workers is not None and workers < 1:
         raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
 
 

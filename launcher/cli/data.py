@@ -23,6 +23,7 @@ from launcher.cli.console import (
 )
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
 from launcher.cli.duplicates import Duplicates, duplicate_lines
+from launcher.cli.workers import Workers
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
 _KEEP = Duplicates()
+_ALL_CORES = Workers()
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
@@ -45,7 +47,7 @@ def build(
     shard_tokens: int | None = None,
     exact: bool = False,
     overwrite: bool = False,
-    workers: int | None = None,
+    crew: OmitArgPrefixes[Workers] = _ALL_CORES,
     duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
     json: Json = False,
 ) -> None:
@@ -62,7 +64,7 @@ def build(
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
         overwrite: Replace a shard folder built from other things.
-        workers: Cores to use, all unless given; each takes about 0.5 GB. The result does not depend on it.
+        crew: Who does the work.
         duplicates: What to do about texts that stand in the corpus more than once.
     """
     from data_pipeline.prepare.build import build_shards
@@ -74,32 +76,34 @@ def build(
     source = corpus.open()
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
-    # The files are hashed first, and of a large corpus that takes minutes.
-    with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
-        source.fingerprint(progress=update)
-    # Duplicates are looked for in a pass of its own, before the one that encodes.
-    passed = 0
-    if rule.finds:
-        passed = source.num_bytes
-    with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
-        report = build_shards(
-            source,
-            loaded,
-            output,
-            validation_fraction=validation_fraction,
-            shard_tokens=shard_tokens,
-            exact=exact,
-            overwrite=overwrite,
-            workers=workers,
-            say=note,
-            duplicates=rule,
-            comparing=lambda documents, text_bytes: update(
-                source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
-            ),
-            progress=lambda documents, text_bytes: update(
-                passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
-            ),
-        )
+    with crew.hired() as engine:
+        # The files are hashed first, and of a large corpus that takes minutes.
+        with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
+            source.fingerprint(progress=update)
+        # Duplicates are looked for in a pass of its own, before the one that encodes.
+        passed = 0
+        if rule.finds:
+            passed = source.num_bytes
+        with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
+            report = build_shards(
+                source,
+                loaded,
+                output,
+                validation_fraction=validation_fraction,
+                shard_tokens=shard_tokens,
+                exact=exact,
+                overwrite=overwrite,
+                workers=crew.workers,
+                engine=engine,
+                say=note,
+                duplicates=rule,
+                comparing=lambda documents, text_bytes: update(
+                    source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
+                ),
+                progress=lambda documents, text_bytes: update(
+                    passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
+                ),
+            )
     if json:
         say_json(_build_json(report))
     else:

@@ -106,6 +106,8 @@ def _check_ranges(config: RunConfig) -> None:
         "data.seq_len": (config.data.seq_len, 1),
         "train.steps": (config.train.steps, 1),
         "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
+        "data.prefetch_steps": (config.data.prefetch_steps, 0),
+        "data.workers": (config.data.workers, 1),
         "train.stop_after": (config.train.stop_after, 0),
         "train.warmup_steps": (config.train.warmup_steps, 0),
         "train.clip_norm": (config.train.clip_norm, 0),

@@ -106,6 +106,10 @@ class DataSection:
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
     """
+    prefetch_steps: int = 1
+    """Steps that are read ahead while others are computed; 0: each step waits for its own reading."""
+    workers: int = 1
+    """Threads that read the micro-batches of a step. More of them help where storage answers late."""
     verify: Literal["read", "start", "off"] = "read"
     """When shards are checked against their checksums: read checks what is read, as it is read; start reads all before
     the first step as well, each once unless its size, times or inode change, divided among ranks; off none."""

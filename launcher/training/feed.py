@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +34,8 @@ class StepLoader(Protocol):
         """Tokens of all completed steps."""
         ...
 
-    def take(self, place: Place) -> Taken:
-        """This rank's part of the next micro-batch."""
+    def claim(self) -> Callable[[Place], Taken]:
+        """What reads this rank's part of the next micro-batch, in any thread."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,11 +86,16 @@ class StepFeed:
         *,
         num_steps: int,
         device: torch.device,
+        prefetch_steps: int = 1,
+        workers: int = 1,
         measure: bool = False,
     ) -> None:
         """``place`` says which tokens are this rank's: no others are read.
 
         For a GPU they lie in page-locked memory, which it copies from while it computes.
+
+        ``prefetch_steps`` are read ahead; without any there is no thread, and each step waits for its own reading.
+        ``workers`` threads read the micro-batches of a step. What is given is the same in any case.
 
         With ``measure`` a step says how its micro-batches lie on their ranks (``StepData.degrees``).
         """
@@ -96,8 +103,10 @@ class StepFeed:
         self._loader, self._place, self._device = loader, place, device
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
-        # One step ahead: a second would only take memory.
-        self._room = threading.Semaphore(1)
+        self._room = threading.Semaphore(prefetch_steps)
+        self._prefetches = prefetch_steps > 0
+        self._num_workers = workers
+        self._workers: ThreadPool | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._last: StepData | None = None
@@ -118,7 +127,7 @@ class StepFeed:
     def next_step(self) -> tuple[StepData, float]:
         """The next step's data, and the seconds that it was waited for; raises what preparing it raised."""
         started = time.perf_counter()
-        if self._given >= self._num_steps:
+        if self._given >= self._num_steps or not self._prefetches:
             step: StepData | _Failure = self._prepare()
         else:
             self._start()
@@ -140,6 +149,8 @@ class StepFeed:
         self._room.release()
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)
+        if self._workers is not None:
+            self._workers.terminate()
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -152,11 +163,7 @@ class StepFeed:
 
     def _run(self, threads: int) -> None:
         """Prepare all steps, each once there is room for it."""
-        # PyTorch would give a new thread all of the machine's cores, which its ranks share.
-        torch.set_num_threads(threads)
-        # Its GPU would be the first one, whose memory every rank's thread would take a context of.
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._begin_thread(threads)
         try:
             for _ in range(self._num_steps):
                 self._room.acquire()
@@ -166,20 +173,24 @@ class StepFeed:
         except BaseException as error:  # whatever it is, the main thread raises it
             self._ready.put(_Failure(error))
 
+    def _begin_thread(self, threads: int) -> None:
+        # PyTorch would give a new thread all of the machine's cores, which its ranks share.
+        torch.set_num_threads(threads)
+        # Its GPU would be the first one, whose memory every rank's thread would take a context of.
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def _prepare(self) -> StepData:
         """Read this rank's part of a step's rows."""
         loader = self._loader
         order = loader.state_dict()
         lengths, rows, shards, degrees = [], [], [], []
-        for _ in range(loader.micro_batches_per_step):
-            taken = loader.take(self._place)
+        for taken in self._read([loader.claim() for _ in range(loader.micro_batches_per_step)]):
             shard = taken.share
             lengths.append(taken.documents.lengths)
             rows.append(taken.rows)
             if self._measure:
                 degrees.append(degrees_of(shard.placement, shard.documents.bounds, taken.documents.num_documents))
-            if self._device.type == "cuda":
-                shard = shard.pinned()
             shards.append(shard)
         return StepData(
             order=order,
@@ -191,3 +202,18 @@ class StepFeed:
             own_counts=(sum(shard.num_targets for shard in shards), sum(shard.num_tokens for shard in shards)),
             degrees=degrees,
         )
+
+    def _read(self, claims: Sequence[Callable[[Place], Taken]]) -> Iterator[Taken]:
+        """Yield what was claimed, in its order, whoever reads it."""
+        if self._num_workers == 1:
+            return map(self._read_one, claims)
+        if self._workers is None:
+            # Not an executor's threads, which a process waits for as it ends, on a disk that hangs too.
+            self._workers = ThreadPool(self._num_workers, self._begin_thread, (torch.get_num_threads(),))
+        return self._workers.imap(self._read_one, claims)
+
+    def _read_one(self, claim: Callable[[Place], Taken]) -> Taken:
+        taken = claim(self._place)
+        if self._device.type == "cuda":
+            taken = replace(taken, share=taken.share.pinned())
+        return taken

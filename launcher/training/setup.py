@@ -107,6 +107,8 @@ class Run:
             self.place,
             num_steps=max(0, self.config.last_step - self.progress.step),
             device=self.device,
+            prefetch_steps=self.config.data.prefetch_steps,
+            workers=self.config.data.workers,
             measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
         )
 

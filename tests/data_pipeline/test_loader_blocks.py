@@ -189,17 +189,27 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
     assert [threads[block] for block in (1, 2)] == ["longctx-plan"] * 2
 
 
-def test_a_feed_reads_the_same_rows_ahead(shards: ShardSet, stream: torch.Tensor):
-    (loader,) = loaders(shards)
-    feed = StepFeed(loader, all_of_it, num_steps=40, device=torch.device("cpu"))
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("workers", "prefetch_steps"), [(1, 0), (4, 0), (1, 1), (4, 1), (4, 3)])
+def test_feeds_give_one_stream_whoever_reads_it(shards: ShardSet, stream, degree, workers, prefetch_steps):
+    ranks = loaders(shards, degree=degree)
+    options = {"workers": workers, "prefetch_steps": prefetch_steps, "num_steps": 12, "device": torch.device("cpu")}
+    feeds = [StepFeed(rank, all_of_it, **options) for rank in ranks]
     try:
-        for step in range(40):
-            data, _ = feed.next_step()
-            tokens = torch.cat([batch.unpack().tokens.view(-1, loader.seq_len) for batch in data.shards])
-            assert torch.equal(tokens, stream[24 * step : 24 * step + 24, 0])
+        for step in range(12):
+            given = [feed.next_step()[0] for feed in feeds]
+            found = []
+            for micro_batch in range(len(given[0].shards)):
+                for data in given:
+                    batch = data.shards[micro_batch].unpack()
+                    columns = torch.stack([batch.tokens, batch.targets, batch.positions], dim=1)
+                    found.append(columns.view(3, -1, SEQ_LEN).transpose(0, 1))
+            assert torch.equal(torch.cat(found), stream[24 * step : 24 * step + 24])
+            assert all(data.after == given[0].after for data in given)
     finally:
-        feed.close()
-    assert feed.state_dict() == loader.state_dict()
+        for feed in feeds:
+            feed.close()
+    assert feeds[0].state_dict() == ranks[0].state_dict()
 
 
 class TestStates:

@@ -11,29 +11,19 @@ from data_pipeline.prepare.duplicates.decide import decide
 from data_pipeline.prepare.duplicates.outcome import Outcome, save_outcome
 from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord
 from data_pipeline.prepare.parts.deal import Part
-from data_pipeline.prepare.parts.pool import sign_parts
-from data_pipeline.prepare.parts.staging import Staging
-from data_pipeline.prepare.parts.work import Advance, Job
-from longctx.tokenizer.contract import Tokenizer
+from data_pipeline.prepare.parts.engine import Crew
+from data_pipeline.prepare.parts.work import Advance
 
 logger = logging.getLogger(__name__)
 
 
-def find_duplicates(
-    parts: Sequence[Part],
-    staging: Staging,
-    *,
-    job: Job,
-    tokenizer: Tokenizer,
-    workers: int,
-    advance: Advance,
-    say: Callable[[str], None],
-) -> Outcome:
+def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say: Callable[[str], None]) -> Outcome:
     """What becomes of every document of ``parts``: read where an earlier build has decided it, else found out.
 
     ``advance`` is told the sums over all parts. Nothing depends on the number of workers: parts are hashed each by
     itself, and one process decides.
     """
+    staging, job = crew.staging, crew.job
     outcome = Outcome.load(staging.decisions)
     if outcome is not None:
         # Left by a build that was killed while it removed them.
@@ -48,12 +38,8 @@ def find_duplicates(
     if records:
         say(f"going on: the texts of {len(records)} of {len(parts)} parts are hashed")
     signing = _Signing(parts, records, advance)
-    sign_parts(
+    crew.sign(
         [part for part in parts if part.number not in records],
-        staging,
-        job=job,
-        tokenizer=tokenizer,
-        workers=workers,
         advance=signing.in_work,
         finished=signing.finished,
     )

@@ -6,23 +6,19 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Pipe, wait
-from typing import Any
 
-from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.signed import SignedRecord
 from data_pipeline.prepare.parts.deal import Part
+from data_pipeline.prepare.parts.engine import Crew, OnPart
+from data_pipeline.prepare.parts.order import NOTHING, Advanced, Failed, Order, Report, Setup, carry_out, sum_of
 from data_pipeline.prepare.parts.record import PartRecord
-from data_pipeline.prepare.parts.sign import sign_part
 from data_pipeline.prepare.parts.staging import KEPT, Staging
-from data_pipeline.prepare.parts.work import Advance, Job, encode_part
-from data_pipeline.prepare.parts.worker import Advanced, Failed, Order, Report, Setup, command
+from data_pipeline.prepare.parts.work import Advance
+from data_pipeline.prepare.parts.worker import command
 from longctx.errors import ClusterError
 from longctx.tokenizer.contract import Tokenizer
-
-OnPart = Callable[[Part, Any], None]
-"""A function that takes a part that is done and its record."""
 
 
 def usable_cores() -> int:
@@ -33,103 +29,47 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def encode_parts(
-    parts: Sequence[Part],
-    staging: Staging,
-    *,
-    job: Job,
-    tokenizer: Tokenizer,
-    workers: int,
-    advance: Advance,
-    finished: OnPart,
-    decisions: Mapping[int, PartDecision] | None = None,
-) -> None:
-    """Encode ``parts`` with ``workers`` cores: a process for each as long as there are parts, else threads.
+class LocalEngine:
+    """A process of this machine for each worker as long as there are parts, else threads."""
 
-    ``advance`` is told the sums over all parts in work; ``finished`` each part that is done and its ``PartRecord``.
-    ``decisions`` say for each part which documents stay. DataError as the part's own; ClusterError where the system has
-    killed a worker.
-    """
-    decisions = decisions or {}
-    orders = [
-        Order(part=part, folder=staging.part_folder(part.number), decision=decisions.get(part.number)) for part in parts
-    ]
-
-    def encode(order: Order) -> PartRecord:
-        return encode_part(
-            order.part, order.folder, job=job, tokenizer=tokenizer, advance=advance, decision=order.decision
-        )
-
-    _work(orders, encode, staging, job=job, tokenizer=tokenizer, workers=workers, advance=advance, finished=finished)
-
-
-def sign_parts(
-    parts: Sequence[Part],
-    staging: Staging,
-    *,
-    job: Job,
-    tokenizer: Tokenizer,
-    workers: int,
-    advance: Advance,
-    finished: OnPart,
-) -> None:
-    """Sign ``parts`` as ``encode_parts`` encodes them; ``finished`` gets their ``SignedRecord``."""
-    orders = [Order(part=part, folder=staging.signatures_folder(part.number), signs=True) for part in parts]
-
-    def sign(order: Order) -> SignedRecord:
-        return sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=advance)
-
-    _work(orders, sign, staging, job=job, tokenizer=tokenizer, workers=workers, advance=advance, finished=finished)
+    def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
+        """Carry out all orders; in this process, where one core or one part is all there is."""
+        workers = crew.workers or usable_cores()
+        processes = min(workers, len(orders))
+        if not processes:
+            return
+        # Where there are fewer parts than cores, each worker takes several.
+        threads = workers // processes
+        if processes == 1:
+            with _threads(crew.tokenizer, threads):
+                for order in orders:
+                    record = carry_out(order, job=crew.job, tokenizer=lambda: crew.tokenizer, advance=advance)
+                    finished(order.part, record)
+            return
+        setup = Setup.of(crew.job, crew.tokenizer, threads)
+        team: list[_Worker] = []
+        try:
+            for _ in range(processes):
+                team.append(_Worker(threads, crew.staging))
+            # They start side by side: a setup is taken only once its worker has imported what it needs.
+            for worker in team:
+                worker.send(setup)
+            _hand_out(orders, team, advance=advance, finished=finished)
+        finally:
+            # All are told before the first is waited for.
+            # SIGKILL: a worker leaves nothing behind that its part's missing record does not disown.
+            for worker in team:
+                worker.kill()
+            for worker in team:
+                worker.wait()
 
 
-def _work(
-    orders: Sequence[Order],
-    here: Callable[[Order], PartRecord | SignedRecord],
-    staging: Staging,
-    *,
-    job: Job,
-    tokenizer: Tokenizer,
-    workers: int,
-    advance: Advance,
-    finished: OnPart,
-) -> None:
-    """Carry out all orders: ``here``, in this process, where one core or one part is all there is."""
-    processes = min(workers, len(orders))
-    if not processes:
-        return
-    # Where there are fewer parts than cores, each worker takes several.
-    threads = workers // processes
-    if processes == 1:
-        with _threads(tokenizer, threads):
-            for order in orders:
-                finished(order.part, here(order))
-        return
-    setup = Setup(
-        job=job, threads=threads, files=tokenizer.files, path=tokenizer.path, fingerprint=tokenizer.fingerprint
-    )
-    crew: list[_Worker] = []
-    try:
-        for _ in range(processes):
-            crew.append(_Worker(setup.threads, staging))
-        # They start side by side: a setup is taken only once its worker has imported what it needs.
-        for worker in crew:
-            worker.send(setup)
-        _hand_out(orders, crew, advance=advance, finished=finished)
-    finally:
-        # All are told before the first is waited for.
-        # SIGKILL: a worker leaves nothing behind that its part's missing record does not disown.
-        for worker in crew:
-            worker.kill()
-        for worker in crew:
-            worker.wait()
-
-
-def _hand_out(orders: Sequence[Order], crew: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
+def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
     """Give every idle worker the next part until all are done."""
     pending = iter(orders)
-    for worker in crew:
+    for worker in team:
         worker.begin(next(pending))
-    busy = {worker.connection: worker for worker in crew}
+    busy = {worker.connection: worker for worker in team}
     while busy:
         for ready in wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
@@ -142,12 +82,7 @@ def _hand_out(orders: Sequence[Order], crew: list[_Worker], *, advance: Advance,
                 else:
                     worker.begin(following)
         # What each tells of its own part: a finished one takes its counts along.
-        in_work = [worker.progress for worker in busy.values()]
-        advance(
-            sum(at.documents for at in in_work),
-            sum(at.text_bytes for at in in_work),
-            sum(at.bytes_read for at in in_work),
-        )
+        advance(*sum_of([worker.progress for worker in busy.values()]))
 
 
 class _Worker:
@@ -166,12 +101,12 @@ class _Worker:
                 env=environment,
             )
         self._order: Order | None = None
-        self.progress = _NOTHING
+        self.progress = NOTHING
         """What it has told of its part so far."""
 
     def begin(self, order: Order) -> None:
         """Send a part to work on."""
-        self._order, self.progress = order, _NOTHING
+        self._order, self.progress = order, NOTHING
         self.send(order)
 
     def send(self, message: Setup | Order) -> None:
@@ -185,13 +120,11 @@ class _Worker:
         with self._explained():
             report: Report = self.connection.recv()
         if isinstance(report, Failed):
-            if report.error is not None:
-                raise report.error
-            raise RuntimeError(f"{self._order.part} failed in its worker:\n{report.traceback}")
+            report.raise_here(self._order.part)
         if isinstance(report, Advanced):
             self.progress = report
         else:
-            self.progress = _NOTHING
+            self.progress = NOTHING
         return self._order.part, report
 
     def kill(self) -> None:
@@ -217,9 +150,6 @@ class _Worker:
             if self._order is not None:
                 what = f"the worker that {self._order.done} {self._order.part}"
             raise ClusterError(f"{what} {how}\n{KEPT} Try fewer --workers.") from error
-
-
-_NOTHING = Advanced(documents=0, text_bytes=0, bytes_read=0)
 
 
 @contextlib.contextmanager

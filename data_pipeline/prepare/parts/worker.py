@@ -7,83 +7,18 @@ user's script a second time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from data_pipeline.prepare.duplicates.outcome import PartDecision
-from data_pipeline.prepare.duplicates.signed import SignedRecord
-from data_pipeline.prepare.parts.deal import Part
-from data_pipeline.prepare.parts.record import PartRecord
-from data_pipeline.prepare.parts.sign import sign_part
-from data_pipeline.prepare.parts.work import Job, encode_part
-from longctx.errors import LongCtxError
-from longctx.tokenizer.contract import Tokenizer
-from longctx.tokenizer.load import load_files
+from data_pipeline.prepare.parts.order import Advanced, Failed, Order, Report, Setup, Sparing, carry_out
 
 _SECONDS_BETWEEN_REPORTS = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a worker is told first."""
-
-    job: Job
-    threads: int
-    """Threads of its tokenizer."""
-    files: Mapping[str, bytes]
-    """The tokenizer's files."""
-    path: Path
-    """Where they were read, for messages."""
-    fingerprint: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """A part to encode, or to sign."""
-
-    part: Part
-    folder: Path
-    signs: bool = False
-    """Whether its texts are only hashed, to be compared."""
-    decision: PartDecision | None = None
-    """Which of its documents stay; None where nobody looked for duplicates."""
-
-    @property
-    def done(self) -> str:
-        """What the worker does with it, in the past, for messages."""
-        if self.signs:
-            return "compared"
-        return "encoded"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advanced:
-    """How far the part is."""
-
-    documents: int
-    text_bytes: int
-    bytes_read: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """Why the worker ends: an error of the user's, or the traceback of one of ours."""
-
-    error: LongCtxError | None
-    traceback: str
-
-
-Report = Advanced | PartRecord | SignedRecord | Failed
 
 
 class _ParentGoneError(Exception):
@@ -111,30 +46,22 @@ def main(handle: int) -> None:
         except _ParentGoneError:
             raise
         except BaseException as error:
-            known = None
-            if isinstance(error, LongCtxError):
-                known = error
-            _send(connection, Failed(error=known, traceback="".join(traceback.format_exception(error))))
+            _send(connection, Failed.of(error))
 
 
 def _work(connection: Connection) -> None:
     """Do order after order."""
     setup: Setup = _receive(connection)
-    job, reporter = setup.job, _Reporter(connection)
-    tokenizer = None
+    # Not loaded before it is needed: a pass that hashes texts has none.
+    tokenizer = functools.cache(setup.load_tokenizer)
+
+    def report(documents: int, text_bytes: int, bytes_read: int) -> None:
+        _send(connection, Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
+
+    advance = Sparing(report, _SECONDS_BETWEEN_REPORTS)
     while True:
         order: Order = _receive(connection)
-        if order.signs:
-            signed = sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=reporter)
-            _send(connection, signed)
-            continue
-        # Not before it is needed: a pass that hashes texts has none.
-        if tokenizer is None:
-            tokenizer = _tokenizer(setup)
-        record = encode_part(
-            order.part, order.folder, job=job, tokenizer=tokenizer, advance=reporter, decision=order.decision
-        )
-        _send(connection, record)
+        _send(connection, carry_out(order, job=setup.job, tokenizer=tokenizer, advance=advance))
 
 
 def _receive(connection: Connection) -> Any:
@@ -149,30 +76,6 @@ def _send(connection: Connection, report: Report) -> None:
         connection.send(report)
     except (BrokenPipeError, ConnectionResetError) as ended:
         raise _ParentGoneError from ended
-
-
-def _tokenizer(setup: Setup) -> Tokenizer:
-    """The parent's tokenizer, made from its files."""
-    # From the files in memory: those on disk may have been replaced since the parent read them.
-    tokenizer = load_files(setup.files, setup.path)
-    assert tokenizer.fingerprint == setup.fingerprint
-    tokenizer.threads = setup.threads
-    return tokenizer
-
-
-class _Reporter:
-    """Tells the parent how far the part is, now and then."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._due = 0.0
-
-    def __call__(self, documents: int, text_bytes: int, bytes_read: int) -> None:
-        now = time.monotonic()
-        # A message for each of a million short documents would cost more than encoding them.
-        if now >= self._due:
-            self._due = now + _SECONDS_BETWEEN_REPORTS
-            _send(self._connection, Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
 
 
 def _end_with_parent(handle: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import describe, sample_rows, verify
+from data_pipeline.inspect import describe, describe_mixture, sample_rows, verify
 from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.shards import copies
 from data_pipeline.shards.reader import ShardSet
@@ -204,3 +204,26 @@ def test_a_plain_folder_is_read_where_it_lies(built: Path, tmp_path: Path, monke
         assert shards.copy is None
         assert shards.folder == built
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_mixture_may_have_sources_in_a_store(remote: Store, built: Path, tmp_path: Path):
+    table = '[[sources]]\nname = "{name}"\npath = "{path}"\nweight = 1\n'
+    options = {"seq_len": 256, "rows_per_step": 2}
+    found = []
+    for second in (str(built), URL):
+        path = tmp_path / "mixture.toml"
+        path.write_text(table.format(name="first", path=built) + table.format(name="second", path=second))
+        loader, validation = build_loader(path, **options), build_validation_loader(path, seq_len=256, held_out=True)
+        rows = [next(loader).tokens.tolist() for _ in range(8)] + [batch.tokens.tolist() for batch in validation]
+        # A run goes on wherever its data lies by now.
+        found.append((rows, loader.state_dict(), list(sample_rows(path, seq_len=256, rows=3))))
+        assert verify(path) == []
+    assert found[0][:2] == found[1][:2]
+    assert len(found[0][2]) == len(found[1][2]) == 3
+    assert describe_mixture(path).sources[1].folder == URL
+    path.write_text(table.format(name="first", path="s3://no..such//bucket"))
+    with pytest.raises(DataError, match="s3://no"):
+        build_loader(path, **options)
+    path.write_text(table.format(name="first", path="s3://corpora/nothing"))
+    with pytest.raises(DataError, match="corpora/nothing"):
+        build_loader(path, **options)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.inspect import describe, verify
-from data_pipeline.prepare import build as build_module
 from data_pipeline.prepare import publish
 from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.parts.engine import Crew
 from data_pipeline.prepare.publish import outgoing_folder, pack, send
 from data_pipeline.prepare.sources import Source
 from data_pipeline.shards import copies
@@ -89,7 +89,7 @@ def test_a_sending_that_was_interrupted_goes_on(
     store.fault = lambda method, path: ""
     store.requests.clear()
     # It was built: no document is encoded again.
-    monkeypatch.setattr(build_module, "encode_parts", None)
+    monkeypatch.setattr(Crew, "encode", None)
     build_shards(source, tokenizer, URL, **OPTIONS)
     assert store.under("corpora/out") == content(built)
     assert "00000.arrow" not in puts(store)

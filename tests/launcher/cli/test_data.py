@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from data_pipeline import inspect
 from data_pipeline.prepare.joining import Join
-from data_pipeline.prepare.parts import deal, pool
+from data_pipeline.prepare.parts import deal, order
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
@@ -118,11 +119,24 @@ def test_build_with_any_number_of_workers_says_and_makes_the_same(capsys, world,
     assert (code, "workers=0 must be at least 1" in err) == (1, True)
 
 
+def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--output", tmp_path / "out"]
+    code, _, err = call(capsys, *words, "--ray-address", "auto")
+    assert (code, "ConfigError: --ray-address says where a Ray cluster is: it needs --engine ray." in err) == (2, True)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = call(capsys, *words, "--engine", "ray")
+    assert (code, 'Install it with `pip install "longctx-train[scale]"`' in err) == (2, True)
+    assert "checking" not in err
+    assert not list(tmp_path.iterdir())
+    assert call(capsys, *words, "--engine", "dask")[0] == 2
+
+
 def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
     monkeypatch.setattr(deal, "PART_BYTES", 20_000)
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
     words += ["--shard-tokens", 4000, "--workers", 1, "--output", tmp_path / "d"]
-    encode = pool.encode_part
+    encode = order.encode_part
 
     def interrupted(part, *arguments, **options):
         if part.number == 3:
@@ -130,7 +144,7 @@ def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
         return encode(part, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "encode_part", interrupted)
+        patch.setattr(order, "encode_part", interrupted)
         code, _, err = call(capsys, *words)
     assert code == 130
     assert "Finished parts are kept" in err

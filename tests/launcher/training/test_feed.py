@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,15 +41,18 @@ class NumberedLoader:
     def state_dict(self) -> dict[str, Any]:
         return {"rows": 2 * (self.asked // 2)}
 
-    def take(self, place: Place) -> Taken:
+    def claim(self) -> Callable[[Place], Taken]:
+        self.asked += 1
+        return partial(self.read, self.asked - 1)
+
+    def read(self, number: int, place: Place) -> Taken:
         assert self.gate.wait(WAIT)
         self.threads.add(threading.current_thread().name)
-        if self.asked == self.fail_at:
-            raise DataError(f"row {self.asked} cannot be read")
-        ids = torch.full((3,), self.asked, dtype=torch.int32)
-        self.asked += 1
-        if self.asked % 2 == 0:
-            self.prepared[self.asked // 2 - 1].set()
+        if number == self.fail_at:
+            raise DataError(f"row {number} cannot be read")
+        ids = torch.full((3,), number, dtype=torch.int32)
+        if number % 2 == 1:
+            self.prepared[number // 2].set()
         documents = PackedDocuments.of_rows(1, 2)
         share = place(documents)
         assert share.documents == documents
@@ -61,15 +66,15 @@ class NumberedLoader:
             num_targets=1,
             num_tokens=2,
         )
-        return Taken(batch, documents, ((self.asked - 1) % 2,))
+        return Taken(batch, documents, (number % 2,))
 
 
 def all_of_it(documents: PackedDocuments) -> Share:
     return Share(documents, [(0, documents.num_tokens, 1)], None)
 
 
-def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu") -> StepFeed:
-    return StepFeed(loader, all_of_it, num_steps=num_steps, device=torch.device(device))
+def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu", **options: int) -> StepFeed:
+    return StepFeed(loader, all_of_it, num_steps=num_steps, device=torch.device(device), **options)
 
 
 def threads() -> list[str]:
@@ -102,6 +107,52 @@ def test_it_reads_one_step_ahead_and_none_beyond_the_last():
     feed.close()
     assert loader.asked == 6
     assert threads() == []
+
+
+def test_it_reads_as_many_steps_ahead_as_it_is_told():
+    loader = NumberedLoader()
+    feed = feed_of(loader, num_steps=9, prefetch_steps=3)
+    feed.next_step()
+    assert loader.prepared[3].wait(WAIT)
+    assert not loader.prepared[4].wait(0.2)
+    feed.close()
+    assert threads() == []
+
+
+def test_without_prefetching_the_main_thread_reads():
+    loader = NumberedLoader()
+    feed = feed_of(loader, prefetch_steps=0)
+    assert [feed.next_step()[0].order["rows"] for _ in range(3)] == [0, 2, 4]
+    assert loader.asked == 6
+    assert loader.threads == {threading.current_thread().name}
+    feed.close()
+
+
+def test_several_threads_read_a_step_in_its_order():
+    both = threading.Barrier(2, timeout=WAIT)
+    loader = NumberedLoader()
+    read = loader.read
+
+    def read_together(number: int, place: Place) -> Taken:
+        # Neither goes on before the other has begun.
+        both.wait()
+        return read(number, place)
+
+    loader.read = read_together
+    feed = feed_of(loader, workers=4)
+    for step in range(3):
+        data, _ = feed.next_step()
+        assert [int(shard.unpack().tokens[0, 0]) for shard in data.shards] == [2 * step, 2 * step + 1]
+        assert data.after == {"rows": 2 * step + 2}
+    feed.close()
+    assert len(loader.threads) >= 2
+
+
+def test_an_error_of_one_of_several_is_the_main_threads():
+    feed = feed_of(NumberedLoader(fail_at=3), workers=2)
+    feed.next_step()
+    with pytest.raises(DataError, match="row 3 cannot be read"):
+        feed.next_step()
 
 
 def test_a_caller_that_goes_on_beyond_the_last_step_is_served():

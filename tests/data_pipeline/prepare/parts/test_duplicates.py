@@ -20,7 +20,7 @@ from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
 from data_pipeline.prepare.duplicates.signed import RECORD_FILE as SIGNED_FILE
-from data_pipeline.prepare.parts import compare, pool
+from data_pipeline.prepare.parts import compare, order
 from data_pipeline.prepare.parts.record import RECORD_FILE
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
@@ -200,19 +200,19 @@ class TestGoingOn:
     ):
         with monkeypatch.context() as patch:
             if moment == "sign":
-                patch.setattr(pool, "sign_part", stop_at(pool.sign_part, call=3))
+                patch.setattr(order, "sign_part", stop_at(order.sign_part, call=3))
             elif moment == "decide":
                 patch.setattr(compare, "save_outcome", stop_at(None, call=1))
             elif moment == "encode":
-                patch.setattr(pool, "encode_part", stop_at(pool.encode_part, call=3))
+                patch.setattr(order, "encode_part", stop_at(order.encode_part, call=3))
             else:
                 patch.setattr("data_pipeline.prepare.parts.staging.Staging.publish", stop_at(None, call=1))
             with pytest.raises(Stop):
                 build(tmp_path / "out")
         signed: list[int] = []
-        sign_part, said = pool.sign_part, []
+        sign_part, said = order.sign_part, []
         monkeypatch.setattr(
-            pool, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
+            order, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
         )
         report = build(tmp_path / "out", say=said.append)
         expected_signed = {"sign": list(range(2, report.parts))}
@@ -233,16 +233,16 @@ class TestGoingOn:
     ):
         step, call = ("sign_part", 3) if harm == "signature" else ("encode_part", 2)
         with monkeypatch.context() as patch:
-            patch.setattr(pool, step, stop_at(getattr(pool, step), call=call))
+            patch.setattr(order, step, stop_at(getattr(order, step), call=call))
             with pytest.raises(Stop):
                 build(tmp_path / "out")
         folder = staging_folder(tmp_path / "out")
         damaged = {"signature": "signatures/00001/bands.bin", "decision": "decisions/00001.bin"}
         flip_a_byte(folder / damaged.get(harm, f"decisions/{DUPLICATES_FILE}"))
         signed: list[int] = []
-        sign_part = pool.sign_part
+        sign_part = order.sign_part
         monkeypatch.setattr(
-            pool, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
+            order, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
         )
         report = build(tmp_path / "out")
         first = {"signature": [1]}.get(harm, [0, 1])

@@ -11,7 +11,7 @@ from data_pipeline.inspect import verify
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.encode import encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left_out
-from data_pipeline.prepare.parts import pool, staging
+from data_pipeline.prepare.parts import order, staging
 from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.sources import open_source
@@ -41,14 +41,14 @@ def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Ctrl-C before the part of this number."""
-    encode = pool.encode_part
+    encode = order.encode_part
 
     def interrupted(part, *arguments, **options):
         if part.number == parts:
             raise KeyboardInterrupt
         return encode(part, *arguments, **options)
 
-    monkeypatch.setattr(pool, "encode_part", interrupted)
+    monkeypatch.setattr(order, "encode_part", interrupted)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -132,9 +132,9 @@ class TestGoingOn:
                 build(tmp_path / "out")
         assert not (tmp_path / "out").exists()
         encoded: list[int] = []
-        encode = pool.encode_part
+        encode = order.encode_part
         monkeypatch.setattr(
-            pool, "encode_part", lambda part, *a, **o: encoded.append(part.number) or encode(part, *a, **o)
+            order, "encode_part", lambda part, *a, **o: encoded.append(part.number) or encode(part, *a, **o)
         )
         said: list[str] = []
         report = build(tmp_path / "out", say=said.append)

@@ -13,6 +13,7 @@ import tokenizers
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.parts import worker
 from data_pipeline.prepare.parts.deal import deal_parts
+from data_pipeline.prepare.parts.order import Advanced
 from data_pipeline.prepare.parts.work import Job, encode_part
 from data_pipeline.prepare.sources import Source, open_source
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -57,8 +58,12 @@ def test_a_parent_that_is_gone_is_no_failing_disk(source: Source, tokenizer: Tok
     parent.close()
     job = Job(read_as=source.read_as, validation_fraction=0.0, shard_tokens=4000, exact=True)
     part = deal_parts(source.pieces(), 1 << 20)[0]
+
+    def advance(*counts: int) -> None:
+        worker._send(own, Advanced(documents=counts[0], text_bytes=counts[1], bytes_read=counts[2]))
+
     with pytest.raises(worker._ParentGoneError):
-        encode_part(part, tmp_path / "part", job=job, tokenizer=tokenizer, advance=worker._Reporter(own))
+        encode_part(part, tmp_path / "part", job=job, tokenizer=tokenizer, advance=advance)
     with pytest.raises(worker._ParentGoneError):
         worker._receive(own)
 

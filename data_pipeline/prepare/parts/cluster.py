@@ -1,0 +1,374 @@
+"""Parts encoded all over a Ray cluster: the only file that knows Ray.
+
+Ray moves orders and records between our own processes as pickles; nothing that a user brings is unpickled. A worker
+writes into a folder of its own for each attempt at a part, and this process gives it the part's name when the record
+has arrived. So a worker that is taken for dead, or outlives the build that started it, can spoil nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.prepare.parts.engine import Crew, OnPart
+from data_pipeline.prepare.parts.node import SHARED, Look, NodeWorker, library_versions
+from data_pipeline.prepare.parts.order import NOTHING, Advanced, Failed, Order, Report, Setup, sum_of
+from data_pipeline.prepare.parts.staging import KEPT
+from data_pipeline.prepare.parts.work import Advance
+from longctx.errors import ClusterError, ConfigError
+from longctx.files import sync_path, write_synced
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""How often a part is handed out before the build ends: what kills its workers may be the part itself."""
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_CONNECT = 10.0
+_SECONDS_TO_START = 120.0
+_SECONDS_TO_END = 10.0
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
+_REASON_CHARACTERS = 240
+
+
+@contextlib.contextmanager
+def open_cluster(address: str | None = None, *, say: Callable[[str], None] = logger.info) -> Iterator[RayEngine]:
+    """Yield an engine of the cluster at ``address``, connected until the block ends.
+
+    Without an address it is Ray's own choice: ``RAY_ADDRESS``, else a cluster that runs on this machine, else one of
+    this machine alone, which ends with the block. A connection that the process has already is used, and stays.
+    ConfigError without Ray; ClusterError where no cluster answers.
+    """
+    ray = _import_ray()
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address)
+    try:
+        nodes = _nodes(ray)
+        cpus = sum(node["Resources"].get("CPU", 0) for node in nodes)
+        where = ray.get_runtime_context().gcs_address
+        say(f"Ray cluster at {where} (CPUs: {cpus:g}, nodes that have any: {len(nodes)})")
+        yield RayEngine(ray)
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found]  # in an extra
+    except ImportError as error:
+        raise ConfigError(
+            "--engine ray needs Ray, which is not installed.\n"
+            'Install it with `pip install "longctx-train[scale]"`, or use --engine local.'
+        ) from error
+    return ray
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    """Connect this process to the cluster."""
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named is not None and named.startswith("ray://"):
+        raise ConfigError(
+            f"--ray-address {named} is one of Ray Client, which runs no build.\n"
+            "Start the command on a machine of the cluster, with --ray-address auto."
+        )
+    _check_listens(named)
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        # Of several paragraphs the first says what is wrong.
+        raise ClusterError(_no_answer(named or "(none)", str(error).strip().splitlines()[0])) from error
+
+
+def _check_listens(address: str | None) -> None:
+    """ClusterError where nothing listens at HOST:PORT: Ray itself would try for minutes, and say less."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(_no_answer(f"{address}", str(error))) from error
+
+
+def _no_answer(address: str, reason: str) -> str:
+    return (
+        f"--ray-address {address}: no Ray cluster answers ({reason}).\n"
+        "Start one with `ray start --head`, or leave the address out for this machine alone."
+    )
+
+
+def _nodes(ray: Any) -> list[dict[str, Any]]:
+    """The nodes that can work: those of which a part may be handed to."""
+    # A head node is often told to have no CPU, and then need not see anything.
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
+
+def _name(node: dict[str, Any]) -> str:
+    return f"node {node['NodeManagerHostname']} ({node['NodeName']})"
+
+
+class RayEngine:
+    """Workers all over a Ray cluster, one CPU each. ``open_cluster`` makes it."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+
+    def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
+        """Carry out all orders. A part whose worker or node is lost is handed out again, ``ATTEMPTS`` times in all."""
+        if not orders:
+            return
+        nodes = _nodes(self._ray)
+        workers = crew.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
+        if not workers:
+            raise ClusterError("the Ray cluster has no CPU. Add a node with `ray start`, or say --workers.")
+        _sweep(orders)
+        with _shown(crew.staging.folder) as look:
+            self._check_nodes(nodes, look)
+            # One copy on each node, however many workers it has.
+            setup = self._ray.put(Setup.of(crew.job, crew.tokenizer, threads=1))
+            shift = _Shift(self._ray, orders, workers=workers, look=look, setup=setup)
+            try:
+                shift.work(advance=advance, finished=finished)
+            finally:
+                shift.end()
+
+    def _check_nodes(self, nodes: list[dict[str, Any]], look: Look) -> None:
+        """ClusterError unless every node sees the staging folder and writes where this process reads."""
+        ray = self._ray
+        task = ray.remote(Look.problem)
+        asked: dict[Any, dict[str, Any]] = {}
+        for node in nodes:
+            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            # No CPU: a node that is busy with other work sees what it will see later.
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            asked[task.options(**options).remote(look, node["NodeID"])] = node
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS_TO_START)
+        if silent:
+            raise ClusterError(f"{_name(asked[silent[0]])} does not answer. Restart it, or take it off the cluster.")
+        for ref, node in asked.items():
+            try:
+                problem = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                reason = _reason(error.cause)
+                raise ClusterError(
+                    f"{_name(node)} cannot run longctx ({reason}).\nInstall the same release there as here."
+                ) from error
+            except ray.exceptions.RayError as error:
+                # It gets no part: its worker, if it ever starts one, is asked the same.
+                logger.warning("%s was lost before it was asked anything (%s)", _name(node), _reason(error))
+                continue
+            if problem is None and not look.is_answered(node["NodeID"]):
+                problem = f"sees another {look.folder} than this machine.\n{SHARED}"
+            if problem is not None:
+                raise ClusterError(f"{_name(node)} {problem}")
+
+
+@contextlib.contextmanager
+def _shown(folder: Path) -> Iterator[Look]:
+    """Within the block, a file lies in ``folder`` by which others know it again."""
+    look = Look(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
+    write_synced(folder / look.token, look.token.encode())
+    try:
+        yield look
+    finally:
+        for path in folder.glob(f"{look.token}*"):
+            path.unlink(missing_ok=True)
+
+
+def _sweep(orders: Sequence[Order]) -> None:
+    """Remove the attempts of a build that was killed."""
+    for parent in {order.folder.parent for order in orders}:
+        for path in parent.glob("[0-9]*.*"):
+            # Its worker may not have heard yet, and still write.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _Shift:
+    """All orders of one pass, and the workers that carry them out."""
+
+    def __init__(self, ray: Any, orders: Sequence[Order], *, workers: int, look: Look, setup: Any) -> None:
+        self._ray, self._workers, self._look, self._setup = ray, workers, look, setup
+        self._pending = deque(orders)
+        self._losses: Counter[int] = Counter()
+        """How many workers each part has lost."""
+        self._failed_starts = 0
+        self._team: list[_Worker] = []
+        self._numbers = itertools.count()
+        # A worker is one CPU; where it stands is Ray's to choose, all over the cluster.
+        self._kind = ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(NodeWorker)
+        self._heard = time.monotonic()
+
+    def work(self, *, advance: Advance, finished: OnPart) -> None:
+        """Hand out orders until all are done."""
+        while self._recruit():
+            for worker in self._ready():
+                try:
+                    report = worker.report()
+                except self._ray.exceptions.RayError as error:
+                    self._lose(worker, error)
+                    continue
+                self._take(worker, report, finished)
+            advance(*sum_of([worker.progress for worker in self._team]))
+
+    def end(self) -> None:
+        """End all workers and wait until they write no more."""
+        awaited = [worker.awaited for worker in self._team]
+        for worker in self._team:
+            worker.dismiss()
+        if awaited:
+            # What they had to say is an error now.
+            self._ray.wait(awaited, num_returns=len(awaited), timeout=_SECONDS_TO_END, fetch_local=False)
+        for worker in self._team:
+            worker.remove_attempt()
+        self._team.clear()
+
+    def _recruit(self) -> bool:
+        """Have as many workers as there is work for; whether there is any."""
+        busy = [worker for worker in self._team if worker.order is not None]
+        wanted = min(self._workers, len(self._pending) + len(busy))
+        while len(self._team) < wanted:
+            # Those that find no CPU wait for one: a cluster may grow.
+            handle = self._kind.remote(self._setup)
+            self._team.append(_Worker(self._ray, handle, self._look, f"worker-{next(self._numbers)}"))
+        if len(self._team) > wanted:
+            # Nothing is left for those that wait still, perhaps for ever.
+            for worker in self._team:
+                if worker.order is None:
+                    worker.dismiss()
+            self._team = busy
+        return wanted > 0
+
+    def _ready(self) -> list[_Worker]:
+        """The workers that have something to say; none after a second in which none has."""
+        awaited = {worker.awaited: worker for worker in self._team}
+        ready, rest = self._ray.wait(list(awaited), timeout=_SECONDS_BETWEEN_LOOKS, fetch_local=False)
+        if rest:
+            # Those that spoke at the same time: with a thousand workers, one at a time would be slow.
+            ready += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
+        now = time.monotonic()
+        if ready or any(worker.order is not None for worker in self._team):
+            self._heard = now
+        elif now > self._heard + _SECONDS_BETWEEN_COMPLAINTS:
+            self._heard = now
+            logger.warning("no CPU of the Ray cluster is free: waiting for one (`ray status` says who has them)")
+        return [awaited[ref] for ref in ready]
+
+    def _take(self, worker: _Worker, report: Report | str | None, finished: OnPart) -> None:
+        """Do what a report asks for."""
+        if isinstance(report, Advanced):
+            worker.progress = report
+            return
+        order = worker.order
+        if order is None:
+            # It has looked around.
+            if isinstance(report, str):
+                raise ClusterError(f"a node ({worker.name}) {report}")
+            self._failed_starts = 0
+        else:
+            if isinstance(report, Failed):
+                report.at(worker.name).raise_here(order.part)
+            worker.deliver()
+            finished(order.part, report)
+        if self._pending:
+            worker.begin(self._pending.popleft())
+        else:
+            # Others may want its CPU.
+            self._team.remove(worker)
+            worker.dismiss()
+
+    def _lose(self, worker: _Worker, error: Exception) -> None:
+        """Go on without a worker: its part is handed out again. ClusterError where that has happened too often."""
+        self._team.remove(worker)
+        worker.dismiss()
+        worker.remove_attempt()
+        reason = _reason(error)
+        if worker.order is None:
+            self._failed_starts += 1
+            if self._failed_starts >= ATTEMPTS:
+                raise ClusterError(f"{ATTEMPTS} workers ended as soon as they began ({reason}).\n{KEPT}") from error
+            return
+        order = worker.order
+        self._losses[order.part.number] += 1
+        lost = self._losses[order.part.number]
+        if lost >= ATTEMPTS:
+            raise ClusterError(
+                f"{lost} workers were lost while they {order.done} {order.part}, the last of them {worker.name} "
+                f"({reason}).\n{KEPT} Try fewer --workers: most often memory is full."
+            ) from error
+        logger.warning(
+            "%s was lost while it %s %s (%s): the part is handed out again, %d of %d",
+            *(worker.name, order.done, order.part, reason, lost + 1, ATTEMPTS),
+        )
+        # At once, and not last: the others need not wait for it in the end.
+        self._pending.appendleft(order)
+
+
+def _reason(error: BaseException) -> str:
+    """The gist of what Ray says of something lost, on one line."""
+    # Lines that are indented name the actor by its numbers.
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    words = " ".join(f"{type(error).__name__}: {' '.join(lines)}".split())
+    if len(words) > _REASON_CHARACTERS:
+        return f"{words[:_REASON_CHARACTERS]} …"
+    return words
+
+
+class _Worker:
+    """A worker of the cluster as this process sees it."""
+
+    def __init__(self, ray: Any, handle: Any, look: Look, name: str) -> None:
+        self._ray, self._handle = ray, handle
+        self.name = name
+        """What it calls itself, once it has started."""
+        self.awaited = handle.look.remote(look, name)
+        """What it says next: whether it can work, or the reports of its part."""
+        self.order: Order | None = None
+        self.progress = NOTHING
+        """What it has told of its part so far."""
+        self._attempt: Path | None = None
+
+    def begin(self, order: Order) -> None:
+        """Hand it a part."""
+        self.order, self.progress = order, NOTHING
+        self._attempt = order.folder.with_name(f"{order.folder.name}.{secrets.token_hex(4)}")
+        carry_out = self._handle.carry_out.options(num_returns="streaming")
+        self.awaited = carry_out.remote(replace(order, folder=self._attempt))
+
+    def report(self) -> Report | str | None:
+        """What it says next; before its first part why it cannot work, None if it can. RayError where it is lost."""
+        if self.order is None:
+            self.name, problem = self._ray.get(self.awaited)
+            return problem
+        return self._ray.get(next(self.awaited))
+
+    def deliver(self) -> None:
+        """Give what the worker has made the part's name."""
+        assert self.order is not None
+        assert self._attempt is not None
+        # Damaged, where something is there.
+        shutil.rmtree(self.order.folder, ignore_errors=True)
+        self._attempt.rename(self.order.folder)
+        sync_path(self.order.folder.parent)
+        self.order, self.progress, self._attempt = None, NOTHING, None
+
+    def dismiss(self) -> None:
+        """End the process at once, wherever it is."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._handle)
+
+    def remove_attempt(self) -> None:
+        """Remove what a part has left that was not finished."""
+        if self._attempt is not None:
+            shutil.rmtree(self._attempt, ignore_errors=True)

@@ -1,0 +1,143 @@
+"""What workers are told and what they report: the words of every engine, and the one function that does the work."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_pipeline.prepare.duplicates.outcome import PartDecision
+from data_pipeline.prepare.duplicates.signed import SignedRecord
+from data_pipeline.prepare.parts.deal import Part
+from data_pipeline.prepare.parts.record import PartRecord
+from data_pipeline.prepare.parts.sign import sign_part
+from data_pipeline.prepare.parts.work import Advance, Job, encode_part
+from longctx.errors import LongCtxError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.load import load_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a worker is told first."""
+
+    job: Job
+    threads: int
+    """Threads of its tokenizer."""
+    files: Mapping[str, bytes]
+    """The tokenizer's files."""
+    path: Path
+    """Where they were read, for messages."""
+    fingerprint: str
+
+    @classmethod
+    def of(cls, job: Job, tokenizer: Tokenizer, threads: int) -> Setup:
+        """What a worker needs to work as this process would."""
+        return cls(
+            job=job, threads=threads, files=tokenizer.files, path=tokenizer.path, fingerprint=tokenizer.fingerprint
+        )
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, made from its files."""
+        # From the files in memory: those on disk may have been replaced since they were read.
+        tokenizer = load_files(self.files, self.path)
+        assert tokenizer.fingerprint == self.fingerprint
+        tokenizer.threads = self.threads
+        return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A part to encode, or to sign."""
+
+    part: Part
+    folder: Path
+    signs: bool = False
+    """Whether its texts are only hashed, to be compared."""
+    decision: PartDecision | None = None
+    """Which of its documents stay; None where nobody looked for duplicates."""
+
+    @property
+    def done(self) -> str:
+        """What the worker does with it, in the past, for messages."""
+        if self.signs:
+            return "compared"
+        return "encoded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """How far the part is."""
+
+    documents: int
+    text_bytes: int
+    bytes_read: int
+
+
+NOTHING = Advanced(documents=0, text_bytes=0, bytes_read=0)
+"""What is done of a part that has just begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Why the worker ends: an error of the user's, or the traceback of one of ours."""
+
+    error: LongCtxError | None
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """The report of an error that was just caught."""
+        known = None
+        if isinstance(error, LongCtxError):
+            known = error
+        return cls(error=known, traceback="".join(traceback.format_exception(error)))
+
+    def at(self, place: str) -> Failed:
+        """The same, saying where it happened: a node may see other things than its driver."""
+        if self.error is None:
+            return replace(self, traceback=f"({place})\n{self.traceback}")
+        return replace(self, error=type(self.error)(f"{self.error}\nSeen by {place}."))
+
+    def raise_here(self, part: Part) -> None:
+        """Raise in this process what ended ``part`` in another."""
+        if self.error is not None:
+            raise self.error
+        raise RuntimeError(f"{part} failed in its worker:\n{self.traceback}")
+
+
+Record = PartRecord | SignedRecord
+Report = Advanced | Record | Failed
+
+
+def carry_out(order: Order, *, job: Job, tokenizer: Callable[[], Tokenizer], advance: Advance) -> Record:
+    """Encode or sign the part of an order. ``tokenizer`` is asked only where it is needed."""
+    if order.signs:
+        return sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=advance)
+    return encode_part(
+        order.part, order.folder, job=job, tokenizer=tokenizer(), advance=advance, decision=order.decision
+    )
+
+
+def sum_of(parts: list[Advanced]) -> tuple[int, int, int]:
+    """How far parts in work are together, as an ``Advance`` takes it."""
+    documents = sum(part.documents for part in parts)
+    text_bytes = sum(part.text_bytes for part in parts)
+    return documents, text_bytes, sum(part.bytes_read for part in parts)
+
+
+class Sparing:
+    """Passes on how far a part is, now and then."""
+
+    def __init__(self, advance: Advance, seconds: float) -> None:
+        self._advance, self._seconds = advance, seconds
+        self._due = 0.0
+
+    def __call__(self, documents: int, text_bytes: int, bytes_read: int) -> None:
+        now = time.monotonic()
+        # A message for each of a million short documents would cost more than encoding them.
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._advance(documents, text_bytes, bytes_read)
