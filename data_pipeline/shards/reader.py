@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.shards.copies import LocalCopy, open_folder
+from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
 from data_pipeline.shards.stamps import FileState, opened_state
@@ -32,24 +34,30 @@ class ShardSet:
     asked for, at most ``max_mapped`` at once; the one that was used longest ago is unmapped for another. A view keeps
     its own file mapped as long as it lives. Threads may share a set.
 
+    Shards on the folder's list of exclusions are neither mapped nor looked at; DataError for their documents. Numbers
+    are those of all documents, so that an exclusion moves none: ``document_numbers`` has those that can be read.
+
     What a read touches is checked by the sums of its blocks, once for each mapping. DataError names file and bytes
     before anything wrong is returned. Lengths, and all tokens of a shard, also ask whether the file is still the one
     that was mapped; a single document does not: call ``check_files`` before a batch of them.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
+        self, folder: Path, exclusions: Exclusions, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
+        manifest = exclusions.manifest
         self.folder, self.manifest, self.padding = folder, manifest, manifest.padding
         self.copy = copy
         """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
+        self.exclusions, self.excluded = exclusions, exclusions.numbers
+        """The folder's list, and the numbers of its shards, ascending."""
         self.verifies_reads = verify and manifest.has_sums
         """Whether what is read is checked. Folders of earlier releases have no sums."""
         self._max_mapped = max_mapped
         self._mapped: OrderedDict[int, MappedShard] = OrderedDict()
         self._lock = threading.Lock()
         if copy is None:
-            _check_sizes(folder, manifest)
+            _check_sizes(folder, self.kept_entries)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self._num_documents = self._first_document[-1]
         # Where all of them may be mapped, nobody has to know which was used last.
@@ -65,17 +73,44 @@ class ShardSet:
         it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
-        return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
+        if copy is not None:
+            exclusions = copy.exclusions
+        else:
+            exclusions = Exclusions.load(found, manifest)
+        return cls(found, exclusions, verify=verify, max_mapped=max_mapped, copy=copy)
 
     @property
     def num_documents(self) -> int:
-        """Documents in all shards."""
+        """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
         return self._num_documents
 
     @property
+    def kept_documents(self) -> int:
+        """Documents that can be read: without those of excluded shards."""
+        return self._num_documents - self.exclusions.documents
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens in all shards, document begins and ends included."""
-        return sum(entry.tokens for entry in self.manifest.shards)
+        """Tokens of these, document begins and ends included."""
+        return sum(entry.tokens for entry in self.kept_entries)
+
+    @property
+    def kept_entries(self) -> list[ShardEntry]:
+        """The manifest's shards without those that are excluded."""
+        excluded = set(self.excluded)
+        return [entry for number, entry in enumerate(self.manifest.shards) if number not in excluded]
+
+    def document_numbers(self) -> Iterator[int]:
+        """Yield the numbers of the documents that can be read, ascending."""
+        excluded = set(self.excluded)
+        for number, (first, stop) in enumerate(itertools.pairwise(self._first_document)):
+            if number not in excluded:
+                yield from range(first, stop)
+
+    def are_in(self, documents: np.ndarray, shards: Iterable[int]) -> np.ndarray:
+        """Whether each of these documents is in one of the shards of these numbers, bool [n]."""
+        found = np.searchsorted(self._first_document, documents, side="right") - 1
+        return np.isin(found, np.fromiter(shards, np.int64))
 
     def check_files(self, documents: Iterable[int]) -> None:
         """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
@@ -89,7 +124,8 @@ class ShardSet:
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
 
-        DataError for offsets that cannot be right.
+        DataError for offsets that cannot be right. Also of excluded shards, where they were kept: rows were planned by
+        them.
         """
         lengths = np.empty(len(documents), np.int64)
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
@@ -99,14 +135,18 @@ class ShardSet:
             if len(part):
                 number = int(shards[part[0]])
                 rows = documents[part] - self._first_document[number]
-                lengths[part] = self._current(number).lengths_of(rows)
+                if number in self.excluded:
+                    lengths[part] = self.exclusions.lengths_of(number)[rows]
+                else:
+                    lengths[part] = self._current(number).lengths_of(rows)
         return lengths
 
     def longest_document(self) -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
         longest = 0
         for number in range(len(self.manifest.shards)):
-            longest = max(longest, self._current(number).longest_document())
+            if number not in self.excluded:
+                longest = max(longest, self._current(number).longest_document())
         return longest
 
     def document(self, index: int) -> np.ndarray:
@@ -177,9 +217,9 @@ class ShardSet:
         return self._shard(number)
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def _check_sizes(folder: Path, entries: Iterable[ShardEntry]) -> None:
     """DataError for a file that is missing or not as large as the manifest says."""
-    for entry in manifest.shards:
+    for entry in entries:
         # Cheap, and enough for a copy that was cut short.
         check_size(folder, entry)
 
@@ -187,6 +227,11 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 def _open_shard(shards: ShardSet, number: int) -> MappedShard:
     """Map one file, brought here first where the folder is a copy."""
     entry = shards.manifest.shards[number]
+    if number in shards.excluded:
+        raise DataError(
+            f"{shards.folder / entry.file} is excluded: none of its documents is read. `longctx data exclude --undo` "
+            "brings them back."
+        )
     if shards.copy is not None:
         shards.copy.bring(entry)
     return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +392,13 @@ def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
 
 
 def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
-    if shards.num_tokens % seq_len:
+    # Of all shards: to exclude one in mid-run must not change the layout.
+    if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
         return True
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
     if min(longest, default=seq_len) < seq_len:
         return True
-    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
+    first = shards.lengths_of(np.fromiter(islice(shards.document_numbers(), _LOOKED_AT), np.int64))
     return bool((first % seq_len).any())
 
 
