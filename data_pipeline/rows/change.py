@@ -25,7 +25,7 @@ def exclusions_of(stream: StreamPosition) -> dict[str, Any]:
 
 
 def stretches_of(stream: StreamPosition) -> list[list[Any]]:
-    """What was taken of the block before, as plain JSON: row length, rows, and the excluded shards if there were any."""
+    """What was taken of the block before, as plain JSON: length, rows, and excluded shards if there were any."""
     found: list[list[Any]] = []
     for stretch in stream.before:
         values: list[Any] = [stretch.row_tokens, stretch.rows]

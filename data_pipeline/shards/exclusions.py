@@ -87,13 +87,26 @@ class Exclusions:
         body = {**self._body(), "hash": self.hash}
         return json.dumps(body, indent=2, ensure_ascii=False).encode() + b"\n"
 
-    def lines(self) -> list[str]:
-        """Each shard with its size, the day, and why; a line each."""
+    def records(self) -> list[dict[str, Any]]:
+        """Each shard with its size, the time, and why, as plain JSON."""
         entries = {entry.file: entry for entry in self.manifest.shards}
         return [
-            f"{exclusion.shard} ({entries[exclusion.shard].documents:,} documents, "
-            f"{entries[exclusion.shard].tokens:,} tokens), {exclusion.time[:10]}: {exclusion.reason}"
+            {
+                "shard": exclusion.shard,
+                "documents": entries[exclusion.shard].documents,
+                "tokens": entries[exclusion.shard].tokens,
+                "reason": exclusion.reason,
+                "time": exclusion.time,
+            }
             for exclusion in self.shards
+        ]
+
+    def lines(self) -> list[str]:
+        """The same for people, a line each."""
+        return [
+            f"{found['shard']} ({found['documents']:,} documents, {found['tokens']:,} tokens), {found['time'][:10]}: "
+            f"{found['reason'].rstrip('.')}"
+            for found in self.records()
         ]
 
     def lengths_of(self, number: int) -> np.ndarray:
@@ -109,6 +122,15 @@ class Exclusions:
                 "this one: data.changed_exclusions=next_block."
             )
         return read_lengths(self.folder, exclusion, entry.documents, entry.tokens)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the lengths that the list vouches for."""
+        for number, exclusion in zip(self.numbers, self.shards, strict=True):
+            if exclusion.lengths:
+                try:
+                    self.lengths_of(number)
+                except DataError as error:
+                    yield str(error)
 
     @classmethod
     def load(cls, folder: Location, manifest: Manifest) -> Exclusions:

@@ -70,6 +70,8 @@ class Trainer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             writer.write(run.expected.record(self.progress.step))
+            if run.exclusions is not None:
+                writer.write(run.exclusions)
             # The first point of the curve: what the weights can do before this run changes them.
             if run.origin == "started" and config.validation.rows:
                 self._validate(writer)
