@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -101,7 +102,7 @@ def _check_names(shards: Sequence[str], known: Sequence[str], problem: str) -> N
         advice = "There is none."
         if nearest:
             advice = f"Did you mean {nearest[0]}?"
-        raise ConfigError(f"{shard!r} is {problem}. {advice}")
+        raise ConfigError(f"{reprlib.repr(shard)} is {problem}. {advice}")
 
 
 def _kept(place: Location, exclusion: Exclusion | None, entry: ShardEntry) -> str:
