@@ -51,7 +51,7 @@ def exclude(
         # The manifest alone is read.
         _, manifest, _ = open_folder(folder)
         found = Exclusions.load(locate(folder), manifest)
-        if undo and found.shards:
+        if undo and (shards or found.shards):
             found = include(folder, shards or [exclusion.shard for exclusion in found.shards])
     if json:
         say_json({"folder": folder, "hash": found.hash, "excluded": found.records()})

@@ -16,6 +16,7 @@ from data_pipeline.shards.exclude import exclude, include
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
+from launcher.metrics.record import read_metrics
 from launcher.report import head
 from launcher.report.run import load_run
 from launcher.training.data_check import check_data
@@ -71,7 +72,7 @@ def test_a_run_goes_on_without_it_and_says_so(folder: Path, tmp_path: Path):
     listed = {checkpoint.name: excluded_of(checkpoint) for checkpoint in list_checkpoints(output)}
     assert set(map(tuple, listed.values())) <= {(), (1,)}
     assert listed[max(listed)] == [1]
-    events = [row for row in rows(output) if row.get("event") == "exclusions"]
+    events = [row for row in read_metrics(output) if row.get("event") == "exclusions"]
     assert [event["step"] for event in events] == [2, 4]
     (named,) = events[0]["folders"]
     assert named["folder"] == str(folder)
@@ -97,7 +98,7 @@ def test_bringing_it_back_is_on_record_too(folder: Path, tmp_path: Path):
     include(folder, [BAD])
     changed = {**one, **AGAIN, "train.stop_after": 4, "data.changed_exclusions": "go_on"}
     run_distributed(train_on_one, 1, folder, output, changed)
-    events = [(row["step"], len(row["folders"])) for row in rows(output) if row.get("event") == "exclusions"]
+    events = [(row["step"], len(row["folders"])) for row in read_metrics(output) if row.get("event") == "exclusions"]
     assert events == [(0, 1), (2, 0)]
     assert "From step 2 on no shard is excluded any more." in head.remarks(load_run(output))
     state = CheckpointReader(list_checkpoints(output)[-1]).manifest["training"]["loader"]
