@@ -401,7 +401,7 @@ def _opened(folder: str | Path | ShardSet, open_folder: Open) -> ShardSet:
         shards = open_folder(shards)
     if not shards.num_documents:
         raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
-    if not shards.kept_documents:
+    if not shards.exclusions.kept_documents:
         raise DataError(
             f"{shards.folder}: every shard is excluded. `longctx data exclude --undo` brings one back, or build the "
             "folder again."

@@ -231,11 +231,11 @@ class BlockPlanner:
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
         """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
-        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.kept_documents, 1)))
+        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.exclusions.kept_documents, 1)))
         report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
         if blocks == self.num_blocks:
             return report
-        documents, tokens = self._shards.kept_documents, self._shards.num_tokens
+        documents, tokens = self._shards.exclusions.kept_documents, self._shards.num_tokens
         if self._upsample:
             # What an epoch has of each document is known once it is drawn: blocks are taken to be alike.
             documents, tokens = (round(n * self.num_blocks / blocks) for n in (report.planned_documents, report.tokens))
@@ -276,21 +276,22 @@ class BlockPlanner:
         # Of documents that no stretch had, nobody has to know the lengths: their shard may be gone.
         never = set(excluded).intersection(*(stretch.excluded for stretch in before))
         if never:
-            documents = documents[~self._shards.are_in(documents, never)]
+            documents = documents[~self._shards.exclusions.are_in(documents, never)]
         left = Parts.whole(documents, self._shards.lengths_of(documents))
         if self._upsample:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         for stretch in before:
-            offered, held = self._without(left, stretch.excluded)
+            offered, held = _without(left, stretch.excluded, self._shards)
             taken = plan_parts(offered, stretch.row_tokens, packing=self._packing, **order)
             left = taken.parts_from(stretch.rows)
             if len(held.documents):
                 left = left.beside(held)
-        return plan_parts(self._without(left, excluded)[0], row_tokens, packing=self._packing, **order)
+        return plan_parts(_without(left, excluded, self._shards)[0], row_tokens, packing=self._packing, **order)
 
-    def _without(self, parts: Parts, shards: tuple[int, ...]) -> tuple[Parts, Parts]:
-        """The parts that are in none of these shards, and the others."""
-        is_held = np.zeros(len(parts.documents), bool)
-        if shards:
-            is_held = self._shards.are_in(parts.documents, shards)
-        return parts.at(np.flatnonzero(~is_held)), parts.at(np.flatnonzero(is_held))
+
+def _without(parts: Parts, numbers: tuple[int, ...], shards: ShardSet) -> tuple[Parts, Parts]:
+    """The parts that are in none of the shards of these numbers, and the others."""
+    is_held = np.zeros(len(parts.documents), bool)
+    if numbers:
+        is_held = shards.exclusions.are_in(parts.documents, numbers)
+    return parts.at(np.flatnonzero(~is_held)), parts.at(np.flatnonzero(is_held))

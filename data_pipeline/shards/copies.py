@@ -45,7 +45,7 @@ class LocalCopy:
         self.origin, self.folder, self.exclusions = origin, folder, exclusions
         self._manifest, self._packing = manifest, packing
         # One that is excluded may be damaged where it lies, or gone.
-        self._wanted = [entry for number, entry in enumerate(manifest.shards) if number not in set(exclusions.numbers)]
+        self._wanted = exclusions.kept
 
     def missing(self) -> list[ShardEntry]:
         """The shards that are not here yet, without those that are excluded."""

@@ -9,16 +9,18 @@ the list wherever they could still be read.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, hash_json, read_object
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json, read_object
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 
@@ -76,6 +78,33 @@ class Exclusions:
         return sum(self.manifest.shards[number].tokens for number in self.numbers)
 
     @property
+    def kept(self) -> list[ShardEntry]:
+        """The shards that are read."""
+        excluded = set(self.numbers)
+        return [entry for number, entry in enumerate(self.manifest.shards) if number not in excluded]
+
+    @property
+    def kept_documents(self) -> int:
+        """Documents that are read."""
+        return sum(entry.documents for entry in self.kept)
+
+    def document_numbers(self) -> Iterator[int]:
+        """Yield the numbers of the documents that are read, ascending."""
+        excluded = set(self.numbers)
+        for number, (first, stop) in enumerate(itertools.pairwise(self._first_document)):
+            if number not in excluded:
+                yield from range(first, stop)
+
+    def are_in(self, documents: np.ndarray, shards: Iterable[int]) -> np.ndarray:
+        """Whether each of these documents is in one of the shards of these numbers, bool [n]."""
+        found = np.searchsorted(self._first_document, documents, side="right") - 1
+        return np.isin(found, np.fromiter(shards, np.int64))
+
+    @cached_property
+    def _first_document(self) -> list[int]:
+        return list(itertools.accumulate((entry.documents for entry in self.manifest.shards), initial=0))
+
+    @property
     def hash(self) -> str:
         """xxh3_128 of what the list says; empty without one."""
         if not self.shards:
@@ -104,7 +133,7 @@ class Exclusions:
     def lines(self) -> list[str]:
         """The same for people, a line each."""
         return [
-            f"{found['shard']} ({found['documents']:,} documents, {found['tokens']:,} tokens), {found['time'][:10]}: "
+            f"{found['shard']} ({found['tokens']:,} tokens of {found['documents']:,} documents), {found['time'][:10]}: "
             f"{found['reason'].rstrip('.')}"
             for found in self.records()
         ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,8 +33,7 @@ class ShardSet:
     asked for, at most ``max_mapped`` at once; the one that was used longest ago is unmapped for another. A view keeps
     its own file mapped as long as it lives. Threads may share a set.
 
-    Shards on the folder's list of exclusions are neither mapped nor looked at; DataError for their documents. Numbers
-    are those of all documents, so that an exclusion moves none: ``document_numbers`` has those that can be read.
+    Excluded shards are neither mapped nor looked at; DataError for their documents, which keep their numbers.
 
     What a read touches is checked by the sums of its blocks, once for each mapping. DataError names file and bytes
     before anything wrong is returned. Lengths, and all tokens of a shard, also ask whether the file is still the one
@@ -57,9 +55,10 @@ class ShardSet:
         self._mapped: OrderedDict[int, MappedShard] = OrderedDict()
         self._lock = threading.Lock()
         if copy is None:
-            _check_sizes(folder, self.kept_entries)
+            _check_sizes(folder, exclusions.kept)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
-        self._num_documents = self._first_document[-1]
+        self.num_documents = self._first_document[-1]
+        """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
         # Where all of them may be mapped, nobody has to know which was used last.
         self._maps_all = len(manifest.shards) <= max_mapped
 
@@ -73,44 +72,14 @@ class ShardSet:
         it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
-        if copy is not None:
-            exclusions = copy.exclusions
-        else:
-            exclusions = Exclusions.load(found, manifest)
+        # Those of a copy were read where it comes from.
+        exclusions = copy.exclusions if copy is not None else Exclusions.load(found, manifest)
         return cls(found, exclusions, verify=verify, max_mapped=max_mapped, copy=copy)
 
     @property
-    def num_documents(self) -> int:
-        """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
-        return self._num_documents
-
-    @property
-    def kept_documents(self) -> int:
-        """Documents that can be read: without those of excluded shards."""
-        return self._num_documents - self.exclusions.documents
-
-    @property
     def num_tokens(self) -> int:
-        """Tokens of these, document begins and ends included."""
-        return sum(entry.tokens for entry in self.kept_entries)
-
-    @property
-    def kept_entries(self) -> list[ShardEntry]:
-        """The manifest's shards without those that are excluded."""
-        excluded = set(self.excluded)
-        return [entry for number, entry in enumerate(self.manifest.shards) if number not in excluded]
-
-    def document_numbers(self) -> Iterator[int]:
-        """Yield the numbers of the documents that can be read, ascending."""
-        excluded = set(self.excluded)
-        for number, (first, stop) in enumerate(itertools.pairwise(self._first_document)):
-            if number not in excluded:
-                yield from range(first, stop)
-
-    def are_in(self, documents: np.ndarray, shards: Iterable[int]) -> np.ndarray:
-        """Whether each of these documents is in one of the shards of these numbers, bool [n]."""
-        found = np.searchsorted(self._first_document, documents, side="right") - 1
-        return np.isin(found, np.fromiter(shards, np.int64))
+        """Tokens of the shards that are read, document begins and ends included."""
+        return sum(entry.tokens for entry in self.exclusions.kept)
 
     def check_files(self, documents: Iterable[int]) -> None:
         """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
@@ -124,8 +93,7 @@ class ShardSet:
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
 
-        DataError for offsets that cannot be right. Also of excluded shards, where they were kept: rows were planned by
-        them.
+        DataError for offsets that cannot be right. Those of excluded shards are what was kept of them.
         """
         lengths = np.empty(len(documents), np.int64)
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
@@ -144,9 +112,8 @@ class ShardSet:
     def longest_document(self) -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
         longest = 0
-        for number in range(len(self.manifest.shards)):
-            if number not in self.excluded:
-                longest = max(longest, self._current(number).longest_document())
+        for number in set(range(len(self.manifest.shards))) - set(self.excluded):
+            longest = max(longest, self._current(number).longest_document())
         return longest
 
     def document(self, index: int) -> np.ndarray:
@@ -177,8 +144,8 @@ class ShardSet:
 
     def _find(self, index: int) -> tuple[MappedShard, int]:
         """The shard of document ``index``, and the document's number there."""
-        if not 0 <= index < self._num_documents:
-            raise IndexError(f"document {index} of {self._num_documents}")
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
         shard = None
         if self._maps_all:
@@ -202,15 +169,8 @@ class ShardSet:
     def _current(self, number: int) -> MappedShard:
         """One shard; DataError where its file is no longer the one that was mapped."""
         shard = self._mapped.get(number)
-        if shard is None:
-            # Mapping asks the same.
-            return self._shard(number)
-        try:
-            state = opened_state(shard.path)
-        except OSError as error:
-            raise unreadable(shard.path, error) from error
-        if state != shard.state:
-            _check_replaced(shard, self.manifest.shards[number], state)
+        # Mapping asks the same.
+        if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
             # Written to: what was found right may be so no longer.
             with self._lock:
                 self._mapped.pop(number, None)
@@ -246,6 +206,18 @@ def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
             f"(fingerprint {tokenizer.fingerprint}, wanted {manifest.tokenizer}). Put the original back."
         )
     return tokenizer
+
+
+def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
+    """Whether nobody wrote to a file since it was mapped; DataError where it is another one, or gone."""
+    try:
+        state = opened_state(shard.path)
+    except OSError as error:
+        raise unreadable(shard.path, error) from error
+    if state != shard.state:
+        _check_replaced(shard, entry, state)
+        return False
+    return True
 
 
 def _check_replaced(shard: MappedShard, entry: ShardEntry, state: FileState) -> None:

@@ -39,10 +39,10 @@ class FolderCheck:
 
         Files that are excluded are not asked for.
         """
-        manifest, excluded = exclusions.manifest, set(exclusions.numbers)
+        manifest = exclusions.manifest
         self.folder = folder
         self.manifest_hash, self.exclusions_hash = manifest.hash, exclusions.hash
-        self.shards = [entry for number, entry in enumerate(manifest.shards) if number not in excluded]
+        self.shards = exclusions.kept
         self._states = [_state(folder / entry.file) for entry in self.shards]
         self._stamps: dict[str, tuple[FileState, str]] = {}
         self.pending: list[ShardEntry] = []
@@ -103,7 +103,7 @@ def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> Sh
     if shards.verifies_reads and not whole:
         return shards
     if shards.copy is not None:
-        for entry in shards.kept_entries:
+        for entry in shards.exclusions.kept:
             shards.copy.bring(entry)
     check = FolderCheck(shards.folder, shards.exclusions, "start")
     for entry in check.pending:

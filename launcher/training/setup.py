@@ -418,7 +418,7 @@ def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
     if min(longest, default=seq_len) < seq_len:
         return True
-    first = shards.lengths_of(np.fromiter(islice(shards.document_numbers(), _LOOKED_AT), np.int64))
+    first = shards.lengths_of(np.fromiter(islice(shards.exclusions.document_numbers(), _LOOKED_AT), np.int64))
     return bool((first % seq_len).any())
 
 

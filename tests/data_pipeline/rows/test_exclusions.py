@@ -88,7 +88,7 @@ def tokens_in(rows: list) -> Counter:
 def tokens_of(shards: ShardSet, numbers: set[int]) -> Counter:
     """All tokens of these shards, each once."""
     documents = np.arange(len(LENGTHS))
-    inside = documents[shards.are_in(documents, numbers)]
+    inside = documents[shards.exclusions.are_in(documents, numbers)]
     return Counter((int(d), token) for d in inside for token in range(LENGTHS[d]))
 
 
@@ -116,7 +116,7 @@ class TestFromTheBeginning:
         assert planner.num_blocks == plain.num_blocks > 1
         for block in range(planner.num_blocks):
             documents = plain.plan(1, block).pieces.documents
-            kept = documents[~shards.are_in(documents, [0, 3])]
+            kept = documents[~shards.exclusions.are_in(documents, [0, 3])]
             assert set(planner.plan(1, block).pieces.documents) == set(kept)
 
     def test_without_a_list_nothing_changes(self, copied: Path, whole: Path):
@@ -168,7 +168,7 @@ class TestInMidEpoch:
         found = Counter()
         for excluded, rows in parts:
             taken = tokens_in(rows)
-            assert not shards.are_in(np.array([d for d, _ in taken], np.int64), sorted(excluded)).any()
+            assert not shards.exclusions.are_in(np.array([d for d, _ in taken], np.int64), sorted(excluded)).any()
             found += taken
         assert max(found.values()) == 1
         never = set(range(NUM_SHARDS)) - set().union(*(excluded for excluded, _ in parts))

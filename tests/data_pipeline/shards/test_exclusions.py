@@ -64,8 +64,8 @@ class TestWhatIsExcluded:
             path.symlink_to("/dev/null")
         for verified in (ShardSet.open(folder), open_verified(folder, whole=True)):
             assert verified.excluded == (1,)
-            assert (verified.num_documents, verified.kept_documents) == (len(LENGTHS), count)
-            assert list(verified.document_numbers()) == list(range(count))
+            assert (verified.num_documents, verified.exclusions.kept_documents) == (len(LENGTHS), count)
+            assert list(verified.exclusions.document_numbers()) == list(range(count))
             assert verified.document(0).tolist() == first
             assert verified.num_tokens == sum(wanted[:count])
             # Rows that were planned before the exclusion need them.
